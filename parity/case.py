@@ -63,6 +63,38 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CacheCase:
+    """Keys and values in a cache, in which every row that is no sequence's own is NaN.
+
+    `Case.seq_kv` is the most keys that a sequence may have, `Case.layout` that of q.
+    """
+
+    lengths: tuple[int, ...]
+    """Keys of each sequence."""
+    queries: tuple[int, ...] | None = None
+    """Queries of each sequence, one after another: `Case.seq_q` is the rows of all, and perhaps some behind the last,
+    which nobody reads or writes. None: each sequence has `Case.seq_q`."""
+    page: int | None = None
+    """Keys of a page; None: each sequence has an entry of its own."""
+    order: Literal["nhd", "hnd"] = "nhd"
+    """Keys and heads of a page, or of an entry, as they are in memory."""
+    joint: Literal["none", "entries", "rows"] = "none"
+    """K and V are views of one tensor: the halves of each entry, or of each row."""
+    offset: int = 0
+    """Elements between a 16-byte boundary and the first element."""
+    row_pad: int = 0
+    """Unused elements after each row of D."""
+    shared: int = 0
+    """Leading pages that the second sequence shares with the first."""
+    slack: int = 0
+    """Pages that no sequence has."""
+    room: int = 0
+    """How much more than the most queries `max_seqlen_q` is."""
+    splits: int | None = None
+    """The parts that the caller has the keys divided into."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """One problem with its layout and values, and why it is worth its time. `scale` None is 1/sqrt(D)."""
 
@@ -101,6 +133,8 @@ class Case:
     packed: tuple[tuple[int, int], ...] | None = None
     """Queries and keys of each sequence of a packed batch: `seq_q` and `seq_kv` are the rows of all, and perhaps some
     behind the last, which are NaN."""
+    cache: CacheCase | None = None
+    """Keys and values in a cache. With packed queries `batch` is 1."""
     layout: Memory = Memory()
     values: Values = "normal"
     size: Size = "any"
@@ -116,9 +150,25 @@ class Case:
     @property
     def lengths(self) -> tuple[int, int, int]:
         """The number of batch entries or sequences, and the most queries and keys of one."""
+        if self.cache is not None:
+            return len(self.cache.lengths), self.most_queries, self.seq_kv
         if self.packed is None:
             return self.batch, self.seq_q, self.seq_kv
         return len(self.packed), max(it[0] for it in self.packed), max(it[1] for it in self.packed)
+
+    @property
+    def most_queries(self) -> int:
+        """The most queries of a sequence, of a batch that is not packed or with a cache."""
+        packed = None if self.cache is None else self.cache.queries
+        return self.seq_q if packed is None else max(packed, default=0)
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Queries and keys of each sequence."""
+        if self.cache is not None:
+            queries = self.cache.queries or (self.seq_q,) * self.batch
+            return tuple(zip(queries, self.cache.lengths, strict=True))
+        return self.packed or ((self.seq_q, self.seq_kv),) * self.batch
 
     @property
     def has_dlse(self) -> bool:
@@ -133,6 +183,8 @@ class Case:
     @property
     def no_backward(self) -> str:
         """Why this case is of forward only; empty where it is not."""
+        if self.cache is not None:
+            return "cache: fmha_kvcache has no gradient"
         if self.values in PLANTED:
             return f"values {self.values}: backward does not keep apart NaN and inf that are values of its inputs"
         if self.head_dim > BACKWARD_HEAD_DIM_MAX:

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from parity.block_cases import block_masks
+from parity.cache_cases import caches
 from parity.case import Broadcast, Case, DType, Memory, Size, Values
 from parity.mask_cases import sinks, windows
 from parity.score_cases import scores
@@ -429,6 +430,7 @@ CASES: tuple[Case, ...] = (
     *scores(),
     *block_masks(),
     *packed_batches(),
+    *caches(),
     *_long(),
     *_huge(),
 )

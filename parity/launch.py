@@ -68,6 +68,7 @@ def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
         "score": inputs.score,
         "blocks": inputs.blocks,
         "packed": inputs.packed,
+        **({} if inputs.cached is None else {"cached": inputs.cached}),  # of forwards alone
     }
 
 
@@ -95,9 +96,9 @@ def _plan_in_turn(case: Case, contender: Contender, inputs: Inputs) -> Plan | tu
 def launch_plan(plan: Plan, inputs: Inputs) -> Outputs:
     """Run one forward Plan on a case's inputs; Mismatch if it wrote where it must not."""
     outputs = Outputs.of(plan.problem, inputs.q.device)
-    multiattn.launch(
-        plan, inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse, sinks=inputs.sinks, captured=inputs.captured
-    )
+    given = inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse
+    with poisoned_workspaces() if plan.workspace_bytes else contextlib.nullcontext():
+        multiattn.launch(plan, *given, sinks=inputs.sinks, captured=inputs.captured)
     _synchronize(inputs.q.device)
     if outputs.guards_were_written:
         raise Mismatch(f"memory around out or lse was written\n  {plan}")

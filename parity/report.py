@@ -20,7 +20,7 @@ import multiattn
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Direction
-from parity.case import Case
+from parity.case import CacheCase, Case
 from parity.results import TENSORS, CaseReport, Contender, Pair, Result, Score
 
 TableRow = tuple[str, ...]
@@ -267,7 +267,8 @@ def _case_list(reports: Iterable[CaseReport]) -> Table:
 
 def describe_case(case: Case) -> str:
     """A case's sizes and what is special about it, in one line."""
-    entries = f"B={case.batch}" if case.packed is None else f"packed B={len(case.packed)}"
+    is_packed = case.packed is not None or (case.cache is not None and case.cache.queries is not None)
+    entries = f"{'packed ' * is_packed}B={case.lengths[0]}"
     parts = [
         f"{entries} Hq={case.heads_q} Hkv={case.heads_kv} Sq={case.seq_q} Skv={case.seq_kv} D={case.head_dim}",
         case.dtype,
@@ -275,6 +276,8 @@ def describe_case(case: Case) -> str:
     ]
     if case.scale is not None:
         parts.append(f"scale={case.scale:g}")
+    if case.cache is not None:
+        parts.append(describe_cache(case.cache))
     if case.values != "normal":
         parts.append(case.values)
     if case.has_dlse and not case.no_backward:
@@ -285,6 +288,17 @@ def describe_case(case: Case) -> str:
         if value != getattr(defaults, field):
             parts.append(f"{field}={value}")
     return " ".join(parts)
+
+
+def describe_cache(cache: CacheCase) -> str:
+    """Where a case's keys are, and what else its cache is not by default."""
+    parts = ["dense" if cache.page is None else f"pages of {cache.page}"]
+    defaults = CacheCase(lengths=())
+    for field in ("order", "joint", "offset", "row_pad", "shared", "splits"):
+        value = getattr(cache, field)
+        if value != getattr(defaults, field):
+            parts.append(f"{field}={value}")
+    return f"cache: {' '.join(parts)}"
 
 
 def _headings(direction: Direction, what: Sequence[str]) -> TableRow:

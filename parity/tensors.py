@@ -18,23 +18,11 @@ from multiattn.layout import Strides
 from multiattn.packed import Packing
 from multiattn.problem import Problem
 from multiattn.score import BoundScore, bind_score
+from parity.cache_tensors import draw_cache
 from parity.callables import CALLABLES, Sizes
 from parity.case import Case, Memory
-from parity.tolerance import Packed
-
-POISON = 0x7FC5
-"""A 16-bit pattern that is NaN as fp16 and as bf16, and twice in a row as fp32."""
-
-GUARD = 1 << 15
-"""Poisoned elements before and after each tensor: a whole tile of rows; a multiple of any alignment."""
-
-STRAY_STRIDE = 12345
-"""An odd stride for dimensions that nobody walks."""
-
-DRAWN_ON_CPU = 1 << 26
-"""Elements up to which values are drawn on the CPU, so that a case's values are the same on every device."""
-
-Values3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+from parity.memory import GUARD, POISON, Values3, generator_of, poisoned, poisoned_view
+from parity.tolerance import Cached, Packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,33 +57,23 @@ class Inputs(Watched):
     """Those of the tensors that `score` captures that want a gradient."""
     blocks: BlockLists | None = None
     packed: Packed | None = None
+    cached: Cached | None = None
 
     @property
     def captured(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the modification of scores loads from, then the lists of a block mask, or cu_seqlens."""
+        """The tensors that the modification of scores loads from, then the lists of a block mask, or what says where
+        sequences are."""
         lists = () if self.blocks is None else self.blocks.tensors
         if self.packed is not None:
             lists = self.packed.cu_seqlens
+        if self.cached is not None:
+            lists = self.cached.tensors
         return lists if self.score is None else (*self.score.tensors, *lists)
 
     @classmethod
     def of(cls, case: Case, device: torch.device) -> Inputs:
         """The inputs of `case` on `device`; the same for every call."""
-        if case.layout.order == "packed":
-            memory, views = _packed_views(case, device)
-        else:
-            shapes = _shapes(case)
-            layouts = (case.layout, case.layout, _layout_of_v(case.layout))
-            memory, views = zip(
-                *(_poisoned_view(case, lay, shape, device) for lay, shape in zip(layouts, shapes, strict=True)),
-                strict=True,
-            )
-        values = _draw(case, device)
-        for view, value in zip(views, values, strict=True):
-            view.copy_(value)
-        q, k, v = views
-        if case.layout.broadcast != "none":
-            k, v = (tensor.expand(case.batch, case.heads_kv, -1, -1) for tensor in (k, v))
+        memory, (q, k, v), cached = _qkv(case, device)
         sinks = None
         if case.sinks != "none":
             sinks_memory = poisoned(case.heads_q, torch.float32, device)
@@ -112,7 +90,7 @@ class Inputs(Watched):
         bits, copies = _watch((*memory, *memory_of_score))
         return cls(
             q=q, k=k, v=v, sinks=sinks, score=score, slots=slots, blocks=blocks, packed=packed,
-            memory=bits, memory_before=copies,
+            cached=cached, memory=bits, memory_before=copies,
         )  # fmt: skip
 
 
@@ -168,7 +146,7 @@ class Upstream(Watched):
     def of(cls, case: Case, problem: Problem, device: torch.device) -> Upstream:
         """The inputs of `case`, drawn by its seed; the same for every call."""
         shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
-        generator = _generator(case.seed + 1, torch.Size(shape).numel(), device)
+        generator = generator_of(case.seed + 1, torch.Size(shape).numel(), device)
         dout_memory, dout = _poisoned_output(shape, problem.strides_out, problem.torch_dtype, device)
         dout.copy_(torch.randn(shape, generator=generator, device=generator.device))
         behind = slice(shape[2] if case.packed is None else sum(it[0] for it in case.packed), None)
@@ -243,13 +221,6 @@ class Gradients:
         return _guards_were_written(self.memory)
 
 
-def poisoned(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``GUARD + numel + GUARD`` elements of NaN, each 16 bits of them POISON."""
-    memory = torch.empty(GUARD + numel + GUARD, dtype=dtype, device=device)
-    memory.view(torch.int16).fill_(POISON)
-    return memory
-
-
 def _poisoned_output(
     shape: tuple[int, int, int, int], strides: Strides, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,11 +246,6 @@ def _watch(memories: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], 
     return bits, tuple(memory.clone() for memory in bits)
 
 
-def _generator(seed: int, numel: int, device: torch.device) -> torch.Generator:
-    """On the CPU where that takes no time, so that a case's values are the same on every device."""
-    return torch.Generator(device="cpu" if numel <= DRAWN_ON_CPU else device).manual_seed(seed)
-
-
 def _shapes(case: Case) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
     """Shapes of q, k and v in memory: a dimension that is broadcast has one element."""
     batch_kv = 1 if case.layout.broadcast == "batch" else case.batch
@@ -295,22 +261,27 @@ def _layout_of_v(layout: Memory) -> Memory:
     return replace(layout, order="bhsd" if layout.order == "bshd" else "bshd", row_pad=layout.v_pad)
 
 
-def _poisoned_view(
-    case: Case, layout: Memory, shape: Sequence[int], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Poisoned memory and the view of `shape` in it that a layout asks for."""
-    batch, heads, seq, head_dim = shape
-    if layout.order == "bhsd":
-        row = head_dim + layout.row_pad
-        strides = [heads * seq * row, seq * row, row, 1]
+def _qkv(case: Case, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Values3, Cached | None]:
+    """The memory of q, k and v, and these; of a cache also where its keys are."""
+    if case.cache is not None:
+        return draw_cache(case, case.cache, device)
+    if case.layout.order == "packed":
+        memory, views = _packed_views(case, device)
     else:
-        token = heads * head_dim + layout.row_pad
-        strides = [seq * token, head_dim, token, 1]
-    numel = layout.offset + batch * strides[0]
-    if layout.stray_strides:
-        strides = [stride if size > 1 else STRAY_STRIDE for stride, size in zip(strides, shape, strict=True)]
-    memory = poisoned(numel, case.torch_dtype, device)
-    return memory, memory.as_strided(shape, strides, GUARD + layout.offset)
+        layouts = (case.layout, case.layout, _layout_of_v(case.layout))
+        memory, views = zip(
+            *(
+                poisoned_view(case.torch_dtype, layout, shape, device)
+                for layout, shape in zip(layouts, _shapes(case), strict=True)
+            ),
+            strict=True,
+        )
+    for view, value in zip(views, _draw(case, device), strict=True):
+        view.copy_(value)
+    q, k, v = views
+    if case.layout.broadcast != "none":
+        k, v = (tensor.expand(case.batch, case.heads_kv, -1, -1) for tensor in (k, v))
+    return memory, (q, k, v), None
 
 
 def _packed_views(case: Case, device: torch.device) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
@@ -326,7 +297,7 @@ def _packed_views(case: Case, device: torch.device) -> tuple[tuple[torch.Tensor,
 def _draw(case: Case, device: torch.device) -> Values3:
     """Values of q, k and v, fp32, before they are rounded to the case's dtype."""
     shapes = _shapes(case)
-    generator = _generator(case.seed, max(torch.Size(shape).numel() for shape in shapes), device)
+    generator = generator_of(case.seed, max(torch.Size(shape).numel() for shape in shapes), device)
     q, k, v = (torch.randn(tuple(shape), generator=generator, device=generator.device) for shape in shapes)
     if case.values == "large":
         q, k = _large(case, q), _large(case, k)

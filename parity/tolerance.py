@@ -18,9 +18,10 @@ from multiattn.block_mask import BlockLists
 from multiattn.mask import Window, band_of
 from multiattn.operands import Operands, Options
 from multiattn.packed import Packing
+from multiattn.paged import Cache
 from multiattn.plan.backend import Plan, variant_of
-from multiattn.problem import Problem, options_of
-from multiattn.reference import attend, sequences
+from multiattn.problem import Problem, options_of, problem_of
+from multiattn.reference import attend, cached_sequences, sequences
 from multiattn.score import BoundScore
 from multiattn.score.eager import Part
 from multiattn.score.expression import apply, const, walk
@@ -165,14 +166,16 @@ class Truth:
         score: BoundScore | None = None,
         blocks: BlockLists | None = None,
         packed: Packed | None = None,
+        cached: Cached | None = None,
     ) -> Truth:
         """The truth of one problem, from `multiattn.reference` in fp64, fp32 (for lse) and the inputs' dtype (for out).
 
         Raises ValueError where naive has overflown in most places: such inputs cannot be judged.
         """
         operands, problem = operands_and_problem(
-            q, k, v, causal=causal, window=window, scale=scale, sinks=sinks, score=score, blocks=blocks, packed=packed
-        )
+            q, k, v, causal=causal, window=window, scale=scale, sinks=sinks, score=score, blocks=blocks, packed=packed,
+            cached=cached,
+        )  # fmt: skip
         out, lse = reference_in_chunks(operands, problem, torch.float64)
         naive_out, _ = reference_in_chunks(operands, problem, q.dtype)
         _, naive_lse = reference_in_chunks(operands, problem, torch.float32)
@@ -208,6 +211,14 @@ class Packed(NamedTuple):
     packing: Packing
 
 
+class Cached(NamedTuple):
+    """The sequences of a call with a cache."""
+
+    tensors: tuple[torch.Tensor, ...]
+    """Those that say where keys and queries are, as a launch captures them."""
+    cache: Cache
+
+
 def operands_and_problem(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -222,20 +233,26 @@ def operands_and_problem(
     blocks: BlockLists | None = None,
     deterministic: bool = False,
     packed: Packed | None = None,
+    cached: Cached | None = None,
 ) -> tuple[Operands, Problem]:
     """The inputs of a call, and its Problem; captured tensors in `slots` want a gradient."""
     captured = () if score is None else score.tensors
     lists = () if blocks is None else blocks.tensors
     if packed is not None:
         lists = packed.cu_seqlens
+    if cached is not None:
+        lists = cached.tensors
     operands = Operands(q, k, v, sinks=sinks, captured=(*captured, *lists))
     options = Options(*band_of(causal, window).window, scale).with_score(score)
     options = options._replace(
         gradient_slots=slots,
         blocks=None if blocks is None else blocks.spec,
         packing=None if packed is None else packed.packing,
+        cache=None if cached is None else cached.cache,
         deterministic=deterministic,
     )
+    if cached is not None:
+        return operands, problem_of(operands, options)  # a decode step has no mask, as a call plans it
     return operands, Problem.of_operands(operands, options)
 
 
@@ -245,7 +262,7 @@ def _columns_of_nonfinite(v: torch.Tensor, problem: Problem) -> torch.Tensor | N
     A kernel multiplies a hidden key's value by a weight of zero, which makes NaN of what is not finite: of that column
     in rows of the same tile, and of a visible inf whose weight rounds to zero. Not so from another sequence.
     """
-    if problem.packing is not None:
+    if problem.packing is not None or problem.cache is not None:
         return None
     columns = (~v.isfinite()).any(dim=2, keepdim=True)
     return columns.repeat_interleave(problem.group, dim=1) if bool(columns.any()) else None
@@ -357,6 +374,8 @@ def reference_in_chunks(
     operands: Operands, problem: Problem, compute_dtype: torch.dtype, entry: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`multiattn.reference` over a few query rows at a time, and the keys that they see, in `compute_dtype`."""
+    if problem.cache is not None:
+        return _of_caches_in_chunks(operands, problem, compute_dtype)
     row = max(1, problem.batch * problem.heads_q * max(problem.seq_kv, problem.head_dim))
     rows = max(1, CHUNK // row)
     q = operands.q
@@ -378,6 +397,21 @@ def reference_in_chunks(
         last = min(first + rows, problem.seq_q)
         some, options, part, _ = rows_of(problem, operands, first, last, entry)
         out[:, :, first:last], lse[:, :, first:last] = attend(some, options, compute_dtype, part)
+    return out, lse
+
+
+def _of_caches_in_chunks(
+    operands: Operands, problem: Problem, compute_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference_in_chunks` of each sequence. Rows behind the last are NaN, as they were before a kernel ran."""
+    q = operands.q
+    out = torch.full(q.shape, torch.nan, dtype=compute_dtype, device=q.device)
+    lse = torch.full(q.shape[:3], torch.nan, dtype=compute_dtype, device=q.device)
+    for own, its_options, place, rows in cached_sequences(operands, options_of(problem)):
+        its_problem = Problem.of_operands(own, its_options)
+        entries = slice(None) if problem.has_packed_queries else slice(place.first_entry, place.first_entry + 1)
+        its = reference_in_chunks(own, its_problem, compute_dtype, place.first_entry)
+        out[entries, :, rows], lse[entries, :, rows] = its
     return out, lse
 
 

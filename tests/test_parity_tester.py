@@ -16,7 +16,8 @@ from parity import tolerance
 from parity.case import BACKWARD_HEAD_DIM_MAX, Case, Memory
 from parity.cases import CASES, suite
 from parity.launch import prepare_case
-from parity.tensors import GUARD, POISON, Inputs, Outputs, poisoned
+from parity.memory import GUARD, POISON, poisoned
+from parity.tensors import Inputs, Outputs
 from parity.tolerance import (
     Budget,
     Expected,
@@ -41,6 +42,7 @@ def attend(case: Case, inputs: Inputs, **changes: object) -> Result:
     """A good kernel's result: fp32 inside, rounded once. `changes` to its options break it."""
     options = {"causal": case.causal, "window": case.window, "scale": case.scale, "sinks": inputs.sinks}
     options |= {"score": inputs.score, "blocks": inputs.blocks, "packed": inputs.packed} | changes
+    options["cached"] = inputs.cached
     operands, problem = operands_and_problem(inputs.q, inputs.k, inputs.v, **options)
     out, lse = reference_in_chunks(operands, problem, torch.float32)
     return out.to(case.torch_dtype), lse
@@ -356,8 +358,7 @@ def test_cases_are_unique_and_say_why():
 
 def test_cases_have_the_size_that_they_say():
     assert all(case.size == "any" for case in CPU_CASES)
-    sequences = {case.name: case.packed or ((case.seq_q, case.seq_kv),) * case.batch for case in CPU_CASES}
-    assert max(it.heads_q * sum(q * kv for q, kv in sequences[it.name]) for it in CPU_CASES) <= 1 << 18
+    assert max(it.heads_q * sum(q * kv for q, kv in it.pairs) for it in CPU_CASES) <= 1 << 18
     for case in CASES:
         if case.size == "huge":
             row = case.head_dim + case.layout.row_pad

@@ -1,0 +1,108 @@
+"""The tensors of a case with a cache: keys and values among NaN, and where they are.
+
+Rows of pages beyond a sequence's end, pages that no sequence has, and what a cache has room for beyond a sequence's
+length are NaN. Entries of the page table beyond a sequence's pages name none that exists. So whatever a kernel reads
+that is not a sequence's own shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from multiattn.paged import Cache
+from parity.case import CacheCase, Case
+from parity.memory import GUARD, Values3, generator_of, poisoned, poisoned_view
+from parity.tolerance import Cached
+
+NO_PAGE = 1 << 30
+"""In a page table: an entry that must not be read, as no cache has so many pages."""
+
+TABLE_PAD = 3
+"""Unused entries after each row of a page table."""
+
+
+def draw_cache(case: Case, cache: CacheCase, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Values3, Cached]:
+    """The memory of all tensors; q, k and v; and what says where keys and queries are."""
+    table = None if cache.page is None else _page_table(case, cache)
+    used = _used_rows(case, cache, table).to(device)[:, None, :, None]
+    entries, _, rows, _ = used.shape
+    memory_of_q, q = poisoned_view(
+        case.torch_dtype, case.layout, (case.batch, case.heads_q, case.seq_q, case.head_dim), device
+    )
+    memory_of_caches, k, v = _caches(case, cache, (entries, case.heads_kv, rows, case.head_dim), device)
+    generator = generator_of(case.seed, max(q.numel(), k.numel()), device)
+    for view in (q, k, v):
+        view.copy_(torch.randn(view.shape, generator=generator, device=generator.device))
+    k.masked_fill_(~used, torch.nan)
+    v.masked_fill_(~used, torch.nan)
+    numbers = [torch.tensor(cache.lengths)]
+    numbers += [] if table is None else [table]
+    if cache.queries is not None:
+        starts = torch.tensor([0, *itertools.accumulate(cache.queries)])
+        q[:, :, int(starts[-1]) :] = torch.nan
+        numbers.append(starts)
+    memory_of_numbers, tensors = zip(*(_numbers(it, device) for it in numbers), strict=True)
+    most = None if cache.queries is None else case.most_queries + cache.room
+    cached = Cached(tensors, Cache(table is not None, most, cache.splits))
+    return (memory_of_q, *memory_of_caches, *memory_of_numbers), (q, k, v), cached
+
+
+def _page_table(case: Case, cache: CacheCase) -> torch.Tensor:
+    """The pages of each sequence ``[B, max_pages]``, in no order."""
+    page = cache.page
+    assert page is not None
+    if case.seq_kv % page:
+        raise ValueError(f"{case.name}: seq_kv must be whole pages of {page}; got {case.seq_kv}")
+    needed = [-(-length // page) for length in cache.lengths]
+    if cache.shared and cache.shared > min(needed[:2]):
+        raise ValueError(f"{case.name}: shared must be pages of both sequences; got {cache.shared} of {needed[:2]}")
+    pages = sum(needed) - cache.shared + cache.slack
+    order = iter(torch.randperm(pages, generator=torch.Generator().manual_seed(case.seed + 4)).tolist())
+    table = torch.full((len(needed), case.seq_kv // page), NO_PAGE)
+    for entry, number in enumerate(needed):
+        shared = cache.shared if entry == 1 else 0
+        table[entry, :shared] = table[0, :shared]
+        table[entry, shared:number] = torch.tensor([*itertools.islice(order, number - shared)], dtype=table.dtype)
+    return table
+
+
+def _used_rows(case: Case, cache: CacheCase, table: torch.Tensor | None) -> torch.Tensor:
+    """True for each row of an entry, or of a page, that some sequence has."""
+    if table is None or cache.page is None:
+        return torch.arange(case.seq_kv) < torch.tensor(cache.lengths, dtype=torch.int64)[:, None]
+    pages = sum(-(-length // cache.page) for length in cache.lengths) - cache.shared + cache.slack
+    used = torch.zeros(pages, cache.page, dtype=torch.bool)
+    for entry, length in enumerate(cache.lengths):
+        keys = torch.arange(length)
+        used[table[entry, keys // cache.page], keys % cache.page] = True
+    return used
+
+
+def _caches(
+    case: Case, cache: CacheCase, shape: tuple[int, int, int, int], device: torch.device
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
+    """Poisoned memory, and k and v in it."""
+    entries, heads, rows, head_dim = shape
+    row = head_dim * (2 if cache.joint == "rows" else 1) + cache.row_pad
+    entry = rows * heads * row
+    step = entry * (2 if cache.joint == "entries" else 1)
+    strides = (step, row, heads * row, 1) if cache.order == "nhd" else (step, rows * row, row, 1)
+    begin = GUARD + cache.offset
+    memory = poisoned(cache.offset + entries * step, case.torch_dtype, device)
+    k = memory.as_strided(shape, strides, begin)
+    if cache.joint == "none":
+        other = poisoned(cache.offset + entries * step, case.torch_dtype, device)
+        return (memory, other), k, other.as_strided(shape, strides, begin)
+    behind = entry if cache.joint == "entries" else head_dim
+    return (memory,), k, memory.as_strided(shape, strides, begin + behind)
+
+
+def _numbers(values: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Poisoned memory, and int32 values in it; rows of a table are apart."""
+    pad = TABLE_PAD if values.ndim > 1 else 0
+    shape = (*values.shape[:-1], values.shape[-1] + pad)
+    memory = poisoned(torch.Size(shape).numel(), torch.int32, device)
+    view = memory[GUARD:-GUARD].view(shape)[..., : values.shape[-1]]
+    return memory, view.copy_(values)

@@ -1,0 +1,269 @@
+"""Caches on a GPU: one captured graph for every length, pages in no order, many threads, and no waiting."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import multiattn
+from multiattn import Plan
+from multiattn.plan.backend import BACKENDS
+from multiattn.run import cache
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
+DEVICE = "cuda"
+PAGE, HEADS_Q, HEADS_KV, HEAD_DIM = 16, 8, 2, 128
+CLOSE = {"atol": 2e-2, "rtol": 2e-2}
+
+
+def drawn(*shape):
+    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+def pages_of(sequences, longest, *, slack=3, seed=0):
+    """A page table in no order, of pages of which no sequence has two, and how many pages there are."""
+    each = -(-longest // PAGE)
+    number = sequences * each + slack
+    order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))[: sequences * each]
+    return order.view(sequences, each).to(DEVICE, torch.int32), number
+
+
+def caches(pages):
+    """K and V of NaN, views of one tensor ``[pages, 2, page, Hkv, D]``, as vLLM has them."""
+    both = torch.full((pages, 2, PAGE, HEADS_KV, HEAD_DIM), torch.nan, device=DEVICE, dtype=torch.bfloat16)
+    return both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2)
+
+
+def put(k, v, table, lengths):
+    """Keys and values of sequences of these lengths, where the table says."""
+    for entry, length in enumerate(lengths):
+        keys = torch.arange(length, device=DEVICE)
+        places = table[entry].long()[keys // PAGE], keys % PAGE
+        for it in (k, v):
+            it.transpose(1, 2)[places] = drawn(length, HEADS_KV, HEAD_DIM)
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, device=DEVICE, dtype=torch.int32)
+
+
+def call(q, k, v, rest, backend, **options):
+    return multiattn.fmha_kvcache(q, k, v, **rest, causal=True, backend=backend, **options)
+
+
+def truth(q, k, v, rest):
+    """In fp32, by the reference."""
+    return call(q.float(), k.float(), v.float(), rest, "reference")
+
+
+def needs(backend, q, k, v, rest, **options):
+    """Skip where a backend does not take such a call, with its reasons."""
+    plan = multiattn.explain(q, k, v, **rest, causal=True, backend=backend, **options)
+    if not isinstance(plan, Plan):
+        pytest.skip("; ".join(map(str, plan)))
+
+
+def captured(run):
+    """A graph of `run`, and what it returns."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph, results
+
+
+LONGEST = 4096
+
+
+@pytest.mark.parametrize("num_splits", [None, 1])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_captured_at_length_1_serves_every_step(backend, num_splits):
+    """Each step appends a token to each sequence and replays. The second sequence starts 77 tokens later."""
+    sequences = 3
+    table, pages = pages_of(sequences, LONGEST)
+    k, v = caches(pages)
+    rows_of_pages = [it.transpose(1, 2) for it in (k, v)]  # [pages, page, Hkv, D]
+    q, lengths = drawn(sequences, HEADS_Q, 1, HEAD_DIM), int32(1, 1, 1)
+    put(k, v, table, (1, 1, 1))
+    rest = {"seqlens_kv": lengths, "page_table": table, "num_splits": num_splits}
+    needs(backend, q, k, v, rest)
+    call(q, k, v, rest, backend)  # compiles
+    graph, out = captured(lambda: call(q, k, v, rest, backend))
+    rows = torch.arange(sequences, device=DEVICE)
+    starts = int32(0, 77, 0)
+    checked = {2**size for size in range(13)} | {*random.Random(0).sample(range(1, LONGEST), 40)}
+    for step in range(1, LONGEST + 1):
+        if step > 1:
+            place = (step - 1 - starts).clamp(min=0)
+            page = table[rows, (place // PAGE).long()].long()
+            for it in rows_of_pages:
+                it.index_put_((page, (place % PAGE).long()), drawn(sequences, HEADS_KV, HEAD_DIM))
+            lengths.copy_(place + 1)
+            q.copy_(drawn(*q.shape))
+        graph.replay()
+        if step in checked:
+            torch.testing.assert_close(
+                out.float(), truth(q, k, v, rest), **CLOSE, msg=lambda it, step=step: f"step {step}: {it}"
+            )
+    assert lengths.tolist() == [LONGEST, LONGEST - 77, LONGEST]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_serves_chunks_single_tokens_and_other_pages(backend):
+    """Sequences have other rows of q and other pages in each replay. Rows behind the last stay as they are."""
+    table, pages = pages_of(5, 600)
+    k, v = caches(pages)
+    q, out = drawn(64, HEADS_Q, HEAD_DIM), torch.empty(64, HEADS_Q, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+    starts, lengths = int32(0, 1, 2, 3, 4, 5), int32(1, 1, 1, 1, 1)
+    rest = {"seqlens_kv": lengths, "page_table": table, "cu_seqlens_q": starts, "max_seqlen_q": 40}
+    needs(backend, q, k, v, rest)
+    put(k, v, table, (1, 1, 1, 1, 1))
+    call(q, k, v, rest, backend, out=out)
+    graph, _ = captured(lambda: call(q, k, v, rest, backend, out=out))
+    for seed, (queries, keys) in enumerate(
+        (((40, 1, 0, 1, 7), (600, 35, 20, 1, 7)), ((1, 1, 1, 1, 1), (0, 1, 16, 17, 599)), ((0,) * 5, (9,) * 5))
+    ):
+        table.copy_(pages_of(5, 600, seed=seed + 1)[0])
+        put(k, v, table, keys)
+        starts.copy_(int32(0, *itertools.accumulate(queries)))
+        lengths.copy_(int32(*keys))
+        out.fill_(7.0)
+        graph.replay()
+        rows = sum(queries)
+        torch.testing.assert_close(out[:rows].float(), truth(q, k, v, rest)[:rows], **CLOSE)
+        assert (out[rows:] == 7.0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sequences_that_share_pages_are_those_that_have_their_own(backend):
+    table, pages = pages_of(4, 500)
+    k, v = caches(pages)
+    lengths = (500, 430, 401, 33)
+    put(k, v, table, lengths)
+    table[1:3, :25] = table[0, :25]  # a prompt of 400 tokens
+    table[3, :2] = table[0, :2]  # ends within a page of another
+    put(k, v, table, lengths)
+    q = drawn(4, HEADS_Q, 2, HEAD_DIM)
+    rest = {"seqlens_kv": int32(*lengths), "page_table": table}
+    needs(backend, q, k, v, rest)
+    out = call(q, k, v, rest, backend)
+    torch.testing.assert_close(out.float(), truth(q, k, v, rest), **CLOSE)
+    own = [it[table.long()].transpose(1, 2).flatten(2, 3) for it in (k, v)]  # [B, Hkv, S, D]
+    torch.testing.assert_close(out, call(q, *own, {"seqlens_kv": rest["seqlens_kv"]}, backend), **CLOSE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_with_one_part_a_sequence_has_the_same_bits_in_any_batch(backend):
+    table, pages = pages_of(9, 900)
+    k, v = caches(pages)
+    lengths = (900, 1, 333, 16, 17, 512, 800, 64, 5)
+    put(k, v, table, lengths)
+    q, all_lengths = drawn(9, HEADS_Q, 1, HEAD_DIM), int32(*lengths)
+    rest = {"seqlens_kv": all_lengths, "page_table": table}
+    needs(backend, q, k, v, rest, num_splits=1)
+    whole = call(q, k, v, rest, backend, num_splits=1)
+    for chosen in ([0], [2, 0], [8, 5, 2, 1], [0, *range(3, 9)]):
+        some = {"seqlens_kv": all_lengths[chosen], "page_table": table[chosen]}
+        assert torch.equal(call(q[chosen], k, v, some, backend, num_splits=1), whole[chosen])
+
+
+def request(backend, seed):
+    """A request of random sequences: what came of it, and the truth."""
+    chosen = random.Random(seed)
+    lengths = [chosen.randrange(1 + 2 ** chosen.randrange(12)) for _ in range(chosen.randrange(1, 9))]
+    table, pages = pages_of(len(lengths), 2048, seed=seed)
+    k, v = caches(pages)
+    put(k, v, table, lengths)
+    queries = [chosen.choice((0, 1, 1, 1, 5)) for _ in lengths]
+    q = drawn(max(sum(queries), 1), HEADS_Q, HEAD_DIM)
+    rest = {"seqlens_kv": int32(*lengths), "page_table": table, "max_seqlen_q": 5}
+    rest["cu_seqlens_q"] = int32(0, *itertools.accumulate(queries))
+    rows = sum(queries)
+    return call(q, k, v, rest, backend)[:rows], truth(q, k, v, rest)[:rows]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_eight_threads_and_a_thousand_requests(backend):
+    table, pages = pages_of(1, PAGE)
+    rest = {"seqlens_kv": int32(1), "page_table": table, "cu_seqlens_q": int32(0, 1), "max_seqlen_q": 5}
+    needs(backend, drawn(1, HEADS_Q, HEAD_DIM), *caches(pages), rest)
+
+    def serve(thread):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for number in range(125):
+                got, want = request(backend, 125 * thread + number)
+                torch.testing.assert_close(got.float(), want, **CLOSE)
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(serve, range(8)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_200_requests_compile_nothing_after_the_first(backend):
+    """By the files that compilers leave: all of them keep what they make on disk."""
+    knobs = pytest.importorskip("triton").knobs
+    table, pages = pages_of(4, 2048)
+    k, v = caches(pages)
+    put(k, v, table, (2048,) * 4)
+    q = drawn(40, HEADS_Q, HEAD_DIM)
+    rest = {"page_table": table, "max_seqlen_q": 5, "num_splits": 3}
+
+    def serve(lengths, queries):
+        starts = int32(0, *itertools.accumulate(queries))
+        return call(q, k, v, rest | {"seqlens_kv": int32(*lengths), "cu_seqlens_q": starts}, backend)
+
+    def compiled():
+        return {path for folder in (cache.directory(), knobs.cache.dir) for path in Path(folder).rglob("*")}
+
+    needs(backend, q, k, v, rest | {"seqlens_kv": int32(1, 1, 1, 1), "cu_seqlens_q": int32(0, 1, 1, 1, 1)})
+    serve((1, 1, 1, 1), (1, 0, 0, 0))
+    torch.cuda.synchronize()
+    before, chosen = compiled(), random.Random(0)
+    for _ in range(200):
+        serve([chosen.randrange(2049) for _ in range(4)], [chosen.randrange(6) for _ in range(4)])
+    torch.cuda.synchronize()
+    assert compiled() == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_call_waits_for_the_device(backend):
+    table, pages = pages_of(3, 300)
+    k, v = caches(pages)
+    put(k, v, table, (300, 7, 0))
+    q, sinks = drawn(3, HEADS_Q, 4, HEAD_DIM), torch.zeros(HEADS_Q, device=DEVICE)
+    rest = {"seqlens_kv": int32(300, 7, 0), "page_table": table}
+    needs(backend, q, k, v, rest, sinks=sinks)
+    call(q, k, v, rest, backend, sinks=sinks)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call(q, k, v, rest, backend, sinks=sinks)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_calls_with_out_are_eager_ones(backend):
+    table, pages = pages_of(3, 300)
+    k, v = caches(pages)
+    put(k, v, table, (300, 7, 20))
+    q = drawn(3, HEADS_Q, 1, HEAD_DIM)
+    rest = {"seqlens_kv": int32(300, 7, 20), "page_table": table}
+    needs(backend, q, k, v, rest)
+    torch._dynamo.reset()
+    compiled = torch.compile(multiattn.fmha_kvcache, fullgraph=True)
+    out = torch.empty_like(q)
+    got = compiled(q, k, v, **rest, causal=True, backend=backend, out=out)
+    assert torch.equal(got, call(q, k, v, rest, backend))
+    assert torch.equal(out, got)

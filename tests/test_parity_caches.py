@@ -1,0 +1,239 @@
+"""The tester tested on caches: what goes wrong with lengths, pages and parts must fail, and what is right must pass."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import multiattn
+from parity.cache_cases import cached
+from parity.cache_tensors import NO_PAGE
+from parity.cases import CASES
+from parity.launch import launch_plan, plan_case, prepare_case
+from parity.results import Contender
+from parity.tensors import Inputs
+from parity.tolerance import Mismatch, operands_and_problem, reference_in_chunks
+
+CPU = torch.device("cpu")
+BY_NAME = {case.name: case for case in CASES}
+CACHES = [case for case in CASES if case.cache is not None and case.size == "any"]
+NAMES = "cache_page_16 cache_page_5 cache_page_1 cache_mixed cache_splits_3_few cache_window_few"
+
+
+def options(case, inputs, **changes):
+    named = {"causal": case.causal, "window": case.window, "scale": case.scale, "sinks": inputs.sinks}
+    return named | {"score": inputs.score, "blocks": None, "cached": inputs.cached} | changes
+
+
+def run(case, inputs, **changes):
+    """A good kernel's result: fp32 inside, rounded once."""
+    operands, problem = operands_and_problem(inputs.q, inputs.k, inputs.v, **options(case, inputs, **changes))
+    out, lse = reference_in_chunks(operands, problem, torch.float32)
+    return out.to(case.torch_dtype), lse
+
+
+def check(case, result):
+    _, truth = prepare_case(case, CPU)
+    truth.out.check(result[0], "a plan")
+    truth.lse.check(result[1], "a plan")
+
+
+def with_tensor(place, change):
+    """The same where `change` has made another of one of the tensors that say where keys and queries are."""
+
+    def broken(case, inputs):
+        tensors = list(inputs.cached.tensors)
+        tensors[place] = change(tensors[place].clone(), case)
+        return run(case, inputs, cached=inputs.cached._replace(tensors=tuple(tensors)))
+
+    return broken
+
+
+def one_less(lengths, case):
+    return (lengths - 1).clamp(min=0)
+
+
+def one_more(lengths, case):
+    return lengths + (lengths % case.cache.page != 0).int()  # within a page that it has
+
+
+def first_pages_exchanged(table, case):
+    first = table[0].clone()
+    table[0, :2] = first[:2].flip(0)
+    return table
+
+
+def rows_of_one_before(starts, case):
+    starts[1:-1] = (starts[1:-1] - 1).clamp(min=0)
+    return starts
+
+
+def zeros_counted(case, inputs):
+    """A tail of zeros counted: keys that score 0 beside those that there are."""
+    k, v = (it.nan_to_num(0.0) for it in (inputs.k, inputs.v))
+    lengths, *rest = inputs.cached.tensors
+    longer = torch.where(lengths % (case.cache.page or case.seq_kv) == 0, lengths, lengths + 1)
+    return run(case, replace(inputs, k=k, v=v, cached=inputs.cached._replace(tensors=(longer, *rest))))
+
+
+def behind(value):
+    def broken(case, inputs):
+        out, lse = run(case, inputs)
+        end = sum(case.cache.queries)
+        out[:, :, end:] = value
+        return out, lse
+
+    return broken
+
+
+def with_sinks_of_parts(case, inputs):
+    """A sink for each of three parts: log 3 more."""
+    return run(case, inputs, sinks=inputs.sinks + math.log(3))
+
+
+def heads_in_the_order_of_rows(case, inputs):
+    """Query heads that go round the heads of keys, not in groups."""
+    out, lse = run(case, replace(inputs, q=inputs.q.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)))
+    return out, lse
+
+
+BROKEN = {
+    "the last key left out": (with_tensor(0, one_less), NAMES + " cache_dense cache_d512_bf16_page_16"),
+    "a key of the page's tail": (with_tensor(0, one_more), "cache_page_16 cache_shared_page cache_mixed"),
+    "another sequence's tail": (with_tensor(0, lambda it, case: it + (it == 23).int()), "cache_shared_page"),
+    "zeros of the tail counted": (zeros_counted, "cache_dense cache_page_16_unaligned"),
+    "pages in the order of memory": (
+        with_tensor(1, lambda table, case: table.masked_fill(table < NO_PAGE, 0)),
+        "cache_page_16 cache_page_1 cache_page_5",
+    ),
+    "two pages exchanged": (with_tensor(1, first_pages_exchanged), "cache_page_16 cache_page_5"),
+    "rows one before": (with_tensor(2, rows_of_one_before), "cache_mixed cache_splits_7_mixed"),
+    "one length for all": (with_tensor(0, lambda it, case: it.clamp(max=9)), "cache_shared_page cache_mixed"),
+    "mask ignored": (lambda case, inputs: run(case, inputs, causal=False, window=None), "cache_mixed cache_window"),
+    "diagonal one further": (
+        lambda case, inputs: run(case, inputs, causal=False, window=(None, 1)),
+        "cache_speculative_4 cache_splits_3_few cache_mixed",
+    ),
+    "sinks ignored": (lambda case, inputs: run(case, inputs, sinks=None), "cache_sinks cache_sinks_mixed"),
+    "a sink of each part": (with_sinks_of_parts, "cache_sinks_mixed"),
+    "score ignored": (lambda case, inputs: run(case, inputs, score=None), "cache_softcap"),
+    "heads go round": (heads_in_the_order_of_rows, "cache_page_16 cache_mixed"),
+    "rows behind the last are zero": (behind(0.0), "cache_mixed cache_fewer_than_room cache_packed_no_query"),
+    "rows behind the last are written": (behind(1.0), "cache_mixed cache_packed_no_capacity"),
+}
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"), [(broken, name) for broken, it in BROKEN.items() for name in it[1].split()]
+)
+def test_a_broken_result_fails(broken, name):
+    case = BY_NAME[name]
+    result = BROKEN[broken][0](case, prepare_case(case, CPU)[0])
+    with pytest.raises(Mismatch):
+        check(case, result)
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_a_good_result_passes(name):
+    check(BY_NAME[name], run(BY_NAME[name], prepare_case(BY_NAME[name], CPU)[0]))
+
+
+@pytest.mark.parametrize("case", CACHES, ids=str)
+def test_the_truth_is_attention_of_each_sequence_alone(case):
+    """Its keys are found one by one. Rows of q that are in no sequence have no truth but that nobody writes them."""
+    inputs, truth = prepare_case(case, CPU)
+    queries, lengths = case.cache.queries, inputs.cached.tensors[0].tolist()
+    starts = None if queries is None else [0, *itertools.accumulate(queries)]
+    for entry, length in enumerate(lengths):
+        k, v = (rows_of(it, case, inputs, entry, length) for it in (inputs.k, inputs.v))
+        batch, rows = (entry, slice(None)) if starts is None else (0, slice(starts[entry], starts[entry + 1]))
+        q = inputs.q[batch : batch + 1, :, rows]
+        operands, problem = operands_and_problem(q, k, v, **options(case, inputs, cached=None))
+        out, lse = reference_in_chunks(operands, problem, torch.float64)
+        torch.testing.assert_close(truth.out.truth[batch, :, rows], out[0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(truth.lse.truth[batch, :, rows], lse[0], rtol=0, atol=1e-12)
+    if starts is not None:
+        assert truth.out.truth[:, :, starts[-1] :].isnan().all()
+        assert truth.lse.truth[:, :, starts[-1] :].isnan().all()
+
+
+def rows_of(cache, case, inputs, entry, length):
+    """The rows of a sequence, ``[1, Hkv, length, D]``, each of which is some number."""
+    found = cache.new_empty(1, case.heads_kv, length, case.head_dim)
+    for key in range(length):
+        place, row = entry, key
+        if case.cache.page is not None:
+            place, row = int(inputs.cached.tensors[1][entry, key // case.cache.page]), key % case.cache.page
+        found[0, :, key] = cache[place, :, row]
+    assert found.isfinite().all()
+    return found
+
+
+@pytest.mark.parametrize("case", CACHES, ids=str)
+def test_what_no_sequence_has_is_nan_and_no_page_is_named_beyond_a_length(case):
+    inputs = Inputs.of(case, CPU)
+    lengths, page = torch.tensor(case.cache.lengths, dtype=torch.int64), case.cache.page
+    assert inputs.k.isfinite().sum() == inputs.v.isfinite().sum()
+    owned = int(lengths.sum()) * case.heads_kv * case.head_dim
+    if not case.cache.shared:
+        assert int(inputs.k.isfinite().sum()) == owned
+    if page is not None:
+        table = inputs.cached.tensors[1]
+        used = torch.arange(table.shape[1]) < (-(-lengths // page))[:, None]
+        assert (table[~used] == NO_PAGE).all()
+        assert table[used].unique().numel() == int(used.sum()) - case.cache.shared
+        assert case.cache.slack + table[used].unique().numel() == inputs.k.shape[0]
+
+
+def test_k_and_v_lie_in_memory_as_cases_say():
+    for name, strides in (
+        ("cache_dense", (40 * 2 * 64, 64, 128, 1)),
+        ("cache_page_16", (16 * 2 * 64, 64, 128, 1)),
+        ("cache_page_16_heads_first", (16 * 2 * 64, 16 * 64, 64, 1)),
+        ("cache_page_16_joint", (2 * 16 * 2 * 64, 64, 128, 1)),
+        ("cache_page_16_rows_joint", (2 * 16 * 2 * 64, 2 * 16 * 64, 128, 1)),
+        ("cache_page_16_unaligned", (16 * 2 * 67, 67, 134, 1)),
+    ):
+        inputs = Inputs.of(BY_NAME[name], CPU)
+        dense = BY_NAME[name].cache.page is None
+        assert inputs.k.stride()[dense:] == inputs.v.stride()[dense:] == strides[dense:], name
+        is_one = inputs.k.untyped_storage().data_ptr() == inputs.v.untyped_storage().data_ptr()
+        assert is_one == (BY_NAME[name].cache.joint != "none")
+
+
+def test_a_write_to_what_says_where_keys_are_shows():
+    for place in range(3):
+        inputs = Inputs.of(BY_NAME["cache_mixed"], CPU)
+        inputs.cached.tensors[place][..., 0] += 1
+        assert inputs.were_written
+
+
+def test_a_plan_is_that_of_the_call():
+    """A decode step needs no mask."""
+    for name, mask in (("cache_decode_causal", "full"), ("cache_speculative_4", "causal"), ("cache_mixed", "causal")):
+        case = BY_NAME[name]
+        plan = plan_case(case, Contender(backend="cuda"), prepare_case(case, CPU)[0])
+        assert (plan.variant, plan.problem.mask) == ("split_keys", mask)
+
+
+def test_workspaces_are_nan_before_a_launch(monkeypatch):
+    case = BY_NAME["cache_splits_3"]
+    inputs = prepare_case(case, CPU)[0]
+    seen = []
+    monkeypatch.setattr(multiattn, "launch", lambda *given, **named: seen.append(torch.empty(4).isnan().all()))
+    launch_plan(plan_case(case, Contender(backend="cuda"), inputs), inputs)
+    assert seen == [True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seq_kv": 20}, "whole pages of 16; got 20"),
+        ({"shared": 2}, r"shared must be pages of both .*; got 2 of \[2, 1\]"),
+    ],
+)
+def test_a_case_that_is_none_is_named(changes, said):
+    with pytest.raises(ValueError, match=said):
+        Inputs.of(cached("x", "x", (20, 9), page=16, **changes), CPU)
