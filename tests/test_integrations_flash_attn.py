@@ -187,8 +187,12 @@ def test_what_is_wrong_is_told_in_the_layout_of_the_caller():
     q, k, v = qkv()
     table = torch.zeros(2, 4, dtype=torch.int32)
     packed, lengths = q.flatten(0, 1), (torch.tensor([0, 46], dtype=torch.int32),) * 2 + (46, 46)
-    with pytest.raises(NotImplementedError, match=r"flash_attn_varlen_func: block_table: got a tensor of shape \[2, 4"):
+    with pytest.raises(
+        ValueError, match=r"k must have rank 4, \[B, S, H, D\] or \[pages, page, H, D\]; got shape \[46"
+    ):
         flash_attn.flash_attn_varlen_func(packed, packed, packed, *lengths, block_table=table)
+    with pytest.raises(NotImplementedError, match=r"flash_attn_varlen_func: seqused_k: got a tensor of shape \[2\]"):
+        flash_attn.flash_attn_varlen_func(packed, packed, packed, *lengths, seqused_k=table[:, 0])
     with pytest.raises(NotImplementedError, match="v: got head_dim 8; allowed 20, that of q and k"):
         flash_attn.flash_attn_func(q, k, v[..., :8])
     with pytest.raises(ValueError, match=r"q must have rank 4, \[B, S, H, D\]; got shape \[46, 4, 20\]"):

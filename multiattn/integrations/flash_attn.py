@@ -2,17 +2,19 @@
 
     from multiattn.integrations.flash_attn import flash_attn_func
 
-The signatures are those of FlashAttention 2 (package flash-attn, 2.8). Options that only FlashAttention 3 has are taken
-by keyword. Results are FlashAttention's too, but for three things:
+The signatures are those of FlashAttention 2 (package flash-attn, 2.8); that of `flash_attn_with_kvcache` is
+FlashAttention 3's. Options that only FlashAttention 3 has, or vLLM's build of it, are taken by keyword. Results are
+FlashAttention's too, but for three things:
 
 - The log-sum-exp is of the scores as they are written below. FlashAttention 2's is shifted where `alibi_slopes` meets
   a causal mask, as it adds ``slope * j`` there; its out is the same.
 - The log-sum-exp is differentiable here.
-- What is not to be had is refused by name, before anything runs: dropout, a block table, quantised inputs (descales),
-  a second query (`qv`), chunks (`attention_chunk`), used lengths (`seqused_q`, `seqused_k`), and values with a
-  head_dim of their own.
+- What is not to be had is refused by name, before anything runs: dropout, quantised inputs (descales), a second query
+  (`qv`), chunks (`attention_chunk`), used lengths (`seqused_q`, and `seqused_k` without a cache), rotary embeddings,
+  and values with a head_dim of their own.
 
-Here, too, a head_dim that is no multiple of 8 is padded with zeros, at the cost of a copy of q, k and v.
+Here, too, a head_dim that is no multiple of 8 is padded with zeros, at the cost of a copy of q, k and v. A cache is
+never copied: there such a head_dim is refused.
 """
 
 from __future__ import annotations
@@ -22,28 +24,27 @@ from typing import Any
 import torch
 
 from multiattn import fmha, fmha_varlen
-from multiattn.mask import Window
+from multiattn.integrations.flash_attn_kvcache import flash_attn_with_kvcache, varlen_over_cache
+from multiattn.integrations.flash_attn_options import (
+    DESCALES,
+    HEAD_DIM_MULTIPLE,
+    Result,
+    WindowSize,
+    refuse,
+    result_of,
+    sinks_of,
+    window_of,
+)
 
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
-
-REFUSED = {
-    "qv": None,
-    "q_descale": None,
-    "k_descale": None,
-    "v_descale": None,
-    "attention_chunk": 0,
-    "seqused_q": None,
-    "seqused_k": None,
-    "block_table": None,
-    "page_table": None,
-    "dropout_p": 0.0,
-}
-"""Options with the one value that is accepted: anything else changes results in a way that no kernel here has."""
-
-HINTS = ("num_splits", "pack_gqa", "sm_margin")
-"""Options of FlashAttention 3 that change speed and no result. They are ignored, as rules choose the launch here."""
-
-HEAD_DIM_MULTIPLE = 8
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 
 
 def flash_attn_func(
@@ -53,7 +54,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -97,7 +98,7 @@ def flash_attn_func(
     options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend)
     q_padded, k_padded, v_padded = (_padded(it).transpose(1, 2) for it in (q, k, v))
     out, lse = fmha(q_padded, k_padded, v_padded, sinks=learnable_sink, return_lse=True, **options)
-    return _result(_like(q, out.transpose(1, 2)), lse, return_attn_probs, return_softmax_lse)
+    return result_of(_like(q, out.transpose(1, 2)), lse, return_attn_probs, return_softmax_lse)
 
 
 def flash_attn_kvpacked_func(
@@ -106,7 +107,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -124,7 +125,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -154,13 +155,13 @@ def flash_attn_varlen_func(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -169,18 +170,30 @@ def flash_attn_varlen_func(
     *,
     return_softmax_lse: bool = False,
     learnable_sink: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     backend: str = "auto",
     **fa3: Any,
 ) -> Result:
     """`flash_attn.flash_attn_varlen_func`: attention of sequences that lie behind each other in one tensor.
+
+    k and v may be caches, as in vLLM: ``[pages, page, Hkv, D]`` with `block_table`, or ``[B, S, Hkv, D]`` with
+    `seqused_k`. Then nothing waits for the device, and there is no gradient and no `alibi_slopes`.
 
     Args:
         q: ``[Tq, Hq, D]``: the queries of all sequences.
         k: ``[Tkv, Hkv, D]``; so is v.
         cu_seqlens_q: int32 ``[B + 1]``, on the device of q: where each sequence of q begins, and the end of the last.
         cu_seqlens_k: the same of k and v.
-        max_seqlen_q, max_seqlen_k: at least the length of the longest sequence of q, and of k.
-        block_table: None.
+        max_seqlen_q, max_seqlen_k: at least the length of the longest sequence of q, and of k. The latter is not needed
+            for caches.
+        block_table: int32 ``[B, max_pages]`` on the device: the pages of each sequence.
+        seqused_k: int32 ``[B]`` on the device, for caches: the keys of each sequence. None: `cu_seqlens_k` tells.
+        s_aux: vLLM's name of `learnable_sink`.
+        out: results are written here, and returned: like q. Without a cache that costs a copy.
+        fa3: as for `flash_attn_func`. For caches `num_splits` counts, and descales are ignored, as FlashAttention 3
+            ignores them for fp16 and bf16.
         all others: as for `flash_attn_func`, each sequence with a mask, an i and a j of its own.
 
     Returns:
@@ -189,20 +202,48 @@ def flash_attn_varlen_func(
     Raises:
         NotImplementedError, TypeError, ValueError, Unsupported: as `flash_attn_func` does.
     """
-    refuse("flash_attn_varlen_func", fa3, dropout_p=dropout_p, block_table=block_table)
+    sinks = sinks_of(learnable_sink, s_aux)
+    if max_seqlen_q is None:
+        raise TypeError("flash_attn_varlen_func: max_seqlen_q must be an int; got None")
+    if block_table is not None or (seqused_k is not None and k.ndim == 4):
+        others = {name: it for name, it in fa3.items() if name not in DESCALES}
+        refuse("flash_attn_varlen_func", others, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+        found, lse = varlen_over_cache(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            int(max_seqlen_q),
+            block_table,
+            seqused_k,
+            scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            sinks=sinks,
+            num_splits=fa3.get("num_splits", 0),
+            backend=backend,
+            out=out,
+        )
+        return result_of(found, lse, return_attn_probs, return_softmax_lse)
+    refuse("flash_attn_varlen_func", fa3, dropout_p=dropout_p, seqused_k=seqused_k)
+    if cu_seqlens_k is None or max_seqlen_k is None:
+        raise TypeError("flash_attn_varlen_func: cu_seqlens_k and max_seqlen_k are needed without a cache; got None")
     _check(q, k, v, 3, "[T, H, D]")
     options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend)
-    out, lse = fmha_varlen(
+    found, lse = fmha_varlen(
         *(_padded(it) for it in (q, k, v)),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_k,
         max_seqlen_q=int(max_seqlen_q),
         max_seqlen_kv=int(max_seqlen_k),
-        sinks=learnable_sink,
+        sinks=sinks,
         return_lse=True,
         **options,
     )
-    return _result(_like(q, out), lse, return_attn_probs, return_softmax_lse)
+    found = _like(q, found) if out is None else out.copy_(_like(q, found))
+    return result_of(found, lse, return_attn_probs, return_softmax_lse)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -215,7 +256,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -235,7 +276,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -246,18 +287,6 @@ def flash_attn_varlen_qkvpacked_func(
     q, k, v = _unpacked("qkv", qkv, 4, 3, "[T, 3, H, D]")
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **others)
-
-
-def refuse(function: str, others: dict[str, Any], **options: Any) -> None:
-    """NotImplementedError for an option that no kernel here has, TypeError for one that FlashAttention has not."""
-    for name in others:
-        if name not in REFUSED and name not in HINTS:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    for name, value in (others | options).items():
-        if name in HINTS or value is None or (isinstance(value, (int, float)) and value == REFUSED[name]):
-            continue
-        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise NotImplementedError(f"{function}: {name}: got {got}; allowed {REFUSED[name]}")
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: int, layout: str) -> None:
@@ -279,7 +308,7 @@ def _options(
     q: torch.Tensor,
     softmax_scale: float | None,
     causal: bool,
-    window_size: tuple[int | None, int | None],
+    window_size: WindowSize,
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     deterministic: bool,
@@ -288,19 +317,13 @@ def _options(
     """The same as `multiattn.fmha` takes it."""
     return {
         "causal": bool(causal),
-        "window": _window(window_size),
+        "window": window_of(window_size),
         "scale": q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,  # of the D that is not padded
         "softcap": softcap if softcap > 0.0 else None,
         "alibi_slopes": alibi_slopes,
         "deterministic": True if deterministic else None,
         "backend": backend,
     }
-
-
-def _window(window_size: tuple[int | None, int | None]) -> Window | None:
-    """A negative bound is none; numbers may be elements of a tensor."""
-    left, right = (None if it is None or it < 0 else int(it) for it in window_size)
-    return None if left is None and right is None else (left, right)
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
@@ -314,9 +337,3 @@ def _padded(tensor: torch.Tensor) -> torch.Tensor:
 def _like(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """The columns of out that q has."""
     return out if out.shape[-1] == q.shape[-1] else out[..., : q.shape[-1]]
-
-
-def _result(out: torch.Tensor, lse: torch.Tensor, with_probs: bool, with_lse: bool) -> Result:
-    if with_probs:
-        return out, lse, None
-    return (out, lse) if with_lse else out

@@ -8,6 +8,8 @@ transformers makes one mask for each kind of layer and forward, by `make_mask`, 
   static cache. With no row, ``[0, n, W]``, nothing is padding. A W above 1 is a window, as `sliding_window` counts:
   eager attention knows windows by its masks alone, and not every model tells its attention of them.
 - int32 ``[longest, N + 1, W]``, the same in every row: ``cu_seqlens`` of the N sequences that the batch packs.
+- int32 ``[B, 1, W]``: the used length of each sequence in a static cache. It stays on the device, and the mask of every
+  step has one shape, so that a compiled function or a graph serves them all.
 - ``[B|1, H|1, Sq|1, Skv]``, bool, or numbers that are added to scores: any other. It says all.
 
 A model that makes its own masks may hand over the last kind, or a padding mask ``[B, n]``.
@@ -25,11 +27,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from multiattn.integrations.padding import dense, fmha_padded, hiding_bias, packed
+from multiattn.integrations.transformers_paged import NAME, attend_paged, register_continuous_batching
+from multiattn.kvcache import fmha_kvcache
 from multiattn.plan.backend import BACKENDS
 
-NAME = "multiattn"
+__all__ = ["NAME", "attend", "blocks_of", "make_mask", "register", "register_continuous_batching"]
+
 BLOCK = 128
 """Queries and keys in a block of the masks that `blocks_of` makes."""
+
+FORCING_MASKS = ("falcon", "doge", "dots3_note", "diffusion_gemma", "mistral_large4")
+"""Models that have a mask made in every case, to put another beside it; no argument tells that from a static cache."""
 
 MaskFunction = Callable[..., Any]
 """transformers' ``(batch, head, q_idx, kv_idx) -> bool``, an element of a mask."""
@@ -62,9 +70,10 @@ def make_mask(
 ) -> torch.Tensor | None:
     """The mask that `attend` takes, for transformers' `AttentionMaskInterface`, whose arguments these are.
 
-    transformers tells by `allow_is_causal_skip` and `allow_is_bidirectional_skip` that `mask_function` is a band. A
-    compiled function may read no tensor: there a static cache has a mask ``[B, 1, Sq, Skv]``. So has a batch without
-    `attention_mask` and cache, as nobody knows whether its positions pack sequences.
+    transformers tells by `allow_is_causal_skip` and `allow_is_bidirectional_skip` that `mask_function` is a band. For
+    the one query of a step over a static cache it does not: there the function itself tells, but a compiled function
+    cannot read that of a window. Nor may it read a tensor, so that a static cache with padding has a mask ``[B, 1, Sq,
+    Skv]`` there. So has a batch without `attention_mask` and cache: nobody knows whether its positions pack sequences.
     """
     chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
     is_chunked = chunk is not None and chunk == local_size and kv_offset + kv_length > chunk
@@ -76,7 +85,16 @@ def make_mask(
         return attention_mask
     if not is_compiling() and attention_mask is None and (ids := _packed_ids(mask_function)) is not None:
         return _packed_mask(ids, local_size)
-    if not is_band or (is_compiling() and isinstance(q_offset, torch.Tensor)):
+    keys, is_on_device = q_offset + q_length - kv_offset, isinstance(q_offset, torch.Tensor)
+    if attention_mask is None and q_length == 1 and not (is_band or is_chunked or local_size == 1):
+        is_static = is_on_device or keys < kv_length or kv_length == local_size
+        is_lengths = is_static and _is_causal_band(mask_function) and not _forces_masks(kwargs.get("config"))
+    else:
+        is_lengths = attention_mask is None and is_band and allow_is_causal_skip and is_compiling() and is_on_device
+    if is_lengths:
+        width = local_size if local_size is not None and local_size < kv_length else 1
+        return _lengths_mask(keys, batch_size, width, kwargs.get("device"))
+    if not is_band or (is_compiling() and is_on_device):
         mask: torch.Tensor | None = sdpa_mask(
             batch_size,
             q_length,
@@ -91,10 +109,10 @@ def make_mask(
             **kwargs,
         )
         return mask
-    keys, window = kv_length, local_size
-    if allow_is_causal_skip:  # else queries need not be of the sequence of the keys
-        keys = int(q_offset) + q_length - kv_offset
-    elif window is not None:
+    window = local_size
+    # Without a causal band queries need not be of the sequence of the keys.
+    keys = int(keys) if allow_is_causal_skip else kv_length
+    if not allow_is_causal_skip and window is not None:
         window += 1  # transformers leaves a query's own key out of a bidirectional window
     window = window if window is not None and window < keys else 1
     if attention_mask is not None:
@@ -119,9 +137,13 @@ def _packed_ids(mask_function: MaskFunction) -> torch.Tensor | None:
     return ids if _is_causal_band(_variables(both[0]).get("mask_function")) else None
 
 
+def _forces_masks(config: Any) -> bool:
+    return getattr(config, "model_type", None) in FORCING_MASKS
+
+
 def _is_causal_band(mask_function: MaskFunction | None) -> bool:
-    if mask_function is None or mask_function is causal_mask_function:
-        return mask_function is not None
+    if mask_function is None or mask_function is causal_mask_function or is_compiling():  # which shows no closures
+        return mask_function is causal_mask_function
     both = _variables(mask_function).get("mask_functions", ())
     return len(both) == 2 and set(_variables(both[0])) == {"sliding_window"} and both[1] is causal_mask_function
 
@@ -130,6 +152,15 @@ def _variables(function: MaskFunction) -> dict[str, Any]:
     """The variables that a closure holds, by name."""
     cells = getattr(function, "__closure__", None) or ()
     return dict(zip(function.__code__.co_freevars, (it.cell_contents for it in cells), strict=True)) if cells else {}
+
+
+def _lengths_mask(keys: int | torch.Tensor, batch: int, window: int, device: torch.device | None) -> torch.Tensor:
+    """The mask of a static cache that has so many keys of each sequence."""
+    if isinstance(keys, torch.Tensor):
+        lengths = keys.reshape(1).to(torch.int32).repeat(batch)
+    else:
+        lengths = torch.full((batch,), keys, dtype=torch.int32, device=device)
+    return lengths[:, None, None].expand(-1, -1, window)
 
 
 def _packed_mask(ids: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -171,7 +202,7 @@ def attend(
     sequences are given, each sees its own band, as with FlashAttention, whatever mask a compiled function makes.
 
     Raises:
-        NotImplementedError: for dropout, for weights (`output_attentions`) and for the paged caches of FlashAttention.
+        NotImplementedError: for dropout, and for weights (`output_attentions`).
         TypeError, ValueError, Unsupported: as `multiattn.fmha`.
     """
     _refuse(dropout, kwargs)
@@ -187,10 +218,13 @@ def attend(
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "backend": backend}
     mask, lengths = attention_mask, (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     is_packed = cu_seq_lens_q is not None and cu_seq_lens_k is not None
+    lengths_kv = None
     if mask is not None and mask.ndim == 3:
         sliding_window = mask.shape[2] if mask.shape[2] > 1 else sliding_window
         mask = mask[..., 0]
-        if mask.dtype == torch.int32 and not is_packed:
+        if mask.dtype == torch.int32 and mask.shape[1] == 1:
+            lengths_kv = mask[:, 0]
+        elif mask.dtype == torch.int32 and not is_packed:
             is_packed, lengths = True, (mask[0], mask[0], mask.shape[0], mask.shape[0])
         is_padded = mask.dtype == torch.bool and mask.shape[0] > 0
     else:
@@ -200,7 +234,13 @@ def attend(
             "cu_seq_lens_q: got lengths beside an attention_mask; allowed either: packed sequences have no padding"
         )
     band = _band(_is_causal(module, is_causal), sliding_window)
-    if is_packed:
+    if (table := kwargs.get("block_table")) is not None:  # continuous batching
+        assert cu_seq_lens_k is not None
+        caches = (kwargs["k_cache"], kwargs["v_cache"])
+        out = attend_paged(query, key, value, caches, table, cu_seq_lens_k.to(torch.int32), options | band)
+    elif lengths_kv is not None:
+        out = _attend_static(query, key, value, lengths_kv, position_bias, options, sliding_window)
+    elif is_packed:
         out = _attend_packed(query, key, value, position_bias, lengths, options | band)
     elif mask is None or mask.ndim == 2:
         out = _attend_padded(query, key, value, mask, position_bias, options | band)
@@ -223,8 +263,6 @@ def _refuse(dropout: float, others: dict[str, Any]) -> None:
             "multiattn never has the attention weights in memory; for output_attentions=True use "
             'attn_implementation="eager"'
         )
-    if others.get("block_table") is not None:
-        raise NotImplementedError("multiattn does not read transformers' paged caches yet; got block_table")
 
 
 def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
@@ -240,6 +278,26 @@ def _band(is_causal: bool, sliding_window: int | None) -> dict[str, Any]:
     if sliding_window is None:
         return {"causal": is_causal}
     return {"causal": is_causal, "window": (sliding_window - 1, None if is_causal else sliding_window - 1)}
+
+
+def _attend_static(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    position_bias: torch.Tensor | None,
+    options: dict[str, Any],
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Causal attention over a static cache; a gradient or a `position_bias` costs a mask of every score."""
+    wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if position_bias is None and not wants_gradient:
+        out: torch.Tensor = fmha_kvcache(q, k, v, seqlens_kv=lengths, **options, **_band(True, sliding_window))
+        return out
+    last = lengths[:, None] - q.shape[2] + torch.arange(q.shape[2], device=q.device)
+    behind = last[:, None, :, None] - torch.arange(k.shape[2], device=q.device)
+    visible = behind >= 0 if sliding_window is None else (behind >= 0) & (behind < sliding_window)
+    return _attend_masked(q, k, v, visible, position_bias, options)
 
 
 def _attend_packed(

@@ -1,0 +1,275 @@
+"""FlashAttention's attention over caches of keys and values, by `multiattn.fmha_kvcache`.
+
+`multiattn.integrations.flash_attn` has the functions that callers import. Caches are never copied: their head_dim is a
+multiple of 8, and they have unit stride on it. Nothing here waits for the device, so that one CUDA graph serves every
+step, new keys and their places included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from multiattn.integrations.caches import put
+from multiattn.integrations.flash_attn_options import (
+    HEAD_DIM_MULTIPLE,
+    Result,
+    WindowSize,
+    refuse,
+    result_of,
+    window_of,
+)
+from multiattn.kvcache import fmha_kvcache
+
+_NAME = "flash_attn_with_kvcache"
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    block_table: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> Result:
+    """FlashAttention 3's `flash_attn_with_kvcache`, with `backend` as `multiattn.fmha_kvcache` has it. No gradient.
+
+    The order of arguments is FlashAttention 3's. FlashAttention 2 has another from `rotary_cos` on: name them.
+
+    Args:
+        q: ``[B, Sq, Hq, D]``, fp16 or bf16: the last Sq tokens of each sequence. With `cu_seqlens_q` ``[T, Hq, D]``.
+        k_cache: ``[B, S, Hkv, D]``, or with `page_table` ``[pages, page, Hkv, D]`` of any page size; any strides with
+            unit stride on D. It is written where k is given.
+        v_cache: like k_cache.
+        k: new keys ``[B, Snew, Hkv, D]``, or ``[Tnew, Hkv, D]`` with `cu_seqlens_k_new`. They are put into the cache
+            from place ``cache_seqlens[b]`` of each sequence on, and attended to. The cache must have room for them:
+            nobody reads lengths on the host to see whether it has.
+        v: new values, like k.
+        cache_seqlens: int32 ``[B]`` on the device, or an int for all: the keys of each sequence, without new ones. None
+            is all that the cache has room for.
+        cache_batch_idx: int32 ``[B]``: the entry of the cache, or the row of the page table, that each sequence has.
+        page_table: int32 ``[B, max_pages]`` on the device.
+        cu_seqlens_q: int32 ``[B + 1]``: where each sequence of q begins, and the end of the last.
+        cu_seqlens_k_new: int32 ``[B + 1]``, the same of k and v.
+        max_seqlen_q: with `cu_seqlens_q`, at least the most rows of a sequence.
+        softmax_scale: None is ``1/sqrt(D)``.
+        causal: bottom-right aligned, by the length of each sequence with its new keys.
+        window_size, softcap: as for `flash_attn_func`.
+        num_splits: the parts that keys are divided into; 0 leaves it to the plan.
+        return_softmax_lse: return (out, lse).
+        block_table: FlashAttention 2's name of `page_table`.
+        learnable_sink: ``[Hq]``: for each head a logit of one more column without a value.
+        backend: one of `multiattn.backends()`, ``"reference"`` or ``"auto"``.
+        qv, rotary_cos, rotary_sin, cache_leftpad, rotary_seqlens, q_descale, k_descale, v_descale, attention_chunk,
+            alibi_slopes: refused, but for None, and 0.
+        rotary_interleaved, scheduler_metadata, pack_gqa, sm_margin: ignored: they change no result here.
+
+    Returns:
+        out, like q; where asked for also lse, fp32 ``[B, Hq, Sq]`` or ``[Hq, T]``, natural log.
+
+    Raises:
+        NotImplementedError: for an option that is refused, a head_dim that is no multiple of 8, values with a head_dim
+            of their own, and where a gradient is wanted.
+        TypeError, ValueError, Unsupported: as `multiattn.fmha_kvcache`.
+    """
+    refuse(
+        _NAME,
+        {},
+        qv=qv,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_leftpad=cache_leftpad,
+        rotary_seqlens=rotary_seqlens,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        alibi_slopes=alibi_slopes,
+    )
+    if page_table is not None and block_table is not None:
+        raise TypeError("page_table and block_table are two names of one tensor: got both")
+    _check(q, k_cache, v_cache, is_packed=cu_seqlens_q is not None)
+    if torch.is_grad_enabled() and any(it is not None and it.requires_grad for it in (q, k_cache, v_cache, k, v)):
+        raise NotImplementedError(f"{_NAME} has no gradient: call it under torch.no_grad()")
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    table = block_table if page_table is None else page_table
+    if cache_batch_idx is not None:  # an entry of a cache without pages is a page of that size
+        table = cache_batch_idx.to(torch.int32)[:, None] if table is None else table[cache_batch_idx]
+    if cache_seqlens is None and k is not None:
+        raise TypeError("cache_seqlens must say where new keys go; got None")
+    if not isinstance(cache_seqlens, torch.Tensor):
+        capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+        length = capacity if cache_seqlens is None else cache_seqlens
+        cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
+    if k is not None or v is not None:
+        if k is None or v is None:
+            raise TypeError("k and v must both be given, or neither")
+        cache_seqlens = _append(k_cache, v_cache, k, v, cache_seqlens, table, cu_seqlens_k_new)
+    out, lse = attend_cache(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        table,
+        cu_seqlens_q,
+        max_seqlen_q,
+        scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        sinks=learnable_sink,
+        num_splits=num_splits,
+        backend=backend,
+    )
+    return result_of(out, lse, with_probs=False, with_lse=return_softmax_lse)
+
+
+def varlen_over_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    block_table: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse of `flash_attn_varlen_func` whose k and v are caches; `seqused_k` or `cu_seqlens_k` has lengths."""
+    _check(q, k, v, is_packed=True, names=("k", "v"))
+    if seqused_k is None and cu_seqlens_k is None:
+        raise TypeError("flash_attn_varlen_func: lengths of k must be seqused_k or cu_seqlens_k; got neither")
+    lengths = cu_seqlens_k.diff() if seqused_k is None and cu_seqlens_k is not None else seqused_k
+    assert lengths is not None
+    return attend_cache(q, k, v, lengths, block_table, cu_seqlens_q, max_seqlen_q, **options)
+
+
+def attend_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seqlens: torch.Tensor,
+    table: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    *,
+    scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    num_splits: int,
+    backend: str,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse of `fmha_kvcache` in FlashAttention's layout; k_cache and v_cache are views."""
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    is_packed = cu_seqlens_q is not None
+    found, lse = fmha_kvcache(
+        q if is_packed else q.transpose(1, 2),
+        k_cache.transpose(1, 2),
+        v_cache.transpose(1, 2),
+        seqlens_kv=seqlens,
+        page_table=table,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q if is_packed else None,
+        num_splits=num_splits if num_splits > 0 else None,
+        out=out,
+        causal=bool(causal),
+        window=window_of(window_size),
+        scale=scale,
+        softcap=softcap if softcap > 0.0 else None,
+        sinks=sinks,
+        backend=backend,
+        return_lse=True,
+    )
+    return found if is_packed else found.transpose(1, 2), lse
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_packed: bool,
+    names: tuple[str, str] = ("k_cache", "v_cache"),
+) -> None:
+    """The shapes that would mean another thing once dimensions are swapped, and those that need a copy elsewhere."""
+    layout, in_cache = "[T, H, D]" if is_packed else "[B, S, H, D]", "[B, S, H, D] or [pages, page, H, D]"
+    of_q = ("q", q, 3 if is_packed else 4, layout)
+    for name, tensor, rank, its in (of_q, (names[0], k, 4, in_cache), (names[1], v, 4, in_cache)):
+        if tensor.ndim != rank:
+            raise ValueError(f"{name} must have rank {rank}, {its}; got shape {list(tensor.shape)}")
+    head_dim = k.shape[-1]
+    if v.shape[-1] != head_dim:
+        raise NotImplementedError(f"{names[1]}: got head_dim {v.shape[-1]}; allowed {head_dim}, that of q and keys")
+    if head_dim % HEAD_DIM_MULTIPLE:
+        allowed = f"multiples of {HEAD_DIM_MULTIPLE}, as a cache is never copied"
+        raise NotImplementedError(f"{names[0]}: got head_dim {head_dim}; allowed {allowed}")
+
+
+def _append(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seqlens: torch.Tensor,
+    table: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> torch.Tensor:
+    """Put new keys and values behind those of each sequence; the lengths with them, int32 ``[B]``."""
+    batch, page, device = seqlens.shape[0], k_cache.shape[1], k_cache.device
+    rows = [str(batch), "Snew"] if cu_seqlens is None else ["Tnew"]
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        is_like = new.dtype == cache.dtype and new.device == device and new.shape[len(rows) :] == cache.shape[2:]
+        if not is_like or new.shape != k.shape or (cu_seqlens is None and new.shape[0] != batch):
+            allowed = f"[{', '.join([*rows, *map(str, cache.shape[2:])])}], {cache.dtype} on {device}"
+            raise ValueError(f"{name}: got {list(new.shape)}, {new.dtype} on {new.device}; allowed {allowed}")
+    is_kept = None
+    if cu_seqlens is None:
+        sequence = torch.arange(batch, device=device)[:, None]
+        places = seqlens[:, None] + torch.arange(k.shape[1], device=device)
+        added: torch.Tensor | int = k.shape[1]
+    else:  # rows behind the last sequence go nowhere
+        starts, rows_of_k = cu_seqlens.to(torch.int64), torch.arange(k.shape[0], device=device)
+        is_kept = rows_of_k < starts[-1]
+        sequence = torch.searchsorted(starts[1:], rows_of_k, right=True).clamp(max=batch - 1)
+        places = torch.where(is_kept, seqlens[sequence] + rows_of_k - starts[sequence], 0)
+        added = starts.diff()
+    if table is None:
+        entry, row = sequence.expand_as(places), places
+    else:
+        entry, row = table[sequence, places // page].to(torch.int64), places % page
+    put((k_cache, v_cache), (k, v), entry, row, is_kept)
+    return (seqlens + added).to(torch.int32)

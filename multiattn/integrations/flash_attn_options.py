@@ -1,0 +1,71 @@
+"""Options of FlashAttention's functions as this package has them, and those that are refused or ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from multiattn.mask import Window
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
+WindowSize = tuple[int | None, int | None] | list[int] | torch.Tensor | None
+
+DESCALES = ("q_descale", "k_descale", "v_descale")
+
+REFUSED = {
+    "qv": None,
+    "q_v": None,
+    **dict.fromkeys(DESCALES),
+    "attention_chunk": 0,
+    "seqused_q": None,
+    "seqused_k": None,
+    "block_table": None,
+    "page_table": None,
+    "dropout_p": 0.0,
+    "cp_world_size": 1,
+    "cp_rank": 0,
+    "cp_tot_seqused_k": None,
+}
+"""Options with the one value that is accepted: anything else changes results in a way that no kernel here has."""
+
+HINTS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "fa_version")
+"""Options of FlashAttention 3 that change speed and no result. They are ignored, as rules choose the launch here; but
+over caches `num_splits` counts."""
+
+HEAD_DIM_MULTIPLE = 8
+
+
+def refuse(function: str, others: dict[str, Any], **options: Any) -> None:
+    """NotImplementedError for an option that no kernel here has, TypeError for one that FlashAttention has not."""
+    for name in others:
+        if name not in REFUSED and name not in HINTS:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    for name, value in (others | options).items():
+        allowed = REFUSED.get(name)
+        if name in HINTS or value is None or (isinstance(value, (int, float)) and value == allowed):
+            continue
+        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise NotImplementedError(f"{function}: {name}: got {got}; allowed {allowed}")
+
+
+def window_of(window_size: WindowSize) -> Window | None:
+    """The window as `multiattn.fmha` takes it: a negative bound is none; numbers may be elements of a tensor."""
+    if window_size is None:
+        return None
+    left, right = (None if it is None or it < 0 else int(it) for it in window_size)
+    return None if left is None and right is None else (left, right)
+
+
+def sinks_of(learnable_sink: torch.Tensor | None, s_aux: torch.Tensor | None) -> torch.Tensor | None:
+    """The sinks of a call, by FlashAttention 4's name or by vLLM's."""
+    if learnable_sink is not None and s_aux is not None:
+        raise TypeError("learnable_sink and s_aux are two names of one tensor: got both")
+    return learnable_sink if s_aux is None else s_aux
+
+
+def result_of(out: torch.Tensor, lse: torch.Tensor, with_probs: bool, with_lse: bool) -> Result:
+    """The results that a caller asked for."""
+    if with_probs:
+        return out, lse, None
+    return (out, lse) if with_lse else out

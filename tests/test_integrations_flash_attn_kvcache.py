@@ -1,0 +1,277 @@
+"""FlashAttention's attention over caches: each against plain attention of what the cache should have."""
+
+import pytest
+import torch
+from test_integrations_flash_attn import plain
+
+from multiattn.integrations import flash_attn
+from multiattn.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+HEADS_Q, HEADS_KV, HEAD_DIM, CAPACITY = 4, 2, 16, 24
+LENGTHS = (9, 0, 20)
+NEW = 3
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window_size": (5, -1), "softcap": 1.5, "softmax_scale": 0.4},
+}
+CACHES = {"dense": None, "entries": None, "pages of 1": 1, "pages of 8": 8}
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def ints(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def starts(lengths):
+    return torch.tensor((0, *lengths)).cumsum(0).int()
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Cached:
+    """The keys of some sequences, in a cache of a kind and as plain tensors; what no sequence has is NaN."""
+
+    def __init__(self, kind, lengths=LENGTHS, dtype=torch.float32):
+        page = CACHES[kind] or CAPACITY
+        pages = -(-CAPACITY // page)
+        order = torch.randperm(len(lengths) * pages + 2, generator=torch.Generator().manual_seed(7))
+        if kind == "dense":
+            order = torch.arange(len(lengths))
+        self.table = order[: len(lengths) * pages].view(-1, pages).int()
+        self.rows = [normal(length, 2, HEADS_KV, HEAD_DIM, seed=length, dtype=dtype) for length in lengths]
+        both = torch.full((len(order), page, 2, HEADS_KV, HEAD_DIM), torch.nan, dtype=dtype)
+        for entries, rows in zip(self.table, self.rows, strict=True):
+            for place, row in enumerate(rows):
+                both[entries[place // page], place % page] = row
+        self.views = both.unbind(2)
+        self.where = {"cache_seqlens": ints(*lengths)}
+        if kind == "entries":
+            self.where["cache_batch_idx"] = self.table[:, 0]
+        elif kind != "dense":
+            self.where["page_table"] = self.table
+
+    def add(self, new):
+        """New rows ``[2, length, Hkv, D]`` of each sequence."""
+        self.rows = [torch.cat((rows, its.transpose(0, 1))) for rows, its in zip(self.rows, new, strict=True)]
+
+    def expected(self, queries, **options):
+        """Out and lse of each sequence's queries ``[length, Hq, D]``."""
+        for q, rows in zip(queries, self.rows, strict=True):
+            out, lse = plain(*(it[None].float() for it in (q, *rows.unbind(1))), **options)
+            yield out[0].nan_to_num(), lse[0]
+
+    def assert_rows(self):
+        """The cache has these rows and no others."""
+        for cache, of in zip(self.views, (0, 1), strict=True):
+            for entries, rows in zip(self.table, self.rows, strict=True):
+                torch.testing.assert_close(
+                    cache[entries.long()].flatten(0, 1)[: len(rows)], rows[:, of], rtol=0, atol=0
+                )
+            assert cache.isfinite().all(-1).all(-1).sum() == sum(map(len, self.rows))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("kind", CACHES)
+def test_new_keys_are_put_into_the_cache_and_attended(kind, options):
+    cached = Cached(kind)
+    q, k, v = (normal(3, NEW, heads, HEAD_DIM, seed=9 + heads) for heads in (HEADS_Q, HEADS_KV, HEADS_KV))
+    out, lse = flash_attn_with_kvcache(q, *cached.views, k, v, **cached.where, **options, return_softmax_lse=True)
+    cached.add(torch.stack((k, v), dim=1))
+    cached.assert_rows()
+    for found, its_lse, (wanted, wanted_lse) in zip(out, lse, cached.expected(q, **options), strict=True):
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(its_lse, wanted_lse)
+    cached.where["cache_seqlens"] = cached.where["cache_seqlens"] + NEW
+    assert torch.equal(flash_attn_with_kvcache(q, *cached.views, **cached.where, **options), out)
+
+
+@pytest.mark.parametrize("new", [(2, 0, 4), (0, 0, 0), (0, 5, 0)], ids=str)
+@pytest.mark.parametrize("kind", CACHES)
+def test_packed_queries_and_packed_new_keys(kind, new):
+    """Lengths differ, and the rows behind the last sequence, here NaN, go nowhere."""
+    cached, asked = Cached(kind), (4, 1, 3)
+    q = normal(sum(asked), HEADS_Q, HEAD_DIM)
+    both = normal(2, sum(new) + 2, HEADS_KV, HEAD_DIM, seed=1)
+    both[:, sum(new) :] = torch.nan
+    more = {"cu_seqlens_q": starts(asked), "max_seqlen_q": 4, "cu_seqlens_k_new": starts(new)}
+    out, lse = flash_attn_with_kvcache(
+        q, *cached.views, *both, **cached.where, **more, causal=True, return_softmax_lse=True
+    )
+    cached.add(both[:, : sum(new)].split(new, dim=1))
+    cached.assert_rows()
+    wanted, wanted_lse = zip(*cached.expected(q.split(asked), causal=True), strict=True)
+    torch.testing.assert_close(out, torch.cat(wanted))
+    torch.testing.assert_close(lse, torch.cat(wanted_lse, dim=1))
+
+
+def test_lengths_may_be_one_number_or_none():
+    cached = Cached("dense", (20, 20))
+    q = normal(2, 1, HEADS_Q, HEAD_DIM)
+    expected = torch.stack([out for out, _ in cached.expected(q)])
+    torch.testing.assert_close(flash_attn_with_kvcache(q, *cached.views, cache_seqlens=20), expected)
+    whole = [it[:, :20] for it in cached.views]
+    torch.testing.assert_close(flash_attn_with_kvcache(q, *whole), expected)
+
+
+@pytest.mark.parametrize("name", ["page_table", "block_table"])
+def test_a_table_of_more_sequences_is_indexed(name):
+    cached, order = Cached("pages of 8"), ints(2, 0)
+    q = normal(2, 2, HEADS_Q, HEAD_DIM)
+    lengths = cached.where["cache_seqlens"][order]
+    found = flash_attn_with_kvcache(
+        q,
+        *cached.views,
+        cache_seqlens=lengths,
+        cache_batch_idx=order,
+        **{name: cached.table},
+        num_splits=2,
+        sm_margin=3,
+    )
+    cached.rows = [cached.rows[it] for it in order]
+    torch.testing.assert_close(found, torch.stack([out for out, _ in cached.expected(q)]))
+
+
+def test_sinks_and_a_named_backend():
+    """Triton's kernel, interpreted, over pages in the layout of FlashAttention."""
+    cached = Cached("pages of 8", dtype=torch.float16)
+    q, sinks = normal(3, 1, HEADS_Q, HEAD_DIM, dtype=torch.float16), torch.tensor([0.5, -1.0, 0.0, 2.0])
+    found = flash_attn_with_kvcache(q, *cached.views, **cached.where, learnable_sink=sinks, backend="triton")
+    assert found.is_contiguous()
+    for its, (wanted, lse) in zip(found, cached.expected(q), strict=True):
+        share = torch.sigmoid(lse - sinks[:, None]).transpose(0, 1)[..., None]
+        torch.testing.assert_close(its.float(), wanted * share, rtol=0, atol=2e-3)
+
+
+def test_it_compiles_into_one_graph():
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="eager")
+    q, k, v = (normal(3, 1, heads, HEAD_DIM, dtype=torch.float16) for heads in (HEADS_Q, HEADS_KV, HEADS_KV))
+    outs = []
+    for function in (flash_attn_with_kvcache, compiled):
+        cached = Cached("pages of 8", dtype=torch.float16)
+        outs.append(function(q, *cached.views, k, v, **cached.where, causal=True))
+        cached.add(torch.stack((k, v), dim=1))
+        cached.assert_rows()
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("kind", ["dense", "pages of 8"])
+def test_the_packed_function_takes_caches(kind):
+    """As vLLM calls it: by keywords, with its own names, its scales of an fp8 cache, and an out to write to."""
+    cached, asked = Cached(kind), (4, 0, 3)
+    q, sinks, out = normal(7, HEADS_Q, HEAD_DIM), normal(HEADS_Q), torch.empty(7, HEADS_Q, HEAD_DIM)
+    call = {
+        "q": q,
+        "k": cached.views[0],
+        "v": cached.views[1],
+        "out": out,
+        "cu_seqlens_q": starts(asked),
+        "max_seqlen_q": 4,
+        "seqused_k": cached.where["cache_seqlens"],
+        "max_seqlen_k": CAPACITY,
+        "softmax_scale": 0.3,
+        "causal": True,
+        "window_size": [6, 0],
+        "block_table": cached.where.get("page_table"),
+        "softcap": 0,
+        "s_aux": sinks,
+        "scheduler_metadata": None,
+        "fa_version": 3,
+        "k_descale": torch.ones(3, HEADS_KV),
+        "num_splits": 0,
+    }
+    found, lse = flash_attn_varlen_func(**call, return_softmax_lse=True)
+    assert found is out
+    options = {"softmax_scale": 0.3, "causal": True, "window_size": (6, 0)}
+    expected, expected_lse = zip(*cached.expected(q.split(asked), **options), strict=True)
+    share = torch.sigmoid(torch.cat(expected_lse, dim=1) - sinks[:, None]).transpose(0, 1)[..., None]
+    torch.testing.assert_close(out, torch.cat(expected) * share)
+    torch.testing.assert_close(lse, torch.logaddexp(torch.cat(expected_lse, dim=1), sinks[:, None]))
+    if kind != "dense":  # FlashAttention 2 has the lengths in cu_seqlens_k
+        lengths = starts(LENGTHS)
+        again = flash_attn_varlen_func(
+            q,
+            *cached.views,
+            starts(asked),
+            lengths,
+            4,
+            24,
+            0.0,
+            0.3,
+            True,
+            (6, 0),
+            block_table=cached.table,
+            s_aux=sinks,
+        )
+        assert torch.equal(again, out)
+
+
+def test_out_without_a_cache_is_written():
+    q, out = normal(7, 4, HEAD_DIM), torch.empty(7, 4, HEAD_DIM)
+    lengths = (starts((4, 3)), starts((4, 3)), 4, 4)
+    found = flash_attn_varlen_func(q, q, q, *lengths, out=out, causal=True)
+    assert found is out
+    assert torch.equal(out, flash_attn_varlen_func(q, q, q, *lengths, causal=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"rotary_cos": torch.ones(5, 8)}, NotImplementedError, r"rotary_cos: got a tensor of shape \[5, 8\]; allowed"),
+        ({"cache_leftpad": ints(1, 1, 1)}, NotImplementedError, "cache_leftpad: got a tensor"),
+        ({"attention_chunk": 64}, NotImplementedError, "attention_chunk: got 64; allowed 0"),
+        ({"k_descale": torch.ones(3, 2)}, NotImplementedError, "k_descale: got a tensor"),
+        ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes: got a tensor"),
+        ({"page_table": ints(0), "block_table": ints(0)}, TypeError, "two names of one tensor"),
+        ({"k": torch.ones(3, 1, 2, 16)}, TypeError, "k and v must both be given"),
+        (
+            {"k": torch.ones(3, 1, 2, 16), "v": torch.ones(3, 2, 2, 16)},
+            ValueError,
+            r"v: got \[3, 2, 2, 16\], .*Snew, 2",
+        ),
+        (
+            {"k": torch.ones(3, 1, 1, 16), "v": torch.ones(3, 1, 1, 16)},
+            ValueError,
+            r"k: got .* allowed \[3, Snew, 2, 16",
+        ),
+        ({"cache_seqlens": None, "k": torch.ones(3, 1, 2, 16)}, TypeError, "cache_seqlens must say"),
+        ({"v_cache": torch.ones(3, 24, 2, 8)}, NotImplementedError, "v_cache: got head_dim 8; allowed 16"),
+        ({"q": torch.ones(3, 4, 16)}, ValueError, r"q must have rank 4, \[B, S, H, D\]; got shape \[3, 4, 16\]"),
+    ],
+)
+def test_what_is_not_had_is_refused_by_name(options, kind, message):
+    cached = Cached("dense")
+    call = {
+        "q": normal(3, 1, HEADS_Q, HEAD_DIM),
+        "k_cache": cached.views[0],
+        "v_cache": cached.views[1],
+        **cached.where,
+    }
+    with pytest.raises(kind, match=message):
+        flash_attn_with_kvcache(**call | cached.where | options)
+
+
+def test_a_cache_is_never_copied():
+    cache = torch.ones(1, 8, 2, 20)
+    with pytest.raises(NotImplementedError, match="k_cache: got head_dim 20; allowed multiples of 8, as a cache"):
+        flash_attn_with_kvcache(torch.ones(1, 1, 2, 20), cache, cache, cache_seqlens=3)
+
+
+def test_no_gradient_is_lost_in_silence():
+    q, cache = torch.ones(1, 1, 2, 16, requires_grad=True), torch.zeros(1, 8, 2, 16)
+    with torch.enable_grad(), pytest.raises(NotImplementedError, match="no gradient"):
+        flash_attn_with_kvcache(q, cache, cache, q.detach(), q, cache_seqlens=3)
+    assert not cache.any()
+
+
+def test_every_function_is_exported():
+    assert flash_attn.flash_attn_with_kvcache is flash_attn_with_kvcache
+    assert set(flash_attn.__all__) == {name for name in vars(flash_attn) if name.startswith("flash_attn_")}

@@ -1,0 +1,172 @@
+"""transformers' static caches, whose lengths stay on the device, and continuous batching, beside eager attention."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from test_integrations_transformers import BATCH, CACHE, LENGTH, check, decoder, padding, tokens  # noqa: E402
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function  # noqa: E402
+
+import multiattn  # noqa: E402
+import multiattn.integrations.transformers as hook  # noqa: E402
+import multiattn.integrations.transformers_paged as paged  # noqa: E402
+
+hook.register()
+STEP = {"q_length": 1, "kv_length": 9, "allow_is_causal_skip": False, "device": torch.device("cpu")}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The arguments of each call of `fmha_kvcache`."""
+    found = []
+    for module in (hook, paged):
+
+        def spy(*args, function=module.fmha_kvcache, **options):
+            found.append(options)
+            return function(*args, **options)
+
+        monkeypatch.setattr(module, "fmha_kvcache", spy)
+    return found
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_steps_over_a_static_cache_take_lengths(name, calls):
+    """Past the window, too; the prefill, whose length the host knows, takes none."""
+
+    def logits(model):
+        options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
+        found = model.generate(tokens(5), output_logits=True, return_dict_in_generate=True, **options)
+        return found.logits
+
+    check(decoder(name), logits)
+    lengths = [it["seqlens_kv"].tolist() for it in calls]
+    expected = [min(length, 6) if name == "Mistral" else length for length in range(6, 11)]
+    assert lengths == [[it] * BATCH for it in expected for _layer in range(2)]
+
+
+def test_padding_of_a_static_cache_has_a_mask(calls):
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
+    check(decoder("Llama"), lambda it: [it.generate(tokens(), attention_mask=padding(left=7), **options)])
+    assert calls == []
+
+
+def test_compiled_steps_need_no_other_code():
+    """The length is a number on the device, and no shape depends on it."""
+    model = decoder("Llama", num_hidden_layers=1)
+    compiled = []
+
+    def count(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    def logits(model):
+        torch.compiler.reset()
+        mine = model.config._attn_implementation != "eager"
+        forward = torch.compile(model.forward, fullgraph=True, backend=count) if mine else model.forward
+        cache = transformers.StaticCache(config=model.config, max_cache_len=30)
+        found = [model(tokens()[:, :16], **{CACHE: cache}).logits]
+        found += [forward(tokens()[:, at : at + 1], **{CACHE: cache}).logits for at in range(16, LENGTH)]
+        return found
+
+    with torch.no_grad():
+        check(model, logits)
+    assert len(compiled) == 1
+    nodes = list(compiled[0].graph.nodes)
+    assert any("kvcache" in str(it.target) for it in nodes)
+    sizes = [getattr(it.meta.get("example_value"), "shape", ()) for it in nodes]
+    assert all(len(it) < 4 or it[-1] != 30 for it in sizes)  # no mask of every score
+
+
+def test_masks_of_a_step():
+    length = torch.tensor(4)
+    mask = hook.make_mask(BATCH, q_offset=length, **STEP)
+    assert mask.dtype == torch.int32
+    assert mask.tolist() == [[[5]]] * BATCH
+    window = {"mask_function": sliding_window_causal_mask_function(6), "local_size": 6}
+    assert hook.make_mask(BATCH, q_offset=4, **STEP, **window).shape == (BATCH, 1, 6)
+    full = {"q_offset": 20, "kv_offset": 15, **window}
+    assert hook.make_mask(BATCH, **STEP | {"kv_length": 6}, **full).tolist() == [[[6]]] * BATCH
+    other = {"mask_function": lambda *it: causal_mask_function(*it)}
+    assert hook.make_mask(BATCH, q_offset=length, **STEP, **other).shape[1:] == (1, 1, 9)
+    falcon = {"config": transformers.FalconConfig()}
+    assert hook.make_mask(BATCH, q_offset=length, **STEP, **falcon).shape[1:] == (1, 1, 9)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "bias"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_lengths_beside_a_gradient_or_a_bias(kind, window):
+    seed = torch.Generator().manual_seed(6)
+    q, k, v = (torch.randn(BATCH, 4, length, 8, generator=seed) for length in (2, 9, 9))
+    bias = torch.randn(1, 4, 2, 9, generator=seed) if kind == "bias" else None
+    q.requires_grad_(kind == "gradient")
+    lengths = torch.tensor([7, 4], dtype=torch.int32)
+    mask = lengths[:, None, None].expand(-1, -1, window or 1)
+    out, _ = hook.attend(torch.nn.Module(), q, k, v, mask, position_bias=bias)
+    band = {"causal": True, "window": None if window is None else (window - 1, None)}
+    for row, length in enumerate(lengths):
+        its_bias = None if bias is None else bias[..., :length]
+        its = (q[row : row + 1], k[row : row + 1, :, :length], v[row : row + 1, :, :length])
+        torch.testing.assert_close(out[row].transpose(0, 1), multiattn.reference(*its, bias=its_bias, **band)[0][0])
+    assert out.requires_grad == (kind == "gradient")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("Llama", torch.float32), ("Llama", torch.bfloat16), ("Mistral", None)])
+def test_continuous_batching(name, dtype, calls):
+    """More requests than a batch holds tokens of, prompts in parts, pages that a sequence fills, tokens of eager's."""
+    configuration = pytest.importorskip("transformers.generation.configuration_utils")
+    if not hasattr(configuration, "ContinuousBatchingConfig"):
+        pytest.skip("a transformers without ContinuousBatchingConfig")
+    hook.register_continuous_batching()
+    hook.register_continuous_batching()
+    model = decoder(name).to(dtype or torch.float32)
+    options = configuration.GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts = [[5, 6, 7, 8, 9], [10, 11], [12] * 20, [3, 4, 5, 6, 7, 8, 9, 10, 11]]
+    found = []
+    for attention in ("eager", "multiattn"):
+        model.set_attn_implementation(attention)
+        batching = configuration.ContinuousBatchingConfig(
+            page_size=4, num_blocks=64, max_batch_tokens=16, auto_switch_to_flash=False
+        )
+        results = model.generate_batch(prompts, generation_config=options, continuous_batching_config=batching)
+        found.append([it.generated_tokens for it in results.values()])
+        assert not any(it.error for it in results.values())
+        assert model.config._attn_implementation == attention
+    assert bool(calls) == (name == "Llama")  # sliding windows have no table in transformers
+    if dtype is torch.bfloat16:  # a rounding may decide between two tokens, and all that come after
+        same = sum(one[:2] == other[:2] for one, other in zip(*found, strict=True))
+        assert same >= 3
+    else:
+        assert found[0] == found[1]
+
+
+def test_requests_of_no_length_write_nothing():
+    """They fill up a batch for a graph; their rows of the table are -1, which is not the last page."""
+    seed = torch.Generator().manual_seed(8)
+    q, k, v = (torch.randn(1, heads, 4, 8, generator=seed) for heads in (4, 2, 2))
+    caches = tuple(torch.randn(6, 4, 2, 8, generator=seed) for _ in range(2))
+    before = [it.clone() for it in caches]
+    table = torch.tensor([[3, 1], [-1, -1], [5, -1], [-1, -1]], dtype=torch.int32)
+    starts = torch.tensor([0, 6, 6, 7, 7], dtype=torch.int32)
+    out = paged.attend_paged(q, k, v, caches, table, starts, {"causal": True})
+    assert not out[:, :, [1, 3]].any()
+    for cache, its, new in zip(caches, before, (k, v), strict=True):
+        its[1, 1], its[5, 0] = new[0, :, 0], new[0, :, 2]
+        assert torch.equal(cache, its)
+    keys, values = (it[[3, 1]].flatten(0, 1)[:6].transpose(0, 1)[None] for it in caches)
+    torch.testing.assert_close(out[:, :, :1], multiattn.reference(q[:, :, :1], keys, values)[0])
+    paged.attend_paged(q, k, v, caches, table, torch.zeros_like(starts), {"causal": True})
+    assert all(map(torch.equal, caches, before))
+
+
+def test_other_names_go_where_they_went():
+    """transformers still refuses what it knows not, and still decides about its own."""
+    pytest.importorskip("transformers.generation.continuous_batching.initialization")
+    hook.register_continuous_batching()
+    assert not paged.is_ours("sdpa")
+    assert not paged.is_ours(None)
+    assert paged.is_ours("multiattn_cuda")
+    model = decoder("Llama")
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="not supported for continuous batching"):
+        model.generate_batch([[3, 4]], max_new_tokens=2)
