@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from bench import docs, host, ladder, models, record, report, scaling, tune, verdicts
+from bench import decode, docs, host, ladder, models, record, report, scaling, tune, verdicts
 from bench import options as shared
 from bench.contenders import our_providers
 from bench.matrix import SUITES, InputError
@@ -156,7 +156,8 @@ def compare_files(options: argparse.Namespace) -> int:
 
 def write_preferences(options: argparse.Namespace) -> int:
     """Write multiattn/plan/measured.json, which `auto` goes by, from every recorded suite."""
-    count = verdicts.write_preferences(_rows(options), MEASURED)
+    of_decode = report.load_all(sorted(RESULTS.glob("*/decode.json")))
+    count = verdicts.write_preferences([*_rows(options), *of_decode], MEASURED)
     print(f"Written: {MEASURED}, {count} cells")
     return 0
 
@@ -235,6 +236,7 @@ COMMANDS = {
     "tune": tune.sweep,
     "compare": compare_files,
     "prefer": write_preferences,
+    "decode": decode.measure_decode,
     "host": measure_host,
     "models": measure_models,
     "scaling": scaling.predict,
@@ -279,6 +281,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--markdown", action="store_true", help="tables as Markdown")
     command.add_argument("--html", type=Path, metavar="OUT", help="also write one self-contained page")
 
+    decode.add_arguments(add("decode"))
     scaling.add_arguments(add("scaling"))
 
     add("host").add_argument("--out", type=Path, help="folder of the results; default bench/results/<gpu>")

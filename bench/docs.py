@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
-from bench import host, ladder, layout_docs, models, record, scaling
+from bench import decode, host, ladder, layout_docs, models, record, scaling
 from bench.layout_docs import Blocks
 from bench.matrix import SUITES, Cell, InputError
 from bench.record_kernels import main_of
@@ -23,6 +23,7 @@ from bench.report import describe, figure, markdown, memory_summary, provenance,
 from bench.results import RESULTS, ROOT, Row, load, one_run
 from multiattn.inspect.layout_svg import draw
 from multiattn.operands import Options
+from multiattn.paged import CacheSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, by_name
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, make_plan, plan_variant
@@ -95,7 +96,8 @@ def supported_head_dims(backend: str, variant: Variant, arch: str, direction: Di
     """The multiples of 8 that a variant takes on an arch, by the data alone, and the codes of what refuses others."""
     able, codes = [], []
     for head_dim in range(8, variant.capability.head_dim_max + 1, 8):
-        problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim)
+        cache = CacheSpec(4, 4) if variant.capability.caches else None  # without one they are for few queries
+        problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim, cache=cache)
         plan = plan_variant(registry.get(backend), variant, problem, ARCHS[arch], direction=direction)
         if isinstance(plan, Plan):
             able.append(head_dim)
@@ -336,6 +338,7 @@ def pages(results: Path = RESULTS) -> Mapping[str, Blocks]:
             "results": partial(results_block, results),
             "peers": partial(peers_summary, results),
         },
+        "docs/decode.md": {"decode": partial(decode.block, gpu / "decode.json")},
         "docs/hopper.md": {"peers": partial(peers_block, results)},
         "docs/languages.md": {
             "forward": partial(speed_block, gpu / "standard.json", SUITES["standard"]),

@@ -130,6 +130,11 @@ class Cell:
         return sum(self.band.count_pairs(length, length) for length in self.document_lengths)
 
     @property
+    def total_pairs(self) -> int:
+        """Those of one head of all batch entries."""
+        return self.batch * self.visible_pairs
+
+    @property
     def key(self) -> str:
         """The name of the cell in results and on the terminal; distinct for distinct cells."""
         sizes = f"B{self.batch} H{self.heads_text} N{self.seq} D{self.head_dim} {self.dtype}"
@@ -383,7 +388,7 @@ def forward_flops(cell: Cell) -> int:
     Masked pairs do not count, so a causal kernel gains nothing by computing them. Exponentials do not count, nor does
     what a feature makes of a score.
     """
-    return 4 * cell.batch * cell.heads * cell.visible_pairs * cell.head_dim
+    return 4 * cell.heads * cell.total_pairs * cell.head_dim
 
 
 def cell_flops(cell: Cell) -> int:

@@ -158,3 +158,81 @@ def flash_attn_varlen_func(
     asked = _Asked(Spec.of(q), Spec.of(k), causal, (-1, -1), len(cu_seqlens_q) - 1, (max_seqlen_q, max_seqlen_k))
     starts = cu_seqlens_q, cu_seqlens_k
     return _Attention.apply(q, k, v, starts, asked)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# ---------------------------------------------------------------- caches
+
+MOST_SPLITS = 128
+"""Splits that the wheel's own choice never passes."""
+
+
+class _Cached(NamedTuple):
+    """All that a launch over a cache is laid out for."""
+
+    q: Spec
+    cache: Spec
+    page_table: Spec
+    sequences: int
+    longest: int
+    """Queries of the longest sequence of a packed batch; 0 for a plain one."""
+    causal: bool
+    splits: int
+    """0 is the wheel's own choice."""
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The shape of lse: ``[B, H, S]``, or ``[H, tokens]`` of packed queries."""
+        leading = () if self.longest else self.q.shape[:1]
+        return (*leading, self.q.shape[-2], self.q.shape[-3])
+
+    @property
+    def results(self) -> tuple[Spec, ...]:
+        """Out and lse, and both of each split."""
+        rows = (self.splits or MOST_SPLITS, *self.rows)
+        shapes = ((0,), (0,)) if self.splits == 1 else ((*rows, HEAD_DIM), rows)
+        return self.q, *(Spec(shape, torch.float32) for shape in (self.rows, *shapes))
+
+
+@functools.lru_cache(maxsize=16)
+def _over_cache(asked: _Cached) -> Launch:
+    """It takes q, the caches, starts of queries, lengths of keys and a page table; it writes `_Cached.results`."""
+    absent, absent_int, absent_float = (Spec((0,), it) for it in (asked.q.dtype, torch.int32, torch.float32))
+    starts = Spec((asked.sequences + 1,), torch.int32) if asked.longest else absent_int
+    arguments = [asked.q, asked.cache, asked.cache, *[absent] * 3, starts, *[absent_int] * 3]
+    arguments += [Spec((asked.sequences,), torch.int32), asked.page_table, *[absent_int] * 2]
+    arguments += [absent, absent, absent_int, *[absent_float] * 3, absent_int]
+    is_paged = bool(asked.page_table.shape[-1])
+    attributes = {
+        **{"max_seqlen_q": asked.longest or asked.q.shape[1], "max_seqlen_q_has_value": True},
+        **{"max_seqlen_k": 0 if is_paged else asked.cache.shape[1], "max_seqlen_k_has_value": not is_paged},
+        **{"softmax_scale_val": HEAD_DIM**-0.5, "softmax_scale_has_value": True},
+        **{"pack_gqa_val": False, "pack_gqa_has_value": False, "num_splits": asked.splits},
+        **{"is_causal": asked.causal, "window_size_left": -1, "window_size_right": -1, "attention_chunk": 0},
+        **{"softcap": 0.0, "is_rotary_interleaved": False, "sm_margin": 0},
+    }
+    return Launch(_handler("flash_mha_fwd"), arguments, asked.results, attributes)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    causal: bool = False,
+    num_splits: int = 0,
+) -> torch.Tensor:
+    """out, shaped like q: ``[B, S, H, D]``, or packed ``[tokens, H, D]``.
+
+    Caches are ``[B, S, H, D]``, or with a page table ``[pages, page, H, D]``; all is dense.
+    """
+    table = Spec((0,), torch.int32) if page_table is None else Spec.of(page_table)
+    longest = 0 if cu_seqlens_q is None else max_seqlen_q or 0
+    asked = _Cached(Spec.of(q), Spec.of(k_cache), table, len(cache_seqlens), longest, causal, num_splits)
+    results = [torch.empty(it.shape, dtype=it.dtype, device=q.device) for it in asked.results]
+    arguments = [q, k_cache, v_cache, *[None] * 3, cu_seqlens_q, *[None] * 3, cache_seqlens, page_table, *[None] * 9]
+    _over_cache(asked)(arguments, [it if it.numel() else None for it in results])
+    return results[0]

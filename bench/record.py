@@ -25,6 +25,7 @@ from multiattn.inspect.pool import run_isolated
 from multiattn.layout import DTYPES
 from multiattn.operands import Operands, Options, ScoreSpec, with_score
 from multiattn.packed import PackingSpec
+from multiattn.paged import CacheSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS, by_name
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
@@ -49,6 +50,8 @@ Key = tuple[str, ...]
 
 HEAD_DIMS = (64, 128, 256)
 SEQ, BATCH, HEADS = 4096, 4, 16
+GROUP, PAGES = 8, (16, 64)
+"""Query heads that share keys, and keys of a page, where a rule is for few queries or for caches."""
 RULE_DTYPES = ("bf16", "fp16")  # the first unless a rule is for the other alone
 RUNG_ARCHS = ("sm80", "sm90")
 """The arches that rules of ``only_named`` variants are compiled for: one with and one without wgmma and TMA."""
@@ -58,6 +61,10 @@ def key_of(plan: Plan) -> Key:
     """The name of a Plan."""
     problem = plan.problem
     mask = problem.mask if problem.packing is None else f"{problem.mask} packed"
+    if problem.cache is not None:
+        mask += f" cache {problem.queries} x {problem.group}"
+    elif problem.group > 1:
+        mask += f" {problem.queries} x {problem.group}"
     where = (plan.backend, plan.direction, plan.variant, plan.arch.name, str(problem.head_dim), mask)
     return (*where, str(plan.config))
 
@@ -129,16 +136,22 @@ def _plan(
 ) -> Plan | None:
     """The Plan of the first problem for which `rule` is chosen, of lengths that it is for; None if there is none."""
     target = by_name(arch)
-    for dtype, seq, batch in itertools.product(RULE_DTYPES, _lengths(variant.rules), _batches(variant.rules)):
-        packing = PackingSpec(batch, 0, 0) if rule.packed else None
+    is_cached = rule.cached or (variant.capability.caches and rule.cached is None and not rule.only_named)
+    pages = PAGES if is_cached else PAGES[:1]
+    sizes = (RULE_DTYPES, _lengths(variant.rules), _batches(variant.rules), pages)
+    for dtype, seq, batch, page in itertools.product(*sizes):
+        is_grouped = is_cached or rule.rows_max is not None
         problem = Problem.contiguous(
             batch=1 if rule.packed else batch,
             heads_q=HEADS,
-            seq_q=seq,
+            heads_kv=HEADS // GROUP if is_grouped else HEADS,
+            seq_q=seq if rule.rows_max is None else -(-rule.rows_max // GROUP),
+            seq_kv=seq,
             head_dim=head_dim,
             dtype=dtype,
             causal=causal,
-            packing=packing,
+            packing=PackingSpec(batch, 0, 0) if rule.packed else None,
+            cache=_cache(batch, seq, page) if is_cached else None,
         )
         if rule.scored or rule.reads_keys:
             problem = replace(problem, score=example_score(reads_keys=bool(rule.reads_keys)))
@@ -147,6 +160,12 @@ def _plan(
             if isinstance(plan, Plan):
                 return plan
     return None
+
+
+def _cache(batch: int, seq: int, page: int) -> CacheSpec:
+    """A cache of so many keys a page."""
+    pages = -(-seq // page)
+    return CacheSpec(batch, batch * pages, page=page, max_pages=pages, table_stride=pages)
 
 
 @functools.cache

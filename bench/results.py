@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from bench.decode_cells import DecodeCell
 from bench.matrix import Cell, InputError, rate_text
 from bench.timing import Budget
 from multiattn.plan import backend as registry
@@ -52,6 +53,10 @@ class Measured:
     error_ratio: float
     peak_extra_bytes: int | None = None
     """Device memory that one launch took at its peak, beside inputs and outputs; None where it was not counted."""
+    tb_per_s: float | None = None
+    """10^12 bytes per second of keys, values, q and out, each moved once; None but in decode."""
+    copy_tb_per_s: float | None = None
+    """Those that a copy within the device's memory read and wrote in the same turns; None but in decode."""
 
     def __post_init__(self) -> None:
         """Keep six significant digits: more than a timing has, and what a results file holds."""
@@ -192,7 +197,7 @@ def dumps(suite: str, rows: Iterable[Row]) -> str:
             "run": row.run,
             "plan": row.plan,
             "detail": row.detail,
-            "measured": row.measured and asdict(row.measured),
+            "measured": row.measured and _stated(asdict(row.measured)),
             "reasons": list(map(asdict, row.reasons)),
             "error": row.error,
         }
@@ -200,6 +205,11 @@ def dumps(suite: str, rows: Iterable[Row]) -> str:
 
     told = {"environments": list(map(asdict, setups)), "commands": commands, "rows": list(map(packed, rows))}
     return dump({"schema": SCHEMA, "suite": suite, **told})
+
+
+def _stated(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what only decode has, of other suites."""
+    return {name: value for name, value in measured.items() if value is not None or not name.endswith("tb_per_s")}
 
 
 def _distinct(items: Iterable[T]) -> list[T]:
@@ -226,7 +236,7 @@ def load(path: Path) -> list[Row]:
             Row(
                 **{
                     **row,
-                    "cell": Cell(**row["cell"]),
+                    "cell": (DecodeCell if "queries" in row["cell"] else Cell)(**row["cell"]),
                     "environment": setups[row["environment"]],
                     "command": data["commands"][row["command"]],
                     "measured": Measured(**row["measured"]) if "measured" in row else None,
@@ -290,9 +300,12 @@ RESULTS = ROOT / "bench" / "results"
 NO_GPU = Reason(code="gpu", got="none on this machine", allowed="an NVIDIA GPU", hint="compiling needs none")
 """The reason of every timing where there is nothing to time on."""
 
-PEER_PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn3-jax", "flash-attn-4", "tilegym")
-_PEERS = ("peers.py", "peers_cute.py", "peers_jax.py", "xla_ffi.py")
-TIMED_WITH = ("matrix.py", "features.py", "contenders.py", *_PEERS, "timing.py")
+PEER_PACKAGES = (
+    *("flash-attn", "flash-attn-3", "flash-attn3-jax", "flash-attn-4", "tilegym"),
+    *("flashinfer-python", "nvidia-cudnn-frontend"),
+)
+_PEERS = ("peers.py", "peers_cute.py", "peers_jax.py", "peers_decode.py", "xla_ffi.py")
+TIMED_WITH = ("matrix.py", "decode_cells.py", "features.py", "contenders.py", *_PEERS, "timing.py")
 
 
 def gpu_arch() -> Arch | None:

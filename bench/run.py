@@ -16,10 +16,11 @@ import torch
 from tqdm import tqdm
 
 from bench.contenders import Contender, Ours, RefusedError, Truths, check, named, plan_data, truth_of
+from bench.decode_cells import DecodeCell
 from bench.matrix import Cell, Direction, Tensors, cell_flops, tflops
 from bench.peers import PEERS, Provider
 from bench.results import LOST_DEVICE, Environment, Measured, Row, Store, device_works, environment, gpu_arch
-from bench.timing import Budget, Contestant, CudaClock, Timing, measure
+from bench.timing import Budget, Call, Contestant, CudaClock, Timing, measure
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan.arch import Arch
 from multiattn.plan.support import Reason, Unsupported
@@ -29,6 +30,9 @@ ERROR_CHARACTERS = 600
 PREWARM_CELLS: Mapping[Direction, int] = MappingProxyType({"fwd": 8, "bwd": 1, "fwdbwd": 1})
 """From so many cells on, compiling ahead is worth the start of its processes: about 10 s, which is less than one
 backward of each backend takes to compile (a guess from compiling for sm90 on a CPU)."""
+
+COPY = "a copy"
+"""Names the copy among those that take turns."""
 
 Outcome = Timing | tuple[Reason, ...] | Exception
 
@@ -60,6 +64,14 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """A copy within the device's memory: the call, and the bytes that it reads and writes."""
+
+    call: Call
+    moved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """The cells to run, who competes, in which regime, how long."""
 
@@ -73,6 +85,9 @@ class Job:
     """Processes that compile ahead of the run; 1 is none."""
     command: str = "python -m bench"
     """Makes this run again; every row stores it."""
+    truth_of: Callable[[Cell, Tensors], Truths] = truth_of
+    copy: Copy | None = None
+    """Takes turns with the contenders, so that their rates have a share of its rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,15 +99,18 @@ class Admitted:
     peak_extra_bytes: int | None = None
 
 
-def run(job: Job, machine: Machine | None, store: Store, *, quiet: bool = False) -> list[Row]:
+def run(
+    job: Job, machine: Machine | None, store: Store, *, quiet: bool = False, setup: Environment | None = None
+) -> list[Row]:
     """Run every cell that is not finished and return the rows of all of them, old and new.
 
-    Without a machine each row carries its reasons. Rows are stored after each cell.
+    Without a machine each row carries its reasons. Rows are stored after each cell. `setup` is the `environment()`,
+    where the caller has it.
 
     Raises:
         DeviceLostError: a contender broke the device. What is finished is stored.
     """
-    setup = environment()
+    setup = setup or environment()
     names = [provider.name for provider in job.providers]
     waiting = [it for it in job.cells if job.fresh or not store.finished(it, names, job.regime, setup, job.budget)]
     if machine is not None and job.jobs > 1 and any(len(waiting) >= PREWARM_CELLS[it.direction] for it in waiting):
@@ -114,7 +132,7 @@ def _run_cell(job: Job, cell: Cell, machine: Machine | None, store: Store, setup
     if machine is None:
         return [row_of(provider.name, provider.why_not(cell, None)) for provider in job.providers]
     turns = f"{datetime.now(timezone.utc).isoformat(timespec='seconds')}-{secrets.token_hex(4)}"
-    tensors, truth = tensors_and_truth(cell, machine.device)
+    tensors, truth = tensors_and_truth(cell, machine.device, job.truth_of)
     admitted: dict[str, Admitted] = {}
     rows: dict[str, Row] = {}
     for provider in job.providers:
@@ -131,15 +149,20 @@ def _run_cell(job: Job, cell: Cell, machine: Machine | None, store: Store, setup
     contestants = {
         name: it.contender.call if job.regime == "call" else it.contender.launch for name, it in admitted.items()
     }
+    if job.copy is not None and contestants:
+        contestants[COPY] = Contestant(call=job.copy.call)
     timings = measure(contestants, machine.clock, regime=job.regime, budget=job.budget)
+    copied = timings.pop(COPY, None)
     for name, timing in timings.items():  # in the order in which they ended: the first error is the one that broke it
-        rows[name] = row_of(name, timing, admitted[name], run=turns)
+        rows[name] = row_of(name, timing, admitted[name], run=turns, copied=copied)
         _stop_if_lost(machine, store, rows[name])
     return [rows[provider.name] for provider in job.providers]
 
 
 @functools.lru_cache(maxsize=1)
-def tensors_and_truth(cell: Cell, device: torch.device) -> tuple[Tensors, Truths]:
+def tensors_and_truth(
+    cell: Cell, device: torch.device, truth_of: Callable[[Cell, Tensors], Truths] = truth_of
+) -> tuple[Tensors, Truths]:
     """The inputs of a cell and its true results, kept while regimes and contenders take turns on it."""
     tensors = cell.tensors(device)
     return tensors, truth_of(cell, tensors)
@@ -184,6 +207,7 @@ def _row(
     outcome: Outcome,
     admitted: Admitted | None = None,
     run: str = "",
+    copied: Timing | Exception | None = None,
 ) -> Row:
     plan = admitted.contender.plan if admitted is not None else None
     measured = None
@@ -192,6 +216,10 @@ def _row(
         rate = tflops(cell_flops(cell), outcome.time_ms)
         told: dict[str, Any] = {"tflops": rate, "peak_share": setup.peak_tflops and rate / setup.peak_tflops}
         told |= {"error_ratio": admitted.error_ratio, "peak_extra_bytes": admitted.peak_extra_bytes}
+        if isinstance(cell, DecodeCell):
+            told["tb_per_s"] = cell.moved_bytes / outcome.time_ms / 1e9
+        if job.copy is not None and isinstance(copied, Timing):
+            told["copy_tb_per_s"] = job.copy.moved_bytes / copied.time_ms / 1e9
         measured = Measured(**asdict(outcome), sample_ms=job.budget.sample_ms, **told)
     error = "".join(traceback.format_exception_only(outcome)) if isinstance(outcome, Exception) else ""
     return Row(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
+from bench.decode_cells import DecodeCell
 from bench.matrix import SUITES, Cell, InputError
 from bench.results import Row, one_run
 from multiattn.mask import MASKS
@@ -76,6 +77,7 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
     Packed batches of one size are one cell, as no plan knows their lengths: the geometric mean over their mixes.
     """
+    rows = list(rows)
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     owners: dict[tuple[Any, ...], Cell] = {}
     found = [row for row in one_run(rows) if _counts(row)]
@@ -99,13 +101,42 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
         entry["tflops"].setdefault(row.contender, []).append(measured.tflops)
     for entry in cells.values():
         entry["tflops"] = {name: round(statistics.geometric_mean(it), 1) for name, it in entry["tflops"].items()}
-    return [cells[key] for key in sorted(cells)]
+    return [cells[key] for key in sorted(cells)] + list(_cached(_of_decode(rows)))
+
+
+def _of_decode(rows: Iterable[Row]) -> list[Row]:
+    """The rows of decode that have a time of one of our backends, by graph replay."""
+    return [
+        row
+        for row in one_run(rows)
+        if isinstance(row.cell, DecodeCell) and row.contender in BACKENDS and row.measured and row.regime == "graph"
+    ]
+
+
+def _cached(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
+    """A `MeasuredCell` for each head_dim and number of rows: geometric means over the cells that all backends ran."""
+    groups: dict[tuple[str, int, int], dict[Cell, dict[str, Row]]] = {}
+    for row in rows:
+        assert isinstance(row.cell, DecodeCell)
+        key = row.environment.gpu, row.cell.head_dim, row.cell.queries * row.cell.group
+        groups.setdefault(key, {}).setdefault(row.cell, {})[row.contender] = row
+    for (gpu, head_dim, count), by_cell in sorted(groups.items()):
+        most = max(map(len, by_cell.values()))
+        whole = [its for its in by_cell.values() if len(its) == most]
+        first = next(iter(whole[0].values()))
+        tflops = {
+            name: round(statistics.geometric_mean(its[name].tflops for its in whole if name in its), 2)
+            for name in dict.fromkeys(name for its in whole for name in its)
+        }
+        told = {"arch": first.environment.arch, "gpu": gpu, "date": first.environment.date, "head_dim": head_dim}
+        yield {**told, "seq_kv": 0, "causal": False, "heads": 0, "rows": count, "tflops": tflops}
 
 
 def _counts(row: Row) -> bool:
     """Tell whether it is a backend's choice in a cell of one direction with a plain mask, back to back."""
     plain = (row.cell.attention in MASKS or row.cell.is_packed) and row.cell.direction != "fwdbwd"
-    return row.regime == "device" and row.contender in BACKENDS and plain
+    is_usual = row.regime == "device" and not isinstance(row.cell, DecodeCell)
+    return is_usual and row.contender in BACKENDS and plain
 
 
 def _runs_now(row: Row) -> bool:

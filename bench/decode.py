@@ -1,0 +1,308 @@
+"""``python -m bench decode``: attention over caches of keys and values, in TB/s and as a share of a copy's rate.
+
+A launch moves keys, values, q and out once: those bytes over its time are its rate. A copy within the device's memory
+takes turns with the contenders, so that each rate has a share of what the same memory did in the same seconds. Cells
+with many queries are bound by products, and have TFLOPS instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import shlex
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bench.contenders import Truths
+from bench.decode_cells import DecodeCell, matching, too_large
+from bench.matrix import Cell, InputError, Tensors
+from bench.options import AGAIN, positive
+from bench.peers_decode import PEERS, providers
+from bench.report import footnotes, markdown
+from bench.results import NO_GPU, Row, Store, environment, is_ours, load, one_run, results_dir
+from bench.run import Copy, Job, Machine, run, tensors_and_truth
+from bench.timing import Budget
+from multiattn.inspect.options import count, some_of
+from multiattn.mask import FULL
+from multiattn.operands import Operands, Options
+from multiattn.plan.backend import BACKENDS
+from multiattn.problem import problem_of
+from parity.tolerance import Expected, Truth, derive_budget, probe_rounding, reference_in_chunks
+
+BUDGET = Budget(rounds=7, sample_ms=15.0, warmup_ms=15.0)
+"""A third of a second for each contender."""
+SECONDS = 540.0
+REGIMES = ("graph", "device")
+COPY_BYTES = 1 << 30
+"""The bytes that a copy reads; it writes as many."""
+TRUTH_ELEMENTS = 1 << 28
+"""Elements of keys that the truth holds in fp64 at a time: 2 GiB."""
+SUITE = "decode"
+
+
+# ---------------------------------------------------------------- the truth
+
+
+def truth_of(cell: Cell, tensors: Tensors) -> Truths:
+    """The results that contenders must compute, from `multiattn.reference` in fp64, a few sequences at a time.
+
+    As `parity.tolerance.Truth` has it: with budgets by what naive attention in the cell's own dtype rounds.
+    """
+    assert isinstance(cell, DecodeCell)
+    q = cell.served(tensors).q
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in ("out", "lse", "naive", "naive_lse")}
+    starts = (0, *itertools.accumulate(cell.lengths_q))
+    for first, last in _alike(cell):
+        rows = q[first:last] if not cell.mixed else q[starts[first] : starts[last]].transpose(0, 1).unsqueeze(0)
+        parts = _reference(cell, rows, *cell.dense(tensors, first, last))
+        for name, part in zip(found, parts, strict=True):
+            found[name].append(part[0].transpose(0, 1) if cell.mixed else part)
+    out, lse, naive, naive_lse = (torch.cat(its) for its in found.values())
+    atol, atol_lse = probe_rounding(out, q.dtype), probe_rounding(lse, torch.float32)
+    expected = Expected(name="out", truth=out, budget=derive_budget((naive,), out, atol=atol))
+    sums = Expected(name="lse", truth=lse, budget=derive_budget((naive_lse,), lse, atol=atol_lse))
+    truth = Truth(out=expected, lse=sums, lse_in_halves=lambda: sums, lse_of_rough_tanh=lambda: sums)
+    return Truths(forward=truth, backward=None)
+
+
+def _alike(cell: DecodeCell) -> Iterable[tuple[int, int]]:
+    """First and last of some sequences of the same lengths, of a mixed batch one at a time."""
+    heads = cell.heads // (cell.group if cell.queries == 1 else 1)
+    some = max(1, TRUTH_ELEMENTS // (heads * cell.seq * cell.head_dim)) if not cell.mixed else 1
+    for first in range(0, cell.batch, some):
+        yield first, min(first + some, cell.batch)
+
+
+def _reference(cell: DecodeCell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Out and lse of `q`, in fp64, then as naive attention has them: out in its own dtype, lse in fp32."""
+    shape, band = q.shape, cell.band
+    if shape[2] == 1:  # the heads of a group are as many queries, so that the reference repeats no keys
+        q, band = q.reshape(shape[0], k.shape[1], cell.group, shape[3]), FULL
+    operands = Operands(q, k, v)
+    problem = problem_of(operands, Options(*band.window))
+    out, lse = reference_in_chunks(operands, problem, torch.float64)
+    naive, _ = reference_in_chunks(operands, problem, q.dtype)
+    _, naive_lse = reference_in_chunks(operands, problem, torch.float32)
+    return out.view(shape), lse.view(shape[:3]), naive.view(shape), naive_lse.view(shape[:3])
+
+
+# ---------------------------------------------------------------- running
+
+
+def measure_decode(options: argparse.Namespace) -> int:
+    """Measure decode over caches, cell by cell, until the time is over; the same again goes on with what is left."""
+    cells = matching(options.cells)
+    if options.list:
+        print("\n".join(cell.key for cell in cells))
+        return 0
+    machine = Machine.current()
+    if machine is None:
+        print(f"Nothing to time on: {NO_GPU}\n{len(cells)} cells")
+        return 1
+    command = shlex.join(["python", "-m", "bench", *options.given, "--output", f"{AGAIN}/decode.json", "--fresh"])
+    path = options.output or results_dir(torch.cuda.get_device_name()) / "decode.json"
+    budget = replace(BUDGET, rounds=options.rounds, sample_ms=options.sample_ms)
+    job = Job(
+        suite=SUITE,
+        cells=cells,
+        providers=providers(options.backends, options.peers),
+        regime=options.regime,
+        budget=budget,
+        fresh=options.fresh,
+        command=command,
+        truth_of=truth_of,
+        copy=make_copy(machine.device),
+    )
+    if not job.providers:
+        raise InputError("--backends none --peers none leaves nothing to time")
+    memory = torch.cuda.get_device_properties(machine.device).total_memory
+    machine = replace(machine, extra_bytes=None)
+    rows, unrun = run_cells(job, machine, Store(path, SUITE), seconds=options.budget, memory_bytes=memory)
+    for why, left in unrun.items():
+        print(f"\nNot run, {why}: {len(left)} cells\n" + "\n".join(f"  {it.key}" for it in left))
+    print(f"\nWritten: {path}")
+    return int(any(row.error for row in rows if is_ours(row.contender)))
+
+
+def make_copy(device: torch.device, size: int = COPY_BYTES) -> Copy:
+    """A copy of so many bytes on a device, by a kernel: a graph's own node for copies is a third slower.
+
+    H200, 2026-11-26, 1 GiB in a graph: 4.28 TB/s, ``copy_`` 2.77.
+    """
+    source = torch.zeros(size // 2, dtype=torch.int16, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        torch.add(source, 0, out=target)
+
+    return Copy(call=copy, moved_bytes=2 * size)
+
+
+def run_cells(
+    job: Job,
+    machine: Machine,
+    store: Store,
+    *,
+    seconds: float,
+    memory_bytes: int | None = None,
+    now: Callable[[], float] = time.monotonic,
+    tell: Callable[[str], None] = print,
+) -> tuple[list[Row], dict[str, list[DecodeCell]]]:
+    """Run cells until `seconds` are over; the rows, and the cells that were not run by the reason.
+
+    A cell is begun only while there is time, and is stored when it is done. One with rows of this very setup takes
+    none.
+    """
+    began, setup = now(), environment()
+    rows: list[Row] = []
+    unrun: dict[str, list[DecodeCell]] = {}
+    for cell in job.cells:
+        assert isinstance(cell, DecodeCell)
+        why = too_large(cell, memory_bytes) or ("the time is over" if now() - began > seconds else "")
+        if why:
+            unrun.setdefault(why, []).append(cell)
+            continue
+        found = run(replace(job, cells=(cell,)), machine, store, quiet=True, setup=setup)
+        rows += found
+        tell(line(found))
+        tensors_and_truth.cache_clear()  # before the next cell's are made
+        gc.collect()
+        if machine.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows, unrun
+
+
+# ---------------------------------------------------------------- tables
+
+NOTHING = "-"
+NOT_MEASURED = "Not measured yet: `python -m bench decode` on a GPU writes bench/results."
+
+
+def cell_of(row: Row) -> DecodeCell:
+    """The cell of a row of decode; InputError for a row of another suite."""
+    if not isinstance(row.cell, DecodeCell):
+        raise InputError(f"{row.cell.key}: not a cell of python -m bench decode")
+    return row.cell
+
+
+def copy_share(row: Row) -> float | None:
+    """The rate over that of a copy in the same turns; None where either is missing."""
+    found = row.measured
+    if found is None or found.tb_per_s is None or not found.copy_tb_per_s:
+        return None
+    return found.tb_per_s / found.copy_tb_per_s
+
+
+def best(rows: Iterable[Row], *, ours: bool) -> Row | None:
+    """The fastest of ours, or of the others; None where nothing of them has a time."""
+    timed = [row for row in rows if row.measured is not None and is_ours(row.contender) == ours]
+    return min(timed, key=_time_ms, default=None)
+
+
+def _time_ms(row: Row) -> float:
+    assert row.measured is not None
+    return row.measured.time_ms
+
+
+def over_best_peer(row: Row | None, rows: Iterable[Row]) -> str:
+    """How many times as fast a contender is as the best peer of the same cell."""
+    peer = best(rows, ours=False)
+    return NOTHING if row is None or peer is None else f"{_time_ms(peer) / _time_ms(row):.2f}"
+
+
+def figure(row: Row | None) -> str:
+    """TB/s for a table, or TFLOPS where products bound the cell; ``refused`` or ``error``."""
+    if row is None:
+        return NOTHING
+    if row.measured is None or row.measured.tb_per_s is None or not cell_of(row).has_rate_of_memory:
+        return row.figure
+    return f"{row.measured.tb_per_s:.2f}" + (" (host-bound)" if row.measured.host_bound else "")
+
+
+def line(rows: Sequence[Row]) -> str:
+    """The rows of one cell, on one line."""
+    cell = cell_of(rows[0])
+    unit = "TB/s" if cell.has_rate_of_memory else "TFLOPS"
+    copied = next((it.measured.copy_tb_per_s for it in rows if it.measured is not None), None)
+    parts = [cell.key, f"{cell.moved_bytes / 1e9:.3g} GB", f"copy {copied:.2f} TB/s" if copied else "no copy"]
+    for row in rows:
+        words = [row.contender, figure(row)]
+        if row.measured is not None:
+            share = copy_share(row)
+            told = f"{100 * share:.0f} %" if share is not None and cell.has_rate_of_memory else ""
+            ratio = f"x{over_best_peer(row, rows)}" if is_ours(row.contender) else ""
+            detail = f"({row.detail})" if row.detail else ""
+            words = [row.contender, f"{1e3 * row.measured.time_ms:.1f} us", figure(row), unit, told, ratio, detail]
+        elif row.error:
+            words.append(f"({row.text[:100]})")
+        parts.append(" ".join(filter(None, words)))
+    return " | ".join(parts)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each cell, a column for each contender that has a time anywhere."""
+    by_cell: dict[DecodeCell, dict[str, Row]] = {}
+    for row in rows:
+        by_cell.setdefault(cell_of(row), {})[row.contender] = row
+    names = list(dict.fromkeys(row.contender for row in rows if row.measured is not None or row.error))
+    lines = []
+    for cell, its in sorted(by_cell.items(), key=lambda item: _place(item[0])):
+        mine = best(its.values(), ours=True)
+        share = copy_share(mine) if mine is not None and cell.has_rate_of_memory else None
+        told = NOTHING if share is None else f"{100 * share:.0f} %"
+        time_us = NOTHING if mine is None else f"{1e3 * _time_ms(mine):.1f}"
+        figures = (figure(its.get(name)) for name in names)
+        place = cell.heads_text, cell.queries, cell.batch, cell.seq, f"{cell.moved_bytes / 1e9:.3g}"
+        lines.append((*place, *figures, time_us, told, over_best_peer(mine, its.values())))
+    header = ("heads", "Q", "B", "N", "GB", *names, "best of ours, us", "of a copy", "over the best peer")
+    return markdown(header, lines)
+
+
+def _place(cell: DecodeCell) -> tuple[int, ...]:
+    return cell.heads, cell.heads_kv or cell.heads, cell.queries, cell.seq, cell.batch
+
+
+def block(path: Path) -> str:
+    """The tables of a results file, by head_dim and kind of cache, and where they were measured."""
+    rows = [row for row in one_run(load(path)) if row.regime == REGIMES[0]] if path.exists() else []
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        cell = cell_of(row)
+        kind = "mixed batches" if cell.mixed else "decode" if cell.has_rate_of_memory else "chunks of prefill"
+        unit = "TB/s" if cell.has_rate_of_memory else "TFLOPS"
+        groups.setdefault(f"{kind}, D = {cell.head_dim}, {cell.dtype}, cache {cell.cache}, {unit}", []).append(row)
+    made = [
+        f"**{title}**\n\n{table(members)}"
+        for title, members in groups.items()
+        if any(row.measured is not None for row in members)
+    ]
+    if not made:
+        return NOT_MEASURED
+    notes = (f"{title}:\n\n" + "\n".join(f"- {it}" for it in lines) for title, lines in footnotes(rows).items())
+    return "\n\n".join((*made, *notes))
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of ``python -m bench decode``."""
+    told = "words of cells' names with wildcards, as 'H64/8 Q1 page*'; may be given again; default all"
+    command.add_argument("--cells", action="append", default=[], metavar="WORDS", help=told)
+    command.add_argument("--list", action="store_true", help="only name the cells")
+    for option, names in (("--backends", BACKENDS), ("--peers", tuple(peer.name for peer in PEERS))):
+        allowed = ("none", *names)
+        told = f"of {','.join(allowed)}; default all"
+        command.add_argument(option, type=some_of(allowed), default=names, metavar="A,B", help=told)
+    command.add_argument("--regime", choices=REGIMES, default=REGIMES[0], help="default: %(default)s, replayed")
+    command.add_argument("--rounds", type=count, default=BUDGET.rounds, help="readings of each (%(default)s)")
+    command.add_argument("--sample-ms", type=positive, default=BUDGET.sample_ms, help="ms a reading (%(default)s)")
+    command.add_argument("--budget", type=positive, default=SECONDS, help="seconds to begin cells in (%(default)g)")
+    command.add_argument("--fresh", action="store_true", help="measure also what this very setup has measured before")
+    told = "results file; default bench/results/<gpu>/decode.json"
+    command.add_argument("--output", type=Path, metavar="FILE", help=told)

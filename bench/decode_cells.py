@@ -1,0 +1,248 @@
+"""Decode as data: a `DecodeCell` is a few queries of each sequence over a cache of its keys and values.
+
+A cache is dense, or lies in pages in random order. Launches go round copies of it that together pass four times the L2,
+so that nobody finds its keys there.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.matrix import Cell, InputError, Tensors
+from multiattn.layout import DTYPES
+
+COLD = 4
+"""The copies of a cache together, in units of the L2. At random replacement 2 % of a copy is left at its next turn."""
+COPIES_ON_CPU = 2
+LARGEST_BYTES = 32 << 30
+"""Keys and values of the largest cell."""
+CHUNKS, CHUNK = 4, 512
+"""Sequences of a mixed batch that prefill, and the queries of each; the others have one query."""
+
+
+class Served(NamedTuple):
+    """The tensors of a cell by name."""
+
+    q: torch.Tensor
+    """``[B, Hq, Sq, D]``, or packed ``[T, Hq, D]``."""
+    seqlens_kv: torch.Tensor
+    page_table: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    caches: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """The copies: keys and values ``[B, Hkv, S, D]`` or ``[pages, Hkv, page, D]``, heads inside of tokens in memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeCell(Cell):
+    """One problem over a cache; `seq` is the keys of the longest sequence."""
+
+    queries: int = 1
+    """The queries of each sequence, which are its last; of a mixed batch those of a chunk."""
+    page: int | None = None
+    """Tokens of a page; None: the cache is dense."""
+    mixed: bool = False
+    """Chunks of prefill beside decodes, with packed queries."""
+
+    def __post_init__(self) -> None:
+        Cell.__post_init__(self)
+        if self.causal != (self.queries > 1):
+            raise ValueError(f"causal: got {self.causal}; allowed {self.queries > 1} of {self.queries} queries")
+        if self.page is not None and self.seq % self.page:
+            raise ValueError(f"page: got {self.page}; allowed None, or a divisor of seq={self.seq}")
+
+    @property
+    def cache(self) -> str:
+        """``dense`` or ``page16``."""
+        return "dense" if self.page is None else f"page{self.page}"
+
+    @property
+    def key(self) -> str:
+        """The name of the cell in results and on the terminal; distinct for distinct cells."""
+        kind = "mixed " if self.mixed else ""
+        sizes = f"B{self.batch} H{self.heads_text} Q{self.queries} N{self.seq} D{self.head_dim}"
+        return f"{kind}{sizes} {self.dtype} {self.cache}"
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads // (self.heads_kv or self.heads)
+
+    @property
+    def lengths_q(self) -> tuple[int, ...]:
+        """The queries of each sequence."""
+        if not self.mixed:
+            return (self.queries,) * self.batch
+        return (self.queries,) * CHUNKS + (1,) * (self.batch - CHUNKS)
+
+    @property
+    def lengths_kv(self) -> tuple[int, ...]:
+        """The keys of each sequence; those of decodes beside chunks are drawn from an eighth of `seq` on."""
+        if not self.mixed:
+            return (self.seq,) * self.batch
+        draw = torch.Generator().manual_seed(self.seq)
+        others = torch.randint(self.seq // 8, self.seq + 1, (self.batch - CHUNKS,), generator=draw)
+        return (self.seq,) * CHUNKS + tuple(others.tolist())
+
+    @property
+    def total_pairs(self) -> int:
+        """(query, key) pairs that count, of one head of all sequences."""
+        pairs = zip(self.lengths_q, self.lengths_kv, strict=True)
+        return sum(self.band.count_pairs(*its) for its in pairs)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all keys and values that a launch has to read."""
+        return 2 * sum(self.lengths_kv) * self._heads[1] * self.head_dim * DTYPES[self.dtype].itemsize
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that every launch has to move: keys, values, q and out, each once."""
+        return self.cache_bytes + 2 * sum(self.lengths_q) * self.heads * self.head_dim * DTYPES[self.dtype].itemsize
+
+    @property
+    def has_rate_of_memory(self) -> bool:
+        """True if memory bounds it: its rate is told in TB/s, that of other cells in TFLOPS."""
+        return self.queries * self.group < 256 or self.mixed
+
+    def copies(self, device: torch.device) -> int:
+        """The copies of the cache that launches go round."""
+        if device.type != "cuda":
+            return COPIES_ON_CPU
+        l2 = int(torch.cuda.get_device_properties(device).L2_cache_size)
+        return math.ceil(COLD * l2 / self.cache_bytes)
+
+    def tensors(self, device: torch.device | str) -> Tensors:
+        """q, the lengths, the page table, the starts of packed queries, and keys and values of each copy.
+
+        Normal values of a fixed seed, the same in each copy; empty tensors stand for what the cell lacks. See `served`.
+        """
+        device = torch.device(device)
+        generator = torch.Generator(device=device).manual_seed(self.seq * 1000 + self.head_dim)
+        dtype, heads_kv = DTYPES[self.dtype], self._heads[1]
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+        table = starts = torch.empty(0, dtype=torch.int32, device=device)
+        if self.mixed:
+            q = draw(sum(self.lengths_q), self.heads, self.head_dim)
+            starts = torch.tensor((0, *itertools.accumulate(self.lengths_q)), dtype=torch.int32, device=device)
+        else:
+            q = draw(self.batch, self.queries, self.heads, self.head_dim).transpose(1, 2)
+        shape = self.batch, self.seq, heads_kv, self.head_dim
+        if self.page is not None:
+            pages = self.batch * self.seq // self.page
+            shape = pages, self.page, heads_kv, self.head_dim
+            order = torch.randperm(pages, generator=torch.Generator().manual_seed(pages))
+            table = order.view(self.batch, -1).to(device, torch.int32)
+        first = [draw(*shape).transpose(1, 2) for _ in "kv"]
+        others = [it.clone() for _ in range(self.copies(device) - 1) for it in first]
+        lengths = torch.tensor(self.lengths_kv, dtype=torch.int32, device=device)
+        return q, lengths, table, starts, *first, *others
+
+    def served(self, tensors: Tensors) -> Served:
+        """The tensors by name."""
+        q, lengths, table, starts, *caches = tensors
+        pairs = tuple(zip(caches[::2], caches[1::2], strict=True))
+        paged, packed = table if table.numel() else None, starts if starts.numel() else None
+        return Served(q, lengths, paged, packed, pairs)
+
+    def arguments(self, tensors: Tensors) -> dict[str, Any]:
+        """The keyword arguments of `multiattn.fmha_kvcache` behind q and the caches."""
+        served = self.served(tensors)
+        found: dict[str, Any] = {"seqlens_kv": served.seqlens_kv, "causal": self.causal}
+        if served.page_table is not None:
+            found["page_table"] = served.page_table
+        if served.cu_seqlens_q is not None:
+            found |= {"cu_seqlens_q": served.cu_seqlens_q, "max_seqlen_q": max(self.lengths_q)}
+        return found
+
+    def attend(self, *tensors: torch.Tensor, **more: Any) -> torch.Tensor:
+        """The public call of the cell on the first copy: out, shaped like q. `more` is the backend and the like."""
+        served = self.served(tensors)
+        return fmha_kvcache(served.q, *served.caches[0], **self.arguments(tensors), **more)
+
+    def dense(self, tensors: Tensors, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the sequences from `first` to before `last`, ``[n, Hkv, S, D]``, as long as the first."""
+        served, length = self.served(tensors), self.lengths_kv[first]
+
+        def gathered(cache: torch.Tensor) -> torch.Tensor:
+            if served.page_table is None:
+                return cache[first:last, :, :length]
+            pages = cache[served.page_table[first:last].long()]  # [n, pages of each, Hkv, page, D]
+            return pages.transpose(1, 2).flatten(2, 3)[:, :, :length]
+
+        k, v = served.caches[0]
+        return gathered(k), gathered(v)
+
+
+def fmha_kvcache(*args: Any, **options: Any) -> torch.Tensor:
+    """`multiattn.fmha_kvcache`, which an older multiattn may lack."""
+    out: torch.Tensor = importlib.import_module("multiattn").fmha_kvcache(*args, **options)
+    return out
+
+
+def _one_query(head_dim: int) -> Iterable[DecodeCell]:
+    plain = DecodeCell(batch=1, heads=64, heads_kv=8, seq=8192, head_dim=128, dtype="bf16", causal=False, layout="bshd")
+    heads = ((64, 8), (32, 8), (16, None), (8, 1))
+    for page, (heads_q, heads_kv), seq, batch in itertools.product(
+        (16, None, 64), heads, (8192, 131072, 1024, 32768), (1, 8, 32, 128)
+    ):
+        yield replace(plain, head_dim=head_dim, page=page, heads=heads_q, heads_kv=heads_kv, seq=seq, batch=batch)
+
+
+def _few_queries() -> Iterable[DecodeCell]:
+    plain = DecodeCell(
+        batch=1, heads=64, heads_kv=8, seq=8192, head_dim=128, dtype="bf16", causal=True, layout="bshd", queries=2
+    )
+    for page, seq, batch, queries in itertools.product((16, None), (8192, 32768), (1, 8, 32), (2, 4, 8, 16)):
+        yield replace(plain, page=page, seq=seq, batch=batch, queries=queries)
+
+
+def _chunks() -> Iterable[DecodeCell]:
+    plain = DecodeCell(
+        batch=1, heads=8, heads_kv=1, seq=65536, head_dim=128, dtype="bf16", causal=True, layout="bshd", queries=CHUNK
+    )
+    for page in (16, None, 64):
+        yield replace(plain, page=page)
+    for page in (16, None, 64):
+        yield replace(plain, page=page, batch=64, heads=32, heads_kv=8, seq=8192, mixed=True)
+
+
+CELLS: tuple[DecodeCell, ...] = (*_one_query(128), *_few_queries(), *_chunks(), *_one_query(64), *_one_query(256))
+"""All cells, those that say most first, as a run may end before the last."""
+
+
+def too_large(cell: DecodeCell, memory_bytes: int | None = None) -> str:
+    """The reason why a cell is left out, or nothing; `memory_bytes` is the device's."""
+    allowed = LARGEST_BYTES if memory_bytes is None else min(LARGEST_BYTES, memory_bytes // 2)
+    if cell.cache_bytes <= allowed:
+        return ""
+    return f"memory: got {cell.cache_bytes / 1e9:.1f} GB of keys and values; allowed up to {allowed / 1e9:.1f} GB"
+
+
+def matching(patterns: Sequence[str], cells: Sequence[DecodeCell] = CELLS) -> tuple[DecodeCell, ...]:
+    """The cells that some pattern fits, all without any. Each word of a pattern fits a word of the cell's name.
+
+    ``H64/8 Q1 page*``: `fnmatch`'s wildcards. InputError for a pattern that fits no cell.
+    """
+    found: set[DecodeCell] = set()
+    for pattern in patterns:
+        mine = [cell for cell in cells if _fits(pattern, cell)]
+        if not mine:
+            raise InputError(f"--cells: got {pattern!r}; allowed words as in {cells[0].key!r}")
+        found.update(mine)
+    return tuple(cell for cell in cells if cell in found or not patterns)
+
+
+def _fits(pattern: str, cell: DecodeCell) -> bool:
+    words = cell.key.split()
+    return all(fnmatch.filter(words, wanted) for wanted in pattern.split())

@@ -1,0 +1,363 @@
+"""Peers over a cache of keys and values: cuDNN through SDPA and by its own graphs, FlashAttention-3 and 4, FlashInfer.
+
+Each is optional and imported only when it runs. All read the same copies of the same cache, one copy after another;
+plans and graphs are made before anything is timed. Where a peer leaves a choice to its caller, each choice is tried in
+the cell, and the fastest takes part: the detail of its row names it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bench.contenders import Contender, RefusedError, Results
+from bench.decode_cells import DecodeCell, Served, fmha_kvcache
+from bench.matrix import Cell, Tensors
+from bench.peers import Peer, Provider, find_peers
+from bench.results import NO_GPU
+from bench.timing import Budget, Call, Contestant, CudaClock, Timing, measure
+from multiattn.operands import Options
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import BACKENDS, Plan
+from multiattn.plan.choice import choose
+from multiattn.plan.support import Reason
+from multiattn.problem import problem_of
+
+SPLITS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+"""Parts that FlashAttention-3 splits keys into; 0 is its own choice."""
+TRIAL = Budget(rounds=3, sample_ms=1.0, warmup_ms=1.0)
+"""The time for each choice of a peer."""
+WORKSPACE_BYTES = 512 << 20
+"""Room for FlashInfer's partial results."""
+
+
+def in_turns(calls: Sequence[Call]) -> Call:
+    """One call that makes the next of `calls` each time, and begins again after the last."""
+    turns = itertools.cycle(calls)
+
+    def launch() -> Any:
+        return next(turns)()
+
+    return launch
+
+
+def fastest(choices: Mapping[str, Call]) -> tuple[Call, str]:
+    """The fastest of some calls, and its name; if none runs, what the first raised."""
+    if len(choices) == 1:
+        ((name, only),) = choices.items()
+        return only, name
+    contestants = {name: Contestant(call=call) for name, call in choices.items()}
+    found = measure(contestants, CudaClock(), regime="graph", budget=TRIAL)
+    times = {name: it.time_ms for name, it in found.items() if isinstance(it, Timing)}
+    if not times:
+        raise next(it for it in found.values() if isinstance(it, Exception))
+    best = min(times, key=lambda name: times[name])
+    return choices[best], best
+
+
+# ---------------------------------------------------------------- ours
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverCache:
+    """One of our backends, by the public call."""
+
+    backend: str
+    is_ours: bool = True
+
+    @property
+    def name(self) -> str:
+        """The backend."""
+        return self.backend
+
+    def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
+        """Every reason known before there is a tensor; `arch` None is a machine without a GPU."""
+        if not hasattr(importlib.import_module("multiattn"), "fmha_kvcache"):
+            return (Reason(code="module", got="no multiattn.fmha_kvcache", allowed="a multiattn that has caches"),)
+        return (NO_GPU,) if arch is None else ()
+
+    def prepare(self, cell: Cell, tensors: Tensors, arch: Arch) -> Contender:
+        """The contender; Unsupported or RefusedError with reasons."""
+        if reasons := self.why_not(cell, arch):
+            raise RefusedError(reasons)
+        assert isinstance(cell, DecodeCell)
+        served, options = cell.served(tensors), {**cell.arguments(tensors), "backend": self.backend}
+        out = torch.empty_like(served.q)  # in memory as q is
+        plan = plan_of(cell, served, self.backend, arch, out)
+        launches = [functools.partial(fmha_kvcache, served.q, *it, **options, out=out) for it in served.caches]
+        call = in_turns([functools.partial(fmha_kvcache, served.q, *it, **options) for it in served.caches])
+
+        def output() -> Results:
+            for launch in launches:
+                out.fill_(math.nan)
+                launch()
+            return {"out": out}
+
+        launch = Contestant(call=in_turns(launches))
+        return Contender(launch=launch, call=Contestant(call=call), output=output, plan=plan)
+
+
+def plan_of(cell: DecodeCell, served: Served, backend: str, arch: Arch, out: torch.Tensor) -> Plan:
+    """The Plan that the public call launches for these tensors; Unsupported with every reason."""
+    kvcache = importlib.import_module("multiattn.kvcache")  # which an older multiattn lacks
+    longest = None if served.cu_seqlens_q is None else cell.queries
+    where = kvcache.Where(served.seqlens_kv, served.page_table, served.cu_seqlens_q, longest, None)
+    causal = cell.causal
+    options = Options.of(causal=causal, window=None, scale=None, backend=backend, variant=None, deterministic=None)
+    operands, options = kvcache.with_cache(served.q, *served.caches[0], options, where, out=out)
+    return choose(problem_of(operands, options), arch, options, "forward")[0]
+
+
+# ---------------------------------------------------------------- what peers share
+
+
+def _over(build: Callable[[DecodeCell, Served], Mapping[str, Call] | Iterator[tuple[str, Call]]]) -> Any:
+    """The `build` of a Peer, from a function that makes its choices by name."""
+
+    def made(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
+        assert isinstance(cell, DecodeCell)
+        return fastest(dict(build(cell, cell.served(tensors))))
+
+    return made
+
+
+def _refuse(*, dense: bool = True, paged: bool = True, mixed: bool = True, causal: bool = True) -> Any:
+    """The `refuse` of a Peer that lacks some of these."""
+
+    def reasons(cell: Cell, tensors: Tensors) -> tuple[Reason, ...]:
+        assert isinstance(cell, DecodeCell)
+        found = []
+        if not (dense if cell.page is None else paged):
+            found.append(Reason(code="cache", got=cell.cache, allowed="dense" if dense else "pages"))
+        if cell.mixed and not mixed:
+            found.append(Reason(code="batch", got="packed queries", allowed="as many queries of each sequence"))
+        if cell.causal and not causal:
+            hint = "its causal mask begins at the top left"
+            found.append(Reason(code="queries", got=str(cell.queries), allowed="1", hint=hint))
+        return tuple(found)
+
+    return reasons
+
+
+def _tokens_first(tensor: torch.Tensor) -> torch.Tensor:
+    """``[B, S, H, D]`` of ``[B, H, S, D]``; packed queries as they are."""
+    return tensor if tensor.dim() == 3 else tensor.transpose(1, 2)
+
+
+# ---------------------------------------------------------------- cuDNN
+
+
+def _build_sdpa(cell: DecodeCell, served: Served) -> dict[str, Call]:
+    sdpa: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
+    options = {"enable_gqa": cell.heads_kv is not None}
+    return {"": in_turns([functools.partial(sdpa, served.q, k, v, **options) for k, v in served.caches])}
+
+
+@functools.cache
+def _handle() -> Any:
+    return importlib.import_module("cudnn").create_handle()
+
+
+def _build_cudnn(cell: DecodeCell, served: Served) -> dict[str, Call]:
+    """A graph of its frontend, built once and executed on each copy of the cache."""
+    cudnn = importlib.import_module("cudnn")
+    handle, q = _handle(), served.q
+    dtype = getattr(cudnn.data_type, {"bf16": "BFLOAT16", "fp16": "HALF"}[cell.dtype])
+    out = torch.empty_like(q)
+    lengths_q = torch.tensor(cell.lengths_q, dtype=torch.int32, device=q.device)
+    given = {name: it.view(-1, 1, 1, 1) for name, it in (("q", lengths_q), ("kv", served.seqlens_kv))}
+    graph = cudnn.pygraph(
+        io_data_type=dtype,
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+        handle=handle,
+    )
+    k_cache, v_cache = served.caches[0]
+    k, v = graph.tensor_like(k_cache), graph.tensor_like(v_cache)
+    lengths = {name: graph.tensor_like(it) for name, it in given.items()}
+    pack: dict[Any, torch.Tensor] = {lengths[name]: it for name, it in given.items()}
+    more: dict[str, Any] = {}
+    if served.page_table is not None:
+        table = served.page_table[:, None, :, None]
+        for name in ("k", "v"):
+            more[f"paged_attention_{name}_table"] = node = graph.tensor_like(table)
+            pack[node] = table
+        more["paged_attention_max_seq_len_kv"] = cell.seq
+    if cell.causal:
+        more |= {"diagonal_alignment": cudnn.diagonal_alignment.BOTTOM_RIGHT, "diagonal_band_right_bound": 0}
+    shape, strides = tuple(q.shape), q.stride()
+    if served.cu_seqlens_q is not None:  # a view of packed rows as padded ones, each of which begins where it does
+        shape = cell.batch, cell.heads, cell.queries, cell.head_dim
+        strides = cell.queries * q.stride(0), q.stride(1), q.stride(0), 1
+    query = graph.tensor(dim=shape, stride=strides, data_type=dtype)
+    if served.cu_seqlens_q is not None:
+        starts = (served.cu_seqlens_q.long() * q.stride(0)).view(-1, 1, 1, 1)
+        ragged = graph.tensor_like(starts)
+        pack[ragged] = starts
+        query.set_ragged_offset(ragged)
+    result, _ = graph.sdpa(
+        name="sdpa",
+        q=query,
+        k=k,
+        v=v,
+        is_inference=True,
+        attn_scale=cell.head_dim**-0.5,
+        use_padding_mask=True,
+        seq_len_q=lengths["q"],
+        seq_len_kv=lengths["kv"],
+        **more,
+    )
+    result.set_output(True).set_dim(shape).set_stride(strides)
+    if served.cu_seqlens_q is not None:
+        result.set_ragged_offset(ragged)
+    try:
+        graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    except cudnn.cudnnGraphNotSupportedError as error:
+        reason = Reason(code="peer", got=str(error).strip() or "not supported", allowed="what cuDNN accepts")
+        raise RefusedError((reason,)) from None
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=q.device)
+
+    def execute(cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(q.device).cuda_stream)
+        graph.execute({**pack, query: q, k: cache[0], v: cache[1], result: out}, workspace, handle=handle)
+        return out
+
+    return {f"cuDNN {cudnn.backend_version()}": in_turns([functools.partial(execute, it) for it in served.caches])}
+
+
+# ---------------------------------------------------------------- FlashAttention
+
+
+def _fa3(module: str) -> Peer:
+    """FlashAttention-3 from upstream's package, or from the wheel through `bench.peers_jax`."""
+
+    def build(cell: DecodeCell, served: Served) -> dict[str, Call]:
+        function = importlib.import_module(module).flash_attn_with_kvcache
+        options: dict[str, Any] = {"cache_seqlens": served.seqlens_kv, "causal": cell.causal}
+        if served.page_table is not None:
+            options["page_table"] = served.page_table
+        if served.cu_seqlens_q is not None:
+            options |= {"cu_seqlens_q": served.cu_seqlens_q, "max_seqlen_q": cell.queries}
+        q = _tokens_first(served.q)
+
+        def attend(k: torch.Tensor, v: torch.Tensor, splits: int) -> torch.Tensor:
+            out: torch.Tensor = function(q, k.transpose(1, 2), v.transpose(1, 2), **options, num_splits=splits)
+            return _tokens_first(out)
+
+        return {
+            f"num_splits={splits}": in_turns([functools.partial(attend, *it, splits) for it in served.caches])
+            for splits in SPLITS
+        }
+
+    (known,) = find_peers(("fa3",))
+    wheel = known.instead
+    assert wheel is not None
+    if module == known.module:
+        return replace(known, build=_over(build), refuse=_refuse(), instead=_fa3("bench.peers_jax"))
+
+    def refuse(cell: Cell, tensors: Tensors) -> tuple[Reason, ...]:
+        if cell.head_dim == 128:
+            return ()
+        return (Reason(code="head_dim", got=str(cell.head_dim), allowed="128", hint=wheel.hint),)
+
+    return replace(wheel, build=_over(build), refuse=refuse)
+
+
+def _build_fa4(cell: DecodeCell, served: Served) -> dict[str, Call]:
+    function = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+    options: dict[str, Any] = {"seqused_k": served.seqlens_kv, "causal": cell.causal, "max_seqlen_q": cell.queries}
+    if served.page_table is not None:
+        options["page_table"] = served.page_table
+    if served.cu_seqlens_q is not None:
+        options["cu_seqlens_q"] = served.cu_seqlens_q
+    q = _tokens_first(served.q)
+
+    def attend(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        result = function(q, k.transpose(1, 2), v.transpose(1, 2), **options)
+        return _tokens_first(result[0] if isinstance(result, tuple) else result)
+
+    return {"keys not split": in_turns([functools.partial(attend, *it) for it in served.caches])}
+
+
+# ---------------------------------------------------------------- FlashInfer
+
+
+def _build_flashinfer(cell: DecodeCell, served: Served) -> Iterator[tuple[str, Call]]:
+    """Decode's wrapper with and without tensor cores, or prefill's for chunks; as for a CUDA graph, planned before."""
+    flashinfer = importlib.import_module("flashinfer")
+    assert served.page_table is not None
+    assert cell.page is not None
+    device, page = served.q.device, cell.page
+    pages = [-(-length // page) for length in cell.lengths_kv]
+    indptr = torch.tensor((0, *itertools.accumulate(pages)), dtype=torch.int32, device=device)
+    indices = torch.cat([row[:count] for row, count in zip(served.page_table, pages, strict=True)])
+    last = torch.tensor([(length - 1) % page + 1 for length in cell.lengths_kv], dtype=torch.int32, device=device)
+    heads = cell.heads, cell.heads // cell.group, cell.head_dim, page
+    shared = {"q_data_type": served.q.dtype, "kv_data_type": served.q.dtype}
+    packed = served.q if cell.mixed else served.q.transpose(1, 2).flatten(0, 1)  # [T, Hq, D]
+
+    def shaped(out: torch.Tensor) -> torch.Tensor:
+        return out if cell.mixed else out.unflatten(0, (cell.batch, cell.queries)).transpose(1, 2)
+
+    def calls_of(wrapper: Any) -> Call:
+        def attend(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return shaped(wrapper.run(packed, (k.transpose(1, 2), v.transpose(1, 2))))
+
+        return in_turns([functools.partial(attend, *it) for it in served.caches])
+
+    def workspace() -> torch.Tensor:
+        return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+    if cell.mixed or not cell.has_rate_of_memory:
+        starts = torch.tensor((0, *itertools.accumulate(cell.lengths_q)), dtype=torch.int32, device=device)
+        buffers = [it.clone() for it in (starts, indptr, indices, last)]
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", True, *buffers, backend="fa2")
+        wrapper.plan(starts, indptr, indices, last, *heads, causal=True, **shared)
+        yield "prefill, fa2", calls_of(wrapper)
+        return
+    for tensor_cores in (True, False):
+        if tensor_cores or (cell.queries == 1 and cell.group in (1, 2, 4, 8)):
+            buffers = [it.clone() for it in (indptr, indices, last)]
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace(), "NHD", True, tensor_cores, *buffers, backend="fa2"
+            )
+            wrapper.plan(indptr, indices, last, *heads, **shared, q_len_per_req=cell.queries)
+            yield "tensor cores" if tensor_cores else "CUDA cores", calls_of(wrapper)
+
+
+# ---------------------------------------------------------------- everybody
+
+
+def _peers() -> tuple[Peer, ...]:
+    (sdpa,) = find_peers(("sdpa-cudnn",))
+    (fa4,) = find_peers(("fa4",))
+    return (
+        replace(sdpa, build=_over(_build_sdpa), refuse=_refuse(paged=False, mixed=False, causal=False)),
+        Peer(name="cudnn", module="cudnn", install="pip install nvidia-cudnn-frontend", build=_over(_build_cudnn)),
+        _fa3("flash_attn_interface"),
+        replace(fa4, build=_over(_build_fa4), refuse=_refuse()),
+        Peer(
+            name="flashinfer",
+            module="flashinfer",
+            install="pip install flashinfer-python",
+            build=_over(_build_flashinfer),
+            refuse=_refuse(dense=False),
+        ),
+    )
+
+
+PEERS: tuple[Peer, ...] = _peers()
+"""Every peer. A module that is there but breaks is an error of its cell, never the end of a run."""
+
+
+def providers(backends: Sequence[str] = BACKENDS, peers: Sequence[str] | None = None) -> tuple[Provider, ...]:
+    """Those of some backends and peers, all by default, in the order in which tables have them."""
+    ours = (OverCache(backend=name) for name in BACKENDS if name in backends)
+    return (*ours, *(peer for peer in PEERS if peers is None or peer.name in peers))

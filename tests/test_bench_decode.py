@@ -1,0 +1,443 @@
+"""bench.decode: cells over caches, their truth, and runs of them; peers are modules of the reference here."""
+
+import sys
+import types
+from dataclasses import replace
+
+import bench_fakes as fakes
+import pytest
+import torch
+from decode_fakes import FakeGraph, FakeRefusal, attended, fake_modules, kvcache, of_flash_attention
+from xla_fakes import handlers
+
+import bench.peers
+import multiattn
+from bench import cli, decode, peers_decode, peers_jax
+from bench.contenders import RefusedError, check
+from bench.decode_cells import CELLS, CHUNKS, COPIES_ON_CPU, DecodeCell, matching, too_large
+from bench.matrix import Cell, InputError, cell_flops
+from bench.peers_decode import OverCache, fastest, in_turns
+from bench.results import Store, environment, load
+from bench.xla_ffi import Spec
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import get, make_plan
+from multiattn.plan.support import Reason
+from parity.tolerance import Mismatch
+
+DENSE = DecodeCell(
+    batch=2, heads=4, heads_kv=2, seq=32, head_dim=16, dtype="bf16", causal=False, layout="bshd", queries=1
+)
+PAGED = replace(DENSE, page=8, heads_kv=1)
+FEW = replace(DENSE, queries=3, causal=True, page=4)
+MIXED = replace(DENSE, batch=6, queries=5, causal=True, mixed=True, page=16)
+KINDS = (
+    DENSE,
+    PAGED,
+    FEW,
+    MIXED,
+    replace(DENSE, heads_kv=None),
+    replace(FEW, page=None, heads=8),
+    replace(MIXED, page=None),
+)
+
+
+def plan_of(cell, served, backend, arch, out):
+    """A Plan of the reference stands for that of a cache."""
+    problem = Cell(batch=1, heads=1, seq=8, head_dim=16, dtype="bf16", causal=False, layout="bshd").problem
+    return replace(make_plan(get("reference"), problem, arch), backend=backend)
+
+
+@pytest.fixture
+def ours(monkeypatch):
+    monkeypatch.setattr(multiattn, "fmha_kvcache", kvcache, raising=False)
+    monkeypatch.setattr(peers_decode, "plan_of", plan_of)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Choices of peers are timed by it: the last that was made is the fastest."""
+
+    class Falling(fakes.FakeClock):
+        def _sample(self, regime, call, launches):
+            return replace(super()._sample(regime, call, launches), time_ms=1 / (1 + len(self.log)))
+
+    monkeypatch.setattr(peers_decode, "CudaClock", Falling)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def setup():
+    """The machine is looked at once."""
+    found = environment()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "environment", lambda: found)
+        yield
+
+
+def job(*providers, cells=(DENSE,), **changes):
+    made = fakes.job(*providers, cells=cells)
+    return replace(made, suite="decode", truth_of=decode.truth_of, copy=decode.make_copy("cpu", 1000), **changes)
+
+
+def run(folder, *providers, clock=None, seconds=60.0, now=None, told=print, **changes):
+    store = Store(folder / "decode.json", "decode")
+    more = {} if now is None else {"now": now}
+    return decode.run_cells(
+        job(*providers, **changes),
+        fakes.machine(clock),
+        store,
+        seconds=seconds,
+        tell=told,
+        memory_bytes=1 << 30,
+        **more,
+    )
+
+
+# ---------------------------------------------------------------- cells
+
+
+def test_the_suite_is_the_promised_product():
+    assert len(CELLS) == len(set(CELLS)) == len({cell.key for cell in CELLS}) == 3 * 4 * 3 * 4 * 4 + 48 + 6
+    one = [cell for cell in CELLS if cell.queries == 1]
+    assert {cell.heads_text for cell in one} == {"64/8", "32/8", "16", "8/1"}
+    assert {cell.seq for cell in one} == {1024, 8192, 32768, 131072}
+    assert {cell.page for cell in one} == {None, 16, 64}
+    assert {cell.queries for cell in CELLS} == {1, 2, 4, 8, 16, 512}
+    left_out = [cell for cell in one if too_large(cell)]
+    assert {cell.seq for cell in left_out} == {32768, 131072}
+    assert min(cell.cache_bytes for cell in left_out) > 32 << 30
+    assert "got 68.7 GB of keys and values; allowed up to 34.4 GB" in too_large(
+        replace(DENSE, batch=128, heads=64, heads_kv=8, seq=131072, head_dim=128)
+    )
+    assert too_large(replace(DENSE, seq=1 << 20, head_dim=128), memory_bytes=1 << 30)
+
+
+@pytest.mark.parametrize("cell", KINDS, ids=str)
+def test_tensors_are_what_a_cell_says(cell):
+    served = cell.served(cell.tensors("cpu"))
+    assert len(served.caches) == COPIES_ON_CPU
+    (k, v), (other, _) = served.caches
+    assert torch.equal(k, other)
+    assert k.data_ptr() != other.data_ptr()
+    assert k.shape == v.shape
+    assert k.transpose(1, 2).is_contiguous()
+    assert served.seqlens_kv.tolist() == list(cell.lengths_kv)
+    if cell.page is not None:
+        order = served.page_table.flatten()
+        assert sorted(order.tolist()) == list(range(k.shape[0]))
+        assert order.tolist() != list(range(k.shape[0]))
+    tokens = sum(cell.lengths_q)
+    assert served.q.numel() == tokens * cell.heads * cell.head_dim
+    assert served.q.dim() == 3 if cell.mixed else served.q.transpose(1, 2).is_contiguous()
+    heads_kv = cell.heads_kv or cell.heads
+    assert cell.moved_bytes == 2 * cell.head_dim * (2 * sum(cell.lengths_kv) * heads_kv + 2 * tokens * cell.heads)
+    pairs = [q * kv - q * (q - 1) // 2 for q, kv in zip(cell.lengths_q, cell.lengths_kv, strict=True)]
+    assert cell_flops(cell) == 4 * cell.heads * cell.head_dim * sum(pairs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"causal": True}, "causal"),
+        ({"queries": 2}, "causal"),
+        ({"page": 5}, "page: got 5"),
+        ({"heads_kv": 3}, "heads"),
+    ],
+)
+def test_a_cell_refuses_what_it_cannot_be(changes, error):
+    with pytest.raises(ValueError, match=error):
+        replace(DENSE, **changes)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "holds"),
+    [
+        ((), lambda cell: True),
+        (("H64/8 Q1 page*",), lambda cell: cell.heads == 64 and cell.queries == 1 and cell.page is not None),
+        (("mixed", "Q512 B1"), lambda cell: cell.queries == 512),
+        (("N1024 dense", "Q4"), lambda cell: cell.queries == 4 or (cell.seq == 1024 and cell.page is None)),
+    ],
+)
+def test_patterns_choose_cells_by_words(patterns, holds):
+    assert matching(patterns) == tuple(cell for cell in CELLS if holds(cell))
+
+
+def test_a_pattern_without_a_cell_is_named():
+    with pytest.raises(InputError, match="--cells: got 'H7 dense'; allowed words as in"):
+        matching(("dense", "H7 dense"))
+
+
+# ---------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 28])
+@pytest.mark.parametrize("cell", KINDS, ids=str)
+def test_the_truth_is_that_of_each_sequence(cell, limit, monkeypatch):
+    monkeypatch.setattr(decode, "TRUTH_ELEMENTS", limit)
+    tensors = cell.tensors("cpu")
+    served, truth = cell.served(tensors), decode.truth_of(cell, tensors)
+    options = cell.arguments(tensors)
+    out = attended(served.q.double(), *served.caches[1], **options)
+    assert torch.allclose(truth.forward.out.truth, out, rtol=1e-12, atol=1e-12)
+    assert check({"out": out.to(served.q.dtype)}, truth, "eager") <= 1
+    for wrong in (out * 1.1, out.roll(1, dims=0), out.roll(1, dims=1)):
+        with pytest.raises(Mismatch):
+            check({"out": wrong.to(served.q.dtype)}, truth, "eager")
+
+
+@pytest.mark.parametrize("cell", KINDS, ids=str)
+def test_a_measured_row_has_all_that_the_issue_asks(cell, ours, tmp_path):
+    told = []
+    rows, unrun = run(tmp_path, OverCache(backend="cuda"), cells=(cell,), told=told.append)
+    (row,) = rows
+    assert not unrun
+    assert row.measured, row.error or row.reasons
+    assert row.measured.time_ms == 0.5
+    assert row.measured.tb_per_s == pytest.approx(cell.moved_bytes / 0.5e-3 / 1e12, rel=1e-5)
+    assert row.measured.copy_tb_per_s == pytest.approx(2000 / 0.5e-3 / 1e12)
+    assert row.measured.error_ratio <= 1
+    assert row.plan["variant"] == "eager"
+    assert row.environment.source
+    assert load(tmp_path / "decode.json") == rows
+    assert told == [decode.line(rows)]
+    assert f"cuda 500.0 us {decode.figure(row)} TB/s {100 * decode.copy_share(row):.0f} % x-" in told[0]
+
+
+def test_another_copy_than_the_first_is_checked(ours, monkeypatch, tmp_path):
+    def wrong(q, k_cache, v_cache, **options):
+        first.append(k_cache.data_ptr())
+        result = kvcache(q, k_cache, v_cache, **options)
+        return result if k_cache.data_ptr() == first[0] else result.mul_(1.5)
+
+    first = []
+    monkeypatch.setattr(multiattn, "fmha_kvcache", wrong)
+    (row,), _ = run(tmp_path, OverCache(backend="cuda"))
+    assert row.error.startswith("parity.tolerance.Mismatch: out is off")
+    assert len(set(first)) == COPIES_ON_CPU
+
+
+def test_reasons_are_those_of_the_plan(ours, monkeypatch, tmp_path):
+    def refuse(*_):
+        raise RefusedError((reason,))
+
+    reason = Reason(code="head_dim", got="16", allowed="64")
+    monkeypatch.setattr(peers_decode, "plan_of", refuse)
+    (row,), _ = run(tmp_path, OverCache(backend="triton"))
+    assert row.reasons == (reason,)
+
+
+@pytest.mark.skipif(not hasattr(multiattn, "fmha_kvcache"), reason="this multiattn has no fmha_kvcache")
+@pytest.mark.parametrize("cell", KINDS, ids=str)
+def test_the_public_call_is_asked_right(cell, tmp_path):
+    (row,), _ = run(tmp_path, OverCache(backend="reference"), cells=(cell,))
+    assert row.measured, row.error or row.reasons
+    assert row.plan["variant"] == "eager"
+
+
+def test_without_the_function_or_a_gpu_there_is_a_reason(monkeypatch):
+    monkeypatch.setattr(multiattn, "fmha_kvcache", kvcache, raising=False)
+    provider = OverCache(backend="cuda")
+    assert [it.code for it in provider.why_not(DENSE, None)] == ["gpu"]
+    assert provider.why_not(DENSE, ARCHS["sm90"]) == ()
+    monkeypatch.delattr(multiattn, "fmha_kvcache")
+    assert [it.code for it in provider.why_not(DENSE, ARCHS["sm90"])] == ["module"]
+
+
+def test_a_run_ends_with_its_time_and_goes_on_later(ours, tmp_path):
+    clock, cells = fakes.FakeClock(), (DENSE, PAGED, FEW, replace(DENSE, seq=1 << 20, head_dim=128, batch=32))
+    times = iter([0.0, 1.0, 20.0])
+    rows, unrun = run(tmp_path, OverCache(backend="cuda"), cells=cells, seconds=10.0, now=lambda: next(times, 30.0))
+    assert [row.cell for row in rows] == [DENSE]
+    (late, large) = unrun.items()
+    assert late == ("the time is over", [PAGED, FEW])
+    assert large[0].startswith("memory: got ")
+    again, unrun = run(tmp_path, OverCache(backend="cuda"), cells=cells, clock=clock)
+    assert again[0] == rows[0]
+    assert [row.cell for row in again] == [DENSE, PAGED, FEW]
+    assert list(unrun) == [large[0]]
+    assert load(tmp_path / "decode.json") == again
+
+
+# ---------------------------------------------------------------- peers
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    for name, members in fake_modules().items():
+        module = types.ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(bench.peers, "_import_problem", lambda module: "")
+    monkeypatch.setattr(peers_decode, "WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(peers_decode, "SPLITS", (0, 1, 8))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
+    peers_decode._handle.cache_clear()
+
+
+def peer(name):
+    (found,) = (it for it in peers_decode.PEERS if it.name == name)
+    return found
+
+
+DETAILS = {"cudnn": "cuDNN 91900", "fa3": "num_splits=8", "fa4": "keys not split"}
+
+
+@pytest.mark.parametrize("cell", KINDS, ids=str)
+@pytest.mark.parametrize("name", ["cudnn", "fa3", "fa4", "flashinfer"])
+def test_peers_compute_every_cell_that_they_take(name, cell, modules, tmp_path):
+    (row,), _ = run(tmp_path, peer(name), cells=(cell,))
+    if name == "flashinfer" and cell.page is None:
+        assert [it.code for it in row.reasons] == ["cache"]
+        return
+    assert row.measured, row.error or row.reasons
+    wanted = "CUDA cores" if cell.queries == 1 and cell.group < 5 else "tensor cores"
+    assert row.detail == DETAILS.get(name, "prefill, fa2" if cell.mixed else wanted)
+
+
+@pytest.mark.parametrize(
+    ("cell", "codes"),
+    [(DENSE, []), (PAGED, ["cache"]), (replace(FEW, page=None), ["queries"]), (MIXED, ["batch", "cache", "queries"])],
+    ids=str,
+)
+def test_sdpa_takes_dense_caches_and_one_query(cell, codes, tmp_path, monkeypatch):
+    sdpa = peer("sdpa-cudnn")
+    if not codes:
+        (row,), _ = run(tmp_path, replace(sdpa, context=fakes.peer("x").context), cells=(cell,))
+        assert row.measured, row.error
+        return
+    with pytest.raises(RefusedError) as refusal:
+        sdpa.prepare(cell, cell.tensors("cpu"), ARCHS["sm90"])
+    assert sorted(it.code for it in refusal.value.reasons) == codes
+
+
+def test_a_graph_that_cudnn_refuses_is_a_reason(modules, monkeypatch, tmp_path):
+    monkeypatch.setattr(FakeGraph, "refused", FakeRefusal("no engine"))
+    (row,), _ = run(tmp_path, peer("cudnn"))
+    assert [str(it.got) for it in row.reasons] == ["no engine"]
+
+
+def test_peers_that_are_missing_say_so(monkeypatch):
+    monkeypatch.setattr(bench.peers, "_import_problem", lambda module: f"no {module}")
+    for it in peers_decode.PEERS:
+        (reason,) = it.why_not(DENSE, ARCHS["sm90"])
+        assert reason.code == "module"
+        assert reason.hint
+
+
+def test_the_fastest_choice_that_runs_is_taken():
+    def fails():
+        raise RuntimeError("no split KV here")
+
+    assert fastest({"one": fails, "two": int, "three": float}) == (float, "three")
+    assert fastest({"one": fails}) == (fails, "one")
+    with pytest.raises(RuntimeError, match="no split KV"):
+        fastest({"one": fails, "two": fails})
+    calls = in_turns([lambda: 1, lambda: 2])
+    assert [calls() for _ in range(5)] == [1, 2, 1, 2, 1]
+
+
+WHEEL = [
+    (replace(cell, head_dim=128), splits) for cell in (DENSE, PAGED, FEW, MIXED) for splits in peers_decode.SPLITS[:3]
+]
+
+
+@pytest.mark.parametrize(("cell", "splits"), WHEEL, ids=str)
+def test_the_wheel_of_fa3_is_asked_right(cell, splits, monkeypatch):
+    def forward(call):
+        q, k, v, *others = call.arguments
+        starts, lengths, table = others[3], others[7], others[8]
+        assert not any(it.numel() for place, it in enumerate(others) if place not in (3, 7, 8))
+        assert call.attributes["num_splits"] == splits
+        assert call.attributes["max_seqlen_q"] == max(cell.lengths_q)
+        assert call.attributes["max_seqlen_k"] == (0 if cell.page else cell.seq)
+        assert (call.results[2].numel() > 0) == (splits != 1)
+        given = [it if it.numel() else None for it in (starts, table)]
+        call.results[0].copy_(of_flash_attention(q, k, v, call.attributes["is_causal"], *given, lengths))
+
+    tensors = cell.tensors("cpu")
+    served = cell.served(tensors)
+    with handlers(flash_mha_fwd=forward) as registered:
+        module = types.ModuleType(peers_jax.MODULE)
+        module.get_ffi_registrations = lambda: registered
+        monkeypatch.setitem(sys.modules, "flash_attn3_jax_lib", types.ModuleType("flash_attn3_jax_lib"))
+        monkeypatch.setitem(sys.modules, peers_jax.MODULE, module)
+        options = {"page_table": served.page_table, "cu_seqlens_q": served.cu_seqlens_q}
+        options |= {"max_seqlen_q": cell.queries, "causal": cell.causal, "num_splits": splits}
+        swap = (lambda it: it) if cell.mixed else (lambda it: it.transpose(1, 2))
+        caches = [it.transpose(1, 2) for it in served.caches[0]]
+        out = peers_jax.flash_attn_with_kvcache(swap(served.q), *caches, cache_seqlens=served.seqlens_kv, **options)
+        peers_jax._over_cache.cache_clear()
+    assert torch.equal(swap(out), attended(served.q, *served.caches[0], **cell.arguments(tensors)))
+
+
+def test_the_wheel_of_fa3_has_one_head_dim():
+    wheel = peer("fa3").instead
+    assert [it.code for it in wheel.refuse(DENSE, ())] == ["head_dim"]
+    assert wheel.refuse(replace(DENSE, head_dim=128), ()) == ()
+    asked = peers_jax._Cached(
+        Spec((2, 3, 4, 128), torch.bfloat16),
+        Spec((2, 8, 1, 128), torch.bfloat16),
+        Spec((0,), torch.int32),
+        2,
+        0,
+        True,
+        0,
+    )
+    assert [it.shape for it in asked.results[1:]] == [(2, 4, 3), (128, 2, 4, 3, 128), (128, 2, 4, 3)]
+
+
+# ---------------------------------------------------------------- tables
+
+
+def rows_of(cell, **times):
+    """Measured rows of a run, in ms."""
+    found = []
+    for name, time_ms in times.items():
+        row = fakes.row(name, time_ms, cell=cell)
+        measured = replace(row.measured, tb_per_s=cell.moved_bytes / time_ms / 1e9, copy_tb_per_s=4.0)
+        found.append(replace(row, regime="graph", measured=measured))
+    return found
+
+
+BIG = replace(DENSE, heads=64, heads_kv=8, seq=131072, head_dim=128, batch=8, page=16)
+CHUNKED = replace(DENSE, heads=8, heads_kv=1, seq=65536, head_dim=128, batch=1, queries=512, causal=True)
+
+
+def test_tables_have_rates_shares_and_ratios():
+    rows = rows_of(BIG, cuda=1.2, triton=2.0, fa3=1.5, cudnn=3.0)
+    (line,) = decode.table(rows).splitlines()[2:]
+    cells = [it.strip() for it in line.strip("|").split("|")]
+    assert cells == ["64/8", "1", "8", "131072", "4.3", "3.58", "2.15", "2.86", "1.43", "1200.0", "89 %", "1.25"]
+    told = decode.line(rows)
+    assert told.startswith(
+        "B8 H64/8 Q1 N131072 D128 bf16 page16 | 4.3 GB | copy 4.00 TB/s | cuda 1200.0 us 3.58 TB/s 89 %"
+    )
+    assert "x1.25" in told
+    (line,) = decode.table(rows_of(CHUNKED, cuda=1.0, cudnn=2.0)).splitlines()[2:]
+    assert [it.strip() for it in line.strip("|").split("|")][5:] == ["100", "50", "1000.0", "-", "2.00"]
+
+
+def test_the_page_is_made_of_data_alone(tmp_path):
+    path = tmp_path / "decode.json"
+    assert decode.block(path) == decode.NOT_MEASURED
+    store = Store(path, "decode")
+    refused = replace(fakes.row("fa4", 1.0, cell=BIG), regime="graph", measured=None, error="no split KV", run="")
+    store.add([*rows_of(BIG, cuda=1.2, fa3=1.5), refused, *rows_of(CHUNKED, cuda=1.0)])
+    made = decode.block(path)
+    assert "**decode, D = 128, bf16, cache page16, TB/s**" in made
+    assert "**chunks of prefill, D = 128, bf16, cache dense, TFLOPS**" in made
+    assert "- fa4: error: no split KV [1 row]" in made
+    assert "Again with:\n\n- python -m bench run" in made
+    store.add([fakes.row("cuda", 1.0)])
+    with pytest.raises(InputError, match="not a cell of python -m bench decode"):
+        decode.line([fakes.row("cuda", 1.0)])
+
+
+def test_the_command_lists_cells_and_needs_a_gpu(capsys):
+    assert cli.main(["decode", "--cells", "mixed", "--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert CHUNKS == 4
+    assert cli.main(["decode", "--cells", "mixed", "--backends", "cuda", "--peers", "none"]) == 1
+    assert "Nothing to time on" in capsys.readouterr().out
+    for wrong in (["--backends", "cublas"], ["--cells", "H7"]):
+        with pytest.raises(SystemExit):
+            cli.main(["decode", *wrong])
