@@ -43,21 +43,22 @@ DEVICE void weigh(const SplitParams& params, int row, const PlaceOfRow& place, S
   constexpr int PARTS = T::SPLITS_MAX / WARP;  // of a lane
   const int lane = thread_index() % WARP;
   const int64 rows = rows_of(params);
-  float lse_log2[PARTS], weight[PARTS], max = -infinity(), sum = 0.0f;
+  float part[PARTS];  // its lse in the log2 domain, then its weight: two arrays would spill
+  float max = -infinity(), sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < PARTS; ++i) {
     const int split = lane + i * WARP;
-    lse_log2[i] = -infinity();
+    part[i] = -infinity();
     if (i * WARP < params.splits)
-      lse_log2[i] = split < params.splits ? load_global_4(params.partial_lse + split * rows + row) : -infinity();
-    max = fmaxf(max, lse_log2[i]);
+      part[i] = split < params.splits ? load_global_4(params.partial_lse + split * rows + row) : -infinity();
+    max = fmaxf(max, part[i]);
   }
 #pragma unroll
   for (int mask = WARP / 2; mask > 0; mask /= 2) max = fmaxf(max, shuffle_xor(max, mask));
   const float base = max == -infinity() ? 0.0f : max;
 #pragma unroll
   for (int i = 0; i < PARTS; ++i)
-    if (i * WARP < params.splits) sum += weight[i] = exp2_approx(lse_log2[i] - base);
+    if (i * WARP < params.splits) sum += part[i] = exp2_approx(part[i] - base);
 #pragma unroll
   for (int mask = WARP / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
   float decay = 1.0f;
@@ -69,7 +70,7 @@ DEVICE void weigh(const SplitParams& params, int row, const PlaceOfRow& place, S
 #pragma unroll
   for (int i = 0; i < PARTS; ++i)
     if (const int split = lane + i * WARP; split < params.splits)
-      store_shared_4(weights + split * 4, float_bits(weight[i] * factor));
+      store_shared_4(weights + split * 4, float_bits(part[i] * factor));
 }
 
 // A thread's columns of AHEAD parts of a row, every `step`-th from one on; those behind the last are the last.
