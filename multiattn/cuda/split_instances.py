@@ -17,7 +17,16 @@ from multiattn.cuda.naming import (
 from multiattn.cuda.params import SplitParams, SplitWgmmaParams
 from multiattn.cuda.score import lowered_of
 from multiattn.cuda.source import Instance, PlannedLaunch
-from multiattn.cuda.split_configs import MERGE_OCCUPANCY, MERGE_THREADS, CudaSplitConfig, Divides
+from multiattn.cuda.split_configs import (
+    MERGE_COLUMNS,
+    MERGE_FEW,
+    MERGE_FEW_THREADS,
+    MERGE_RESIDENT_THREADS,
+    MERGE_THREADS,
+    CudaSplitConfig,
+    Divides,
+    merges_few,
+)
 from multiattn.cuda.split_wgmma_configs import SplitWgmmaConfig
 from multiattn.paged import SPLITS_MAX
 from multiattn.plan.arch import Arch
@@ -117,18 +126,19 @@ def _paging(problem: Problem, config: CudaSplitConfig) -> str:
 
 
 def _merges(plan: Plan, config: Divides) -> PlannedLaunch:
-    problem, overlaps = plan.problem, _overlaps(plan.arch)
-    options = f"{'_sinks' * problem.has_sinks}{'' if overlaps else '_apart'}"
-    numbers = (problem.head_dim, split.MERGE_COLUMNS, MERGE_THREADS, SPLITS_MAX, problem.has_sinks, overlaps)
+    problem, overlaps, few = plan.problem, _overlaps(plan.arch), merges_few(config)
+    name, traits = ("merge_few_splits", "MergeFewTraits") if few else ("merge_splits", "MergeTraits")
+    threads, parts_max = (MERGE_FEW_THREADS, MERGE_FEW) if few else (MERGE_THREADS, SPLITS_MAX)
+    numbers = (problem.head_dim, *(() if few else (MERGE_COLUMNS,)), threads, parts_max, problem.has_sinks, overlaps)
     kernel = Instance(
-        name=f"merge_splits_{problem.dtype}_d{problem.head_dim}{options}",
+        name=f"{name}_{problem.dtype}_d{problem.head_dim}{'_sinks' * problem.has_sinks}{'' if overlaps else '_apart'}",
         header="merge_splits.cuh",
-        entry="merge_splits",
-        traits=traits_type("MergeTraits", problem, *numbers),
+        entry=name,
+        traits=traits_type(traits, problem, *numbers),
         params=SplitParams,
-        threads=MERGE_THREADS,
-        occupancy=MERGE_OCCUPANCY if overlaps else 1,
-        smem_bytes=split.merge_smem_bytes(),
+        threads=threads,
+        occupancy=MERGE_RESIDENT_THREADS // threads if overlaps else 1,
+        smem_bytes=0 if few else split.merge_smem_bytes(),
         overlaps=overlaps,
     )
     return PlannedLaunch(kernel=kernel, blocks=split.merge_blocks(config, problem))

@@ -31,11 +31,26 @@ struct PlaceOfRow {
     const int query = place.take(params.seq_q), head = place.take(params.heads_q);
     return {query, head, static_cast<int>(place.rest)};
   }
+  DEVICE uint16* out(const SplitParams& params) const {
+    const Strides& strides = params.strides_out;
+    return static_cast<uint16*>(params.out) + batch * strides.batch + head * strides.head + query * strides.seq;
+  }
   // Rows behind the last sequence are nobody's.
   DEVICE bool is_owned(const SplitParams& params) const {
     return !params.cu_seqlens_q || query < load_global_4(params.cu_seqlens_q + params.sequences);
   }
 };
+
+// With a row's maximum (log2) and sum over its parts: what their weights are multiplied by. Writes the row's lse.
+template <class T>
+DEVICE float finish_row(const SplitParams& params, int row, const PlaceOfRow& place, float max, float sum, bool writes_lse) {
+  float decay = 1.0f;
+  if constexpr (T::HAS_SINKS) decay = add_sink(max, sum, load_global_4(params.sinks + place.head));
+  const bool empty = sum == 0.0f;
+  if (writes_lse && place.is_owned(params))
+    store_global_4(params.lse + row, empty ? -infinity() : (max + log2_exact(sum)) * LN_2);
+  return empty ? 0.0f : decay / sum;
+}
 
 // A warp finds the weight of each part of a row, the row's lse on the way. A part without keys weighs nothing.
 template <class T>
@@ -61,12 +76,7 @@ DEVICE void weigh(const SplitParams& params, int row, const PlaceOfRow& place, S
     if (i * WARP < params.splits) sum += part[i] = exp2_approx(part[i] - base);
 #pragma unroll
   for (int mask = WARP / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
-  float decay = 1.0f;
-  if constexpr (T::HAS_SINKS) decay = add_sink(max, sum, load_global_4(params.sinks + place.head));
-  const bool empty = sum == 0.0f;
-  if (lane == 0 && writes_lse && place.is_owned(params))
-    store_global_4(params.lse + row, empty ? -infinity() : (max + log2_exact(sum)) * LN_2);
-  const float factor = empty ? 0.0f : decay / sum;
+  const float factor = finish_row<T>(params, row, place, max, sum, lane == 0 && writes_lse);
 #pragma unroll
   for (int i = 0; i < PARTS; ++i)
     if (const int split = lane + i * WARP; split < params.splits)
@@ -150,10 +160,64 @@ DEVICE void merge_splits(const SplitParams& params) {
     sum += load_shared_4(sums + (other * T::SUMS_PITCH + lane) * 4);
   const float next = shuffle_xor(sum, 1);
   if (lane % 2 != 0 || first_column + lane >= T::HEAD_DIM) return;
-  const Strides& strides = params.strides_out;
-  uint16* out = static_cast<uint16*>(params.out) + place_of_warp.batch * strides.batch + place_of_warp.head * strides.head +
-                place_of_warp.query * strides.seq;
-  store_global_pair(out + first_column + lane, pack<typename T::Element>(sum, next));
+  store_global_pair(place_of_warp.out(params) + first_column + lane, pack<typename T::Element>(sum, next));
+}
+
+template <class Element_, int HEAD_DIM_, int THREADS_, int PARTS_MAX_, bool HAS_SINKS_, bool OVERLAPS_>
+struct MergeFewTraits {
+  using Element = Element_;
+  static constexpr int HEAD_DIM = HEAD_DIM_, THREADS = THREADS_;
+  static constexpr int PARTS_MAX = PARTS_MAX_;  // of a row
+  static constexpr bool HAS_SINKS = HAS_SINKS_, OVERLAPS = OVERLAPS_;
+  static constexpr int CHUNKS = HEAD_DIM / CHUNK_ELEMENTS, ROWS = THREADS / CHUNKS;  // of a row; of a block
+  static constexpr int AHEAD = 4;                                                    // parts that a thread reads at a time
+  static constexpr int SMEM_BYTES = 0;
+  static_assert(PARTS_MAX % AHEAD == 0 && ROWS > 0, "whole steps, a row or more");
+};
+
+// The same for few parts, of which there are many rows. A thread has a chunk of a row's columns, and needs no other thread.
+template <class T>
+DEVICE void merge_few_splits(const SplitParams& params) {
+  const int rows = static_cast<int>(rows_of(params)), splits = params.splits;
+  const int row = static_cast<int>(block_index()) * T::ROWS + thread_index() / T::CHUNKS;
+  const int column = thread_index() % T::CHUNKS * CHUNK_ELEMENTS;
+  const PlaceOfRow place = PlaceOfRow::of(params, row);
+  const float* parts = params.partial_out + static_cast<int64>(row) * T::HEAD_DIM + column;
+  const int64 pitch = static_cast<int64>(rows) * T::HEAD_DIM;
+  if constexpr (T::OVERLAPS) {
+    admit_next_grid();
+    if (thread_index() == 0) await_earlier_grids();
+    sync_block();
+  }
+  if (row >= rows || thread_index() >= T::ROWS * T::CHUNKS) return;
+
+  PartColumns<T> columns;  // on their way while their weights are found
+  columns.load(parts, pitch, 0, 1, splits);
+  float weight[T::PARTS_MAX];  // of a part: its lse in the log2 domain, then its weight
+  float max = -infinity(), sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < T::PARTS_MAX; ++i) {
+    weight[i] = i < splits ? load_global_4(params.partial_lse + static_cast<int64>(i) * rows + row) : -infinity();
+    max = fmaxf(max, weight[i]);
+  }
+  const float base = max == -infinity() ? 0.0f : max;
+#pragma unroll
+  for (int i = 0; i < T::PARTS_MAX; ++i) sum += weight[i] = exp2_approx(weight[i] - base);
+  const float factor = finish_row<T>(params, row, place, max, sum, column == 0);
+
+  float value[CHUNK_ELEMENTS] = {};
+#pragma unroll
+  for (int first = 0; first < T::PARTS_MAX; first += T::AHEAD) {
+    if (first >= splits) break;
+    if (first > 0) columns.load(parts, pitch, first, 1, splits);
+#pragma unroll
+    for (int i = 0; i < T::AHEAD; ++i) add_part(value, columns.part[i], weight[first + i] * factor);
+  }
+  if (!place.is_owned(params)) return;
+  Chunk chunk;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) chunk.word[w] = pack<typename T::Element>(value[2 * w], value[2 * w + 1]);
+  store_global_16(place.out(params) + column, chunk);
 }
 
 }  // namespace multiattn
