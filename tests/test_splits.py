@@ -7,6 +7,9 @@ import pytest
 
 import multiattn
 from multiattn import Plan, Problem
+from multiattn.cuda.instances import launches_of
+from multiattn.cuda.params import divisor_of
+from multiattn.cuda.split_configs import MERGE_FEW, CudaSplitConfig, settle
 from multiattn.paged import SPLITS_MAX, CacheSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS
@@ -77,10 +80,11 @@ def test_there_are_never_more_than_may_be():
 
 # ---------------------------------------------------------------- in a Plan
 
+CUDA = registry.get("cuda")
+
 
 def plan(problem, arch=SM90, config=None):
-    backend = registry.get("cuda")
-    return plan_variant(backend, find_variant(backend, "split_keys"), problem, arch, config)
+    return plan_variant(CUDA, find_variant(CUDA, "split_keys"), problem, arch, config)
 
 
 @pytest.mark.parametrize("arch", [CPU, SM90], ids=str)
@@ -148,6 +152,45 @@ def test_more_rows_than_32_bits_count_are_refused(variant):
     problem = Problem.contiguous(
         batch=1, heads_q=8, heads_kv=1, seq_q=50, seq_kv=4096, head_dim=128, causal=True, cache=cache
     )
-    found = plan_variant(registry.get("cuda"), find_variant(registry.get("cuda"), variant), problem, SM90)
+    found = plan_variant(CUDA, find_variant(CUDA, variant), problem, SM90)
     assert not isinstance(found, Plan)
     assert any("queries of the heads that share a key" in str(reason) for reason in found)
+
+
+@pytest.mark.parametrize("queries", [1, 16])
+def test_few_parts_are_merged_by_a_kernel_for_many_rows(queries):
+    """H200, 2026-11-26: 8,192 rows of two parts took the kernel for many parts 29 us, of 103 in all."""
+    for splits, name in ((MERGE_FEW, "merge_few_splits"), (MERGE_FEW + 1, "merge_splits")):
+        _, merging = launches_of(make_plan(CUDA, step(splits=splits, queries=queries), SM90, probe=False))
+        assert merging.kernel.entry == name
+        rows_of_block = 8 if splits == MERGE_FEW else 4  # 16 threads a row; 32 columns of four rows with 9 to 16 parts
+        column_blocks = 1 if splits == MERGE_FEW else 4
+        assert merging.blocks == 32 * queries // rows_of_block * column_blocks
+
+
+def test_a_wide_block_has_the_rings_of_those_in_its_place():
+    narrow = CudaSplitConfig(tile_m=16, tile_n=16, warps=4, stages=3, occupancy=4, widens=True)
+    for occupancy, stages in ((2, 3), (3, 4), (4, 4)):
+        wide = settle(step(batch=1, heads_kv=1), SM90, replace(narrow, occupancy=occupancy))
+        assert (wide.warps, wide.stages, wide.occupancy) == (8, stages, 1)
+    assert settle(step(batch=32), SM90, narrow).warps == 4
+
+
+# ---------------------------------------------------------------- pages of any size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 16, 48, 64, 100, 641, 65537, (1 << 30) + 1, (1 << 31) - 1])
+def test_kernels_divide_by_a_product(size):
+    multiplier, shift = divisor_of(size)
+    assert 0 < multiplier < 1 << 32
+    last = (1 << 31) - 1
+    ends = [it * size + by for it in (0, 1, 2, 3, last // size // 2, last // size) for by in (-1, 0, size - 1)]
+    for number in [*range(1000), *ends, last]:
+        if 0 <= number <= last:
+            assert (2 * number * multiplier >> 32) >> shift == number // size
+
+
+@pytest.mark.parametrize("size", [0, -1, 1 << 31])
+def test_sizes_that_no_page_has_are_refused(size):
+    with pytest.raises(ValueError, match=rf"size: got {size}; allowed 1 to 2\^31 - 1"):
+        divisor_of(size)

@@ -96,17 +96,33 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
 
 def _numbers_of_splits(problem: Problem, config: Divides) -> dict[str, Any]:
     cache = problem.cache
+    page = 0 if cache is None or cache.page is None else cache.page
+    multiplier, shift = divisor_of(page) if page else (0, 0)
     return {
         "heads_kv": problem.heads_kv,
         "sequences": problem.lengths[0],
         "tiles": tiles(problem.rows, config.tile_m),
         "splits": config.splits,
         "merged_rows": merged_rows(config),
-        "page": 0 if cache is None or cache.page is None else cache.page,
+        "page": page,
+        "page_multiplier": multiplier,
+        "page_shift": shift,
         "table_stride": 0 if cache is None else cache.table_stride,
         "scale_sign": problem.scale_sign,
         "scale_log2": problem.scale_log2,
     }
+
+
+def divisor_of(size: int) -> tuple[int, int]:
+    """Multiplier and shift that divide: ``n // size == (2 * n * multiplier >> 32) >> shift`` for n below 2^31.
+
+    Granlund, Montgomery, "Division by Invariant Integers using Multiplication" (PLDI 1994), theorem 4.2. ValueError for
+    a size that is not from 1 to 2^31 - 1.
+    """
+    if not 0 < size < 2**31:
+        raise ValueError(f"size: got {size}; allowed 1 to 2^31 - 1")
+    shift = (size - 1).bit_length()
+    return -(-(2 ** (31 + shift)) // size), shift
 
 
 def _division(plan: Plan) -> Divided | None:
@@ -192,7 +208,7 @@ def _kind_of(config: Config | None) -> type[ctypes.Structure]:
 def _filled(kind: type[ctypes.Structure], numbers: Mapping[str, Any], prefix: str = "") -> ctypes.Structure:
     params = kind()
     for name, field, *_ in kind._fields_:
-        if field in (ctypes.c_int32, ctypes.c_int64, ctypes.c_float, _STRIDES):
+        if field in (ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, ctypes.c_float, _STRIDES):
             setattr(params, name, numbers[prefix + name])
         elif issubclass(field, ctypes.Structure):
             setattr(params, name, _filled(field, numbers, _prefix_in(kind, name)))

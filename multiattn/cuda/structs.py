@@ -16,6 +16,7 @@ TENSOR_MAP = ctypes.c_ubyte * TENSOR_MAP_BYTES
 _TYPES: Mapping[str, Any] = {
     "int": ctypes.c_int32,
     "int32": ctypes.c_int32,
+    "uint32": ctypes.c_uint32,
     "int64": ctypes.c_int64,
     "std::int32_t": ctypes.c_int32,
     "std::int64_t": ctypes.c_int64,

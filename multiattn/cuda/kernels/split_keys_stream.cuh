@@ -44,7 +44,7 @@ class KeyStream {
 #pragma unroll
       for (int i = 0; i < LOOKUPS; ++i) {
         const int key = tile * T::TILE_N + (T::PAGING == Paging::ANY ? first_row() + i * ROWS_PER_PASS : 0);
-        pages.number[i] = key < len_ ? load_global_4(table + key / params_.page) : 0;
+        pages.number[i] = key < len_ ? load_global_4(table + PlaceOfKey::of(params_, key).entry) : 0;
       }
     }
     return pages;
@@ -53,35 +53,43 @@ class KeyStream {
   // Begins to load a tile. Keys beyond the last become zeros, and are not read.
   DEVICE void load(int tile, int step, const Pages& pages) const {
     const SharedAddress target = k(step);
+    const int first_key = tile * T::TILE_N;
+    Sources rows = sources(first_key, pages.number[0]);
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-      const int row = first_row() + pass * ROWS_PER_PASS, key = tile * T::TILE_N + row;
+      const int row = first_row() + pass * ROWS_PER_PASS, key = first_key + row;
       if (T::TILE_N % ROWS_PER_PASS != 0 && row >= T::TILE_N) break;
-      const auto [entry, row_of_entry] = place(key, pages.number[T::PAGING == Paging::ANY ? pass : 0]);
-      const uint16* k = k_ + entry * params_.strides_k.batch + row_of_entry * params_.strides_k.seq;
-      const uint16* v = v_ + entry * params_.strides_v.batch + row_of_entry * params_.strides_v.seq;
+      if constexpr (T::PAGING == Paging::ANY) rows = sources(key, pages.number[pass]);
 #pragma unroll
       for (int step_of_row = 0; step_of_row < T::TileKV::CHUNKS; step_of_row += SPAN) {
         const int chunk = step_of_row + first_chunk();
         const bool valid = key < len_ && chunk < T::TileKV::VALID_CHUNKS;
         const SharedAddress place = T::TileKV::chunk(target, row, chunk);
-        copy_chunk<T::ALIGNED>(place, k + chunk * CHUNK_ELEMENTS, valid);
-        copy_chunk<T::ALIGNED>(place + T::TileKV::BYTES, v + chunk * CHUNK_ELEMENTS, valid);
+        copy_chunk<T::ALIGNED>(place, rows.k + step_of_row * CHUNK_ELEMENTS, valid);
+        copy_chunk<T::ALIGNED>(place + T::TileKV::BYTES, rows.v + step_of_row * CHUNK_ELEMENTS, valid);
       }
+      rows.k += ROWS_PER_PASS * params_.strides_k.seq;
+      rows.v += ROWS_PER_PASS * params_.strides_v.seq;
     }
   }
 
  private:
-  struct Place {
-    int64 entry, row;
+  // Where a thread reads: its first chunk of a row of K, and of V.
+  struct Sources {
+    const uint16 *k, *v;
   };
 
   static DEVICE int first_row() { return thread_index() % T::TEAM_THREADS / SPAN; }
   static DEVICE int first_chunk() { return thread_index() % SPAN; }
 
-  DEVICE Place place(int key, int32 page) const {
-    if constexpr (T::PAGING == Paging::NONE) return {sequence_, key};
-    else return {page, key % params_.page};
+  // Of a key in a page; but where tiles are whole in a page, or there are none, of the thread's first row of a tile from `key` on.
+  DEVICE Sources sources(int key, int32 page) const {
+    int64 entry = page, row = key;
+    if constexpr (T::PAGING == Paging::NONE) entry = sequence_;
+    else row = PlaceOfKey::of(params_, key).row;
+    if constexpr (T::PAGING != Paging::ANY) row += first_row();
+    return {k_ + entry * params_.strides_k.batch + row * params_.strides_k.seq + first_chunk() * CHUNK_ELEMENTS,
+            v_ + entry * params_.strides_v.batch + row * params_.strides_v.seq + first_chunk() * CHUNK_ELEMENTS};
   }
 
   const typename T::Params& params_;

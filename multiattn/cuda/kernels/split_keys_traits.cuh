@@ -71,6 +71,18 @@ DEVICE int64 rows_of(const SplitParams& params) {
   return static_cast<int64>(params.cu_seqlens_q ? 1 : params.sequences) * params.heads_q * params.seq_q;
 }
 
+// Where a key is: its entry of the page table, and its row of that page. Pages have any size, and a division some thirty
+// instructions: a product does it, by Granlund, Montgomery, "Division by Invariant Integers using Multiplication" (PLDI 1994).
+struct PlaceOfKey {
+  int entry, row;
+
+  static DEVICE PlaceOfKey of(const SplitParams& params, int key) {
+    const uint64 product = static_cast<uint64>(2 * static_cast<uint32>(key)) * params.page_multiplier;
+    const int entry = static_cast<int>(static_cast<uint32>(product >> 32) >> params.page_shift);
+    return {entry, key - entry * params.page};
+  }
+};
+
 // A row of a block's tile: a query of a head.
 struct Row {
   int query, head;

@@ -50,7 +50,7 @@ _LONG = 32768
 _ROWS = (
     _Row(16, 64, 64, _config(16, 64, 4, 2, 1), _H200 + "B=128 32/8 32k, pages of 64: 1963 us, 32 keys 2009", _LONG),
     _Row(16, 64, 32, _config(16, 32, 4, 3, 2), _H200 + "B=32 8/1 8k 21.2 us, tiles of 16 keys 22.0"),
-    _Row(16, 64, 1, _config(16, 16, 4, 4, 3), _H200 + "B=32 8/1 8k, pages of 16: 24.0 us, 32 keys 28.3", 0, False),
+    _Row(16, 64, 1, _config(16, 16, 4, 3, 4), _H200 + "B=8 32/8 8k, pages of 16: 36.4 us, 32 keys 38.3", 0, False),
     _Row(16, 128, 1, _config(16, 16, 4, 3, 2), _H200 + "B=8 32/8 8k 66.5 us, pages of 16 68.0; six stages 67.1, 72.1"),
     _Row(16, 256, 1, _config(16, 16, 4, 3, 1), _H200 + "B=8 16/2 8k 37.1 us, two stages 37.5"),
     _Row(16, 512, 1, _config(16, 16, 4, 3, 1, column_warps=2), "a guess: two warps share rows, and D=256's ring"),

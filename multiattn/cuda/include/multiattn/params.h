@@ -91,6 +91,8 @@ struct SplitParams {
   int32 splits;  // parts of the keys
   int32 merged_rows;  // rows of a block that merges: a power of two
   int32 page;    // keys of a page; 0: no pages
+  uint32 page_multiplier;  // keys divide by those of a page as `PlaceOfKey` has it
+  int32 page_shift;
   int32 table_stride;
   int32 scale_sign;    // as the forward's, like all that follow
   float scale_log2;
