@@ -9,14 +9,23 @@ import torch
 
 import multiattn
 from multiattn import Problem
-from multiattn.cutile.decode_configs import MERGE_FEW, SplitKeysConfig, page_rows_of
+from multiattn.cutile.decode_configs import (
+    MERGE_ELEMENTS,
+    MERGE_FEW,
+    SplitKeysConfig,
+    merge_grid,
+    merged_rows,
+    merged_together,
+    page_rows_of,
+)
 from multiattn.cutile.table import launches_of, own_areas_of
-from multiattn.paged import CacheSpec
+from multiattn.paged import CacheSpec, area_layouts
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import find_variant, get, make_plan, plan_variant
 
 pytest.importorskip("cuda.tile")
 
+from multiattn.cutile import cpu
 from multiattn.cutile.compile import get_kernel, get_signature
 from multiattn.plan.cubin import read_entry
 from multiattn.plan.toolchain import disassemble, find_cuobjdump
@@ -128,9 +137,10 @@ def test_packed_queries_with_a_sequence_that_has_none(page, num_splits, options)
     check(page, num_splits=num_splits, queries=[3, 0, 37, 1], options=options)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_rows_behind_the_last_sequence_are_left_as_they_are(num_splits):
-    q, k, v, named = draw(16, queries=[3, 0, 5, 1])
+@pytest.mark.parametrize("heads_q", [4, 6])
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 16, 17])
+def test_rows_behind_the_last_sequence_are_left_as_they_are(num_splits, heads_q):
+    q, k, v, named = draw(16, queries=[3, 0, 5, 1], heads_q=heads_q)
     out = torch.full_like(q, 7.0)
     multiattn.fmha_kvcache(q, k, v, backend="cutile", num_splits=num_splits, out=out, **named)
     assert (out[-3:] == 7.0).all()
@@ -160,6 +170,13 @@ def test_more_parts_than_are_merged_at_a_time():
     check(None, num_splits=MERGE_FEW + 60, lengths=[100, 3], options={"sinks": SINKS})
 
 
+@pytest.mark.parametrize("queries", [None, [3, 0, 5, 1]], ids=["batch", "packed"])
+@pytest.mark.parametrize("num_splits", [2, 3, 5, 16, 17])
+def test_no_power_of_two_of_heads_or_queries_in_parts(num_splits, queries):
+    options = {"causal": True, "sinks": torch.linspace(-1, 2, 6)}
+    check(16, num_splits=num_splits, seq_q=3, heads_q=6, queries=queries, options=options)
+
+
 def test_chunks_of_a_prompt_are_several_tiles_of_rows():
     check(16, num_splits=2, lengths=[100, 40], seq_q=40, options={"causal": True})
 
@@ -185,7 +202,7 @@ def test_few_queries_without_a_cache(splits, options):
     torch.testing.assert_close(lse, wanted_lse.float(), atol=2e-5, rtol=1e-5)
 
 
-# ---------------------------------------------------------------- planned
+# ---------------------------------------------------------------- parts made one
 
 
 def problem_of(*, page=None, batch=8, seq_q=1, seq_kv=8192, splits=None, **sizes):
@@ -198,6 +215,136 @@ def problem_of(*, page=None, batch=8, seq_q=1, seq_kv=8192, splits=None, **sizes
 
 def plan_of(problem, arch="sm90", **options):
     return make_plan(BACKEND, problem, ARCHS[arch], probe=False, **options)
+
+
+def packed_problem(*, rows, splits, seq_q=3, **sizes):
+    """Packed queries of two sequences, at most `rows`."""
+    given = {"heads_q": 32, "heads_kv": 1, "head_dim": 128, **sizes}
+    cache = CacheSpec(2, 2, max_q=seq_q, splits=splits)
+    return Problem.contiguous(batch=1, seq_q=rows, seq_kv=8192, cache=cache, **given)
+
+
+def draw_parts(problem, splits):
+    """Parts and their sums: one of a few without a key, whose part is NaN, and a row without any."""
+    generator = torch.Generator().manual_seed(0)
+    areas = area_layouts(splits, problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
+    parts, sums = (torch.randn(areas[name].shape, generator=generator) for name in ("partial_out", "partial_lse"))
+    sums = 3 * sums
+    sums[torch.rand(sums.shape, generator=generator) < 0.3] = -math.inf
+    sums[:, 0, -1, -1] = -math.inf
+    parts[sums == -math.inf] = math.nan
+    return parts, sums
+
+
+def merge(problem, splits, parts, sums, sinks=None, last=0):
+    """The rows that the kernel makes of parts; those that it leaves are 7."""
+    plan = make_plan(BACKEND, problem, ARCHS["cpu"], variant="split_keys")
+    launch = launches_of(plan)[1]
+    tensors = {"partial_out": parts, "partial_lse": sums, "sinks": sinks}
+    for name in ("out", "lse"):
+        layout = problem.layouts[name]
+        tensors[name] = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype).fill_(7.0)
+    if "cu_seqlens_q" in problem.cache_tensors:
+        tensors[problem.cache_tensors["cu_seqlens_q"]] = torch.tensor([0, 0, last], dtype=torch.int32)
+    arguments = launch.arguments(lambda it: tensors[it.tensor].as_strided(it.layout.shape, it.layout.strides))
+    cpu.launch(launch.grid, get_kernel(launch), arguments)
+    return tensors["out"], tensors["lse"]
+
+
+def merged_truth(parts, sums, sinks=None):
+    """The same in float64, of whole tensors."""
+    parts, sums = parts.double().nan_to_num(), sums.double() * math.log(2)
+    if sinks is not None:  # a part of its own, whose values are 0
+        sink = sinks.double()[None, None, :, None].expand(1, *sums.shape[1:])
+        parts, sums = torch.cat([parts, torch.zeros_like(parts[:1])]), torch.cat([sums, sink])
+    lse = sums.logsumexp(0)
+    weights = (sums - lse).exp().nan_to_num()
+    return (parts * weights[..., None]).sum(0), lse
+
+
+def check_merged(out, lse, truth, truth_lse):
+    torch.testing.assert_close(out.double(), truth, atol=2e-2, rtol=0)
+    torch.testing.assert_close(lse.double(), truth_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 5, 16, 17])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+@pytest.mark.parametrize(("heads", "seq_q"), [(3, 5), (6, 1), (1, 7), (20, 3)])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+def test_parts_are_made_one(splits, head_dim, heads, seq_q, has_sinks):
+    sizes = {"heads_q": heads, "heads_kv": 1, "head_dim": head_dim, "has_sinks": has_sinks}
+    problem = problem_of(batch=2, seq_q=seq_q, splits=splits, **sizes)
+    parts, sums = draw_parts(problem, splits)
+    sinks = torch.linspace(-1, 2, heads) if has_sinks else None
+    check_merged(*merge(problem, splits, parts, sums, sinks), *merged_truth(parts, sums, sinks))
+
+
+@pytest.mark.parametrize("splits", [2, 3, 5, 16, 17])
+@pytest.mark.parametrize(("heads", "last"), [(6, 5), (20, 1), (3, 0)])
+def test_parts_of_packed_rows_are_made_one_up_to_the_last(splits, heads, last):
+    problem = packed_problem(rows=7, heads_q=heads, splits=splits)
+    parts, sums = draw_parts(problem, splits)
+    out, lse = merge(problem, splits, parts, sums, last=last)
+    truth, truth_lse = merged_truth(parts, sums)
+    check_merged(out[:, :, :last], lse[..., :last], truth[:, :, :last], truth_lse[..., :last])
+    assert (out[:, :, last:] == 7.0).all()
+    assert (lse[..., last:] == 7.0).all()
+
+
+@pytest.mark.parametrize("splits", [2, 5, 16, 17])
+def test_a_row_has_the_same_bits_in_any_batch_and_any_tile(splits):
+    many = problem_of(batch=3, heads_q=6, heads_kv=1, seq_q=5, splits=splits)
+    parts, sums = draw_parts(many, splits)
+    wanted, wanted_lse = merge(many, splits, parts, sums)
+    one = problem_of(batch=1, heads_q=1, heads_kv=1, splits=splits)
+    for batch, head, query in [(0, 0, 0), (2, 5, 4), (1, 3, 2)]:
+        row = (slice(None), slice(batch, batch + 1), slice(head, head + 1), slice(query, query + 1))
+        out, lse = merge(one, splits, parts[row].contiguous(), sums[row].contiguous())
+        assert torch.equal(out, wanted[row[1:]])
+        assert torch.equal(lse, wanted_lse[row[1:]])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "splits", "rows"),
+    [
+        ({}, 2, (8, 1)),
+        ({}, 3, (4, 1)),
+        ({}, 5, (2, 1)),
+        ({}, 16, (2, 1)),
+        ({}, 17, (1, 1)),
+        ({"heads_q": 6, "heads_kv": 1, "seq_q": 5}, 2, (8, 1)),
+        ({"heads_q": 1, "heads_kv": 1, "seq_q": 5}, 2, (1, 8)),
+        ({"head_dim": 40}, 2, (16, 1)),
+        ({"head_dim": 64, "seq_q": 2}, 4, (8, 1)),
+        ({"head_dim": 256, "seq_q": 9}, 4, (4, 1)),
+    ],
+)
+def test_few_parts_are_merged_by_blocks_of_several_rows(sizes, splits, rows):
+    """Heads come first, then queries; elements are no more than a block may have."""
+    problem = problem_of(splits=splits, **sizes)
+    assert merged_rows(problem, splits) == rows
+    together, columns = merged_together(splits, problem.head_dim)
+    assert splits > MERGE_FEW or math.prod(rows) == 2 or together * columns * math.prod(rows) <= MERGE_ELEMENTS
+    x, y, z = merge_grid(problem, splits)
+    assert x >= problem.seq_q / rows[1]
+    assert y * rows[0] >= problem.heads_q > (y - 1) * rows[0]
+    assert z == problem.batch
+
+
+def test_blocks_of_packed_rows_have_one_query():
+    assert merged_rows(packed_problem(rows=64, heads_q=4, splits=2), 2) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("splits", "together", "columns"), [(2, 2, 128), (3, 4, 128), (5, 8, 128), (16, 16, 128), (17, 128, 32)]
+)
+def test_parts_alone_choose_how_a_row_is_merged(splits, together, columns):
+    assert merged_together(splits, 128) == (together, columns)
+    assert merged_together(splits, 32) == (together, 32)
+    assert merged_together(splits, 256) == (together, columns)
+
+
+# ---------------------------------------------------------------- planned
 
 
 def test_few_queries_go_there_and_others_do_not():
@@ -252,12 +399,17 @@ def code_of(problem):
 
 
 def test_no_length_number_of_pages_heads_or_splits_compiles_anything():
+    """But for the merge of few parts, which has a power of two of them, and one of heads."""
     found = set()
-    for batch, seq_kv, heads, splits in [(1, 64, 8, 2), (3, 960, 4, 5), (16, 8192, 1, 16), (7, 131072, 2, 9)]:
+    for batch, seq_kv, heads, splits in [(1, 64, 8, 9), (3, 960, 4, 10), (16, 8192, 1, 16), (7, 131072, 2, 13)]:
         sizes = {"batch": batch, "seq_kv": seq_kv, "heads_kv": heads, "heads_q": 4 * heads, "splits": splits}
         found.add(code_of(problem_of(page=16, **sizes)))
     assert len(found) == 1
-    assert code_of(problem_of(page=16, splits=100))[0] == found.pop()[0], "only the merge is another"
+    first, second = found.pop()
+    for splits in (2, 5, 100):
+        others = code_of(problem_of(page=16, splits=splits))
+        assert others[0] == first
+        assert others[1] != second
 
 
 # ---------------------------------------------------------------- compiled
@@ -283,3 +435,14 @@ def test_hopper_loads_keys_asynchronously(page, load):
     assert "ACQBULK" in disassemble(second.cubin)
     assert first.binding is second.binding is None, "the loader of exported kernels launches one of them"
     assert read_entry(first.cubin, first.kernel).smem_bytes * plan.config.occupancy <= 227 * 1024
+
+
+@needs_compiler
+@needs_cuobjdump
+@pytest.mark.parametrize("splits", [2, 16])
+def test_no_thread_needs_another_to_merge_few_parts(splits):
+    """As tiles of all parts they had 255 registers, and what was left of them was in local memory."""
+    _, merge = BACKEND.forward.export(plan_of(problem_of(splits=splits)), ())
+    sass = disassemble(merge.cubin)
+    assert "LDG.E.128" in sass or "LDG.E.64" in sass
+    assert not any(it in sass for it in ("SHFL", "STL", "LDL"))

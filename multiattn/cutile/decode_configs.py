@@ -15,7 +15,7 @@ from multiattn.plan import limits
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import EVEN_ENOUGH, choose_splits, most_multiprocessors, row_tiles
+from multiattn.plan.schedule import EVEN_ENOUGH, choose_splits, most_multiprocessors, one_width, row_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 
@@ -30,6 +30,8 @@ NO_TMA = ("sm80", "sm86", "sm89")
 
 KEYS_MIN = 128
 """The fewest keys of a split, where lengths are the most that they may be. A guess."""
+PARTS_ENOUGH = 128
+"""More parts cost more to merge than SMs gain by them. H200, 2026-11-26, B=1 8/1 32k: 126 parts 14.1 us, 244 15.4."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +72,7 @@ def settled(problem: Problem, arch: Arch, config: SplitKeysConfig) -> SplitKeysC
     config = replace(config, alone=0)
     splits = asked or config.splits
     if not splits:
-        least = max(KEYS_MIN, config.tile_n)
+        least = max(KEYS_MIN, config.tile_n, -(-problem.seq_kv // PARTS_ENOUGH))
         splits = choose_splits(problem, arch, tile_m=config.tile_m, keys_min=least, blocks_per_sm=config.occupancy)
         if splits == 1 and page_rows > 0 and has_small_pages and problem.seq_kv >= 2 * least:
             splits = 2
@@ -119,9 +121,12 @@ def grid_of(problem: Problem, config: SplitKeysConfig) -> Grid:
     return problem.lengths[0] * tiles_of(problem, config.tile_m), problem.heads_kv, config.splits
 
 
-def merge_grid(problem: Problem, parts: int) -> Grid:
-    """Parts of each row in x, heads in y, batch entries in z."""
-    return problem.seq_q * parts, problem.heads_q, problem.batch
+def merge_grid(problem: Problem, splits: int) -> Grid:
+    """Tiles of queries in x, each with the blocks of its columns, tiles of heads in y, batch entries in z."""
+    _, columns = merged_together(splits, one_width(problem.head_dim))
+    heads, queries = merged_rows(problem, splits)
+    x = -(-problem.seq_q // queries) * -(-problem.head_dim // columns)
+    return x, -(-problem.heads_q // heads), problem.batch
 
 
 def can_overlap(arch: Arch) -> bool:
@@ -129,16 +134,46 @@ def can_overlap(arch: Arch) -> bool:
     return arch.is_gpu and arch.name not in NO_TMA
 
 
-MERGE_COLUMNS_MANY, MERGE_COLUMNS_FEW = 64, 128
-MERGE_MANY, MERGE_FEW = 64, 16
-"""Parts of a row that are merged at a time, and columns of them that a block has: 16 KiB and 8 KiB. A guess."""
+MERGE_FEW, MERGE_MANY = 16, 128
+"""Parts that are merged all at once (a guess), and of more those at a time."""
+MERGE_COLUMNS_FEW, MERGE_COLUMNS_MANY = 128, 32
+"""Columns that a block has of them.
+
+H200, 2026-11-26, B=1 8/1 32k, 126 parts: 3.1 us behind the last part, 64 parts and columns 4.6."""
+MERGE_ELEMENTS = 2048
+"""Elements of few parts that a block merges, or two rows: 8 KiB.
+
+H200, 2026-11-26, B=8 64/8 8k, 16 queries: 4.5 us behind the last part, 4,096 elements 6.1, 8,192 5.5."""
 
 
 def merged_together(splits: int, tile_d: int) -> tuple[int, int]:
-    """Parts of a row that are merged at a time, and the columns that a block has of them."""
+    """Parts of a row that are merged at a time, and the columns that a block has of them.
+
+    No length and no number of rows counts here: a row's bits are the same in any batch.
+    """
     if splits <= MERGE_FEW:
-        return MERGE_FEW, min(tile_d, MERGE_COLUMNS_FEW)
+        return _power_of_two(splits), min(tile_d, MERGE_COLUMNS_FEW)
     return MERGE_MANY, min(tile_d, MERGE_COLUMNS_MANY)
+
+
+def merged_rows(problem: Problem, splits: int) -> tuple[int, int]:
+    """The heads and queries that a block merges: one row of many parts, of few as many as keep it busy.
+
+    H200, 2026-11-26, 8,192 rows of two parts, D=128: blocks of one row took 28 us.
+    """
+    if splits > MERGE_FEW:
+        return 1, 1
+    together, columns = merged_together(splits, one_width(problem.head_dim))
+    rows = max(2, MERGE_ELEMENTS // (together * columns))  # of one a thread would load no vectors
+    heads = min(rows, _power_of_two(problem.heads_q))
+    if problem.has_packed_queries:  # rows may end at any query
+        return heads, 1
+    return heads, min(rows // heads, _power_of_two(problem.seq_q))
+
+
+def _power_of_two(number: int) -> int:
+    """The one that holds `number`."""
+    return 1 << (max(number, 1) - 1).bit_length()
 
 
 # ---------------------------------------------------------------- what fits
@@ -157,7 +192,7 @@ def why_not(problem: Problem, arch: Arch, config: SplitKeysConfig) -> tuple[Reas
     """Every reason why `config` cannot be compiled or launched for `problem`."""
     grids = [grid_of(problem, config)]
     if config.splits > 1:
-        grids.append(merge_grid(problem, merged_together(config.splits, problem.head_dim)[1]))
+        grids.append(merge_grid(problem, config.splits))
     fits = all(_is_grid(grid) for grid in grids)
     allowed = f"grids within {MAX_GRID_X} x {MAX_GRID_Y} x {MAX_GRID_Y}"
     return limits.failed([*limits.field_checks(config, _FIELDS), (fits, f"{config} for {problem}", allowed)])
@@ -181,7 +216,7 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Split
     """Configs worth timing: blocks of keys with hints that suit them, in tiles of as many rows as there are."""
     if not arch.is_gpu:
         return ()
-    rows = min(128, max(SMALLEST_TILE, 1 << (max(problem.rows, 1) - 1).bit_length()))
+    rows = min(128, max(SMALLEST_TILE, _power_of_two(problem.rows)))
     heights = (rows, 64) if rows < 128 else (64, 128)  # wgmma takes 64 rows, and keys from shared memory
     found = [
         settled(problem, arch, SplitKeysConfig(tile_m=height, tile_n=tile_n, occupancy=occupancy, latency=latency))

@@ -100,9 +100,8 @@ def _merge_splits(plan: Plan, config: SplitKeysConfig, emitted: Mapping[str, str
     problem = plan.problem
     assumed = {"dtype": problem.dtype}
     together, columns = decode_configs.merged_together(config.splits, one_width(problem.head_dim))
-    parts = -(-problem.head_dim // columns)
-    rows = problem.heads_q * problem.seq_q
-    shape = (config.splits, problem.batch, rows, problem.head_dim)
+    heads, queries = decode_configs.merged_rows(problem, config.splits)
+    shape = (config.splits, problem.batch * problem.heads_q, problem.seq_q, problem.head_dim)
     layouts = {
         "out": problem.layouts["out"],
         "lse": problem.layouts["lse"],
@@ -115,7 +114,7 @@ def _merge_splits(plan: Plan, config: SplitKeysConfig, emitted: Mapping[str, str
     return KernelLaunch(
         kernel="merge_splits",
         is_64bit=abi.flag(assumed, emitted, "int64", _needs_64bit(problem, config.splits)),
-        grid=decode_configs.merge_grid(problem, parts),
+        grid=decode_configs.merge_grid(problem, config.splits),
         arrays={
             name: any_size_of(assumed, emitted, problem, names.get(name, name), layouts[names.get(name, name)])
             for name in ("out", "lse", "parts", "sums")
@@ -125,9 +124,12 @@ def _merge_splits(plan: Plan, config: SplitKeysConfig, emitted: Mapping[str, str
             "starts": () if starts is None else (captured_of(assumed, emitted, problem.layouts[starts], starts),),
         },
         constants=MergeSplitsConstants(
+            few=config.splits <= decode_configs.MERGE_FEW,
             together=together,
+            heads=heads,
+            queries=queries,
             columns=columns,
-            parts=parts,
+            parts=-(-problem.head_dim // columns),
             has_sinks=problem.has_sinks,
             packed_queries=problem.has_packed_queries,
             overlapping=overlaps,

@@ -194,8 +194,13 @@ class SplitKeysConstants:
 class MergeSplitsConstants:
     """Constants of the kernel that merges parts."""
 
+    few: bool
+    """A block merges all parts of several rows at once, else of one row `together` parts at a time."""
     together: int
-    """Parts of a row that are loaded at a time."""
+    """Parts that are loaded at a time; of few a power of two that holds all."""
+    heads: int
+    queries: int
+    """Those of the rows that a block has."""
     columns: int
     """Columns of a row that a block has."""
     parts: int

@@ -3,8 +3,8 @@
 With one query a head every key is read for next to no work, so all that counts is how fast the chip reads. Query heads
 that share keys are rows of one tile, so keys are read once: row r is query ``r // group`` of head ``r % group``. The
 keys that a tile sees are divided among `splits` blocks, enough to fill the chip. Each leaves a softmax of its own part,
-divided by its sum of weights, and the log2 of that sum; a second kernel merges the parts, several at a time. With one
-split the first kernel writes results itself.
+divided by its sum of weights, and the log2 of that sum; a second kernel merges the parts: few all at once, in blocks of
+several rows, and many several at a time. With one split the first kernel writes results itself.
 
 Keys and values may be in a cache (`multiattn.paged`): their lengths, and the pages that have them, are read here alone.
 Pages of whole tiles are loaded as they are. Of smaller pages several make a tile, and of any others each row has its
@@ -329,60 +329,115 @@ def split_keys_kernel(const: SplitKeysConstants) -> Callable[..., None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """A row's parts so far, fp32."""
+    """The parts of some rows so far, fp32; rows are queries of one head after those of another."""
 
-    acc: Any  # [columns]
-    m: Any  # [1], log2
-    l: Any  # [1]
+    acc: Any  # [rows, columns]
+    m: Any  # [rows, 1], log2
+    l: Any  # [rows, 1]
 
 
 @ct.function
-def merge_some(const: Any, parts: Any, sums: Any, batch: Any, row: Any, column: Any, number: Any, merged: Any) -> Any:
-    """Take the `number`-th parts of a row, `together` of them. Of one without a key nothing counts."""
-    split = number * const.together + ct.arange(const.together, dtype=ct.int32)
-    log_sum = ct.load(sums, (number, batch, row), (const.together, 1, 1), padding_mode=ZERO, allow_tma=False)
-    log_sum = ct.where(split < sums.shape[0], log_sum.reshape((const.together,)), -math.inf)
+def of_batch(array: Any, batch: Any, heads: Any) -> Any:
+    """The part of an array ``[splits, B * Hq, ...]`` that is a batch entry's: loads end at its last head."""
+    return array.slice(1, batch * heads, batch * heads + heads)
+
+
+@ct.function
+def sums_of_part(const: Any, sums: Any, head: Any, query: Any, split: Any) -> Any:
+    """The sums of one part of a tile of rows ``[rows, 1]``, -inf behind the last part."""
+    index, shape = (min(split, sums.shape[0] - 1), head, query), (1, const.heads, const.queries)
+    log_sum = ct.load(sums, index, shape, padding_mode=ZERO, allow_tma=False)
+    return ct.where(split < sums.shape[0], log_sum.reshape((const.heads * const.queries, 1)), -math.inf)
+
+
+@ct.function
+def merge_few(const: Any, parts: Any, sums: Any, head: Any, query: Any, column: Any) -> Any:
+    """All parts of a tile of rows. Of one without a key nothing counts.
+
+    They are added one by one: that needs no other thread's elements, and gives a row the same bits in tiles of any
+    shape. All loads are under way before the first result is needed.
+    """
+    rows = const.heads * const.queries
+    m = ct.full((rows, 1), LOWEST, dtype=ct.float32)
+    for split in ct.static_iter(range(const.together)):
+        m = ct.maximum(m, sums_of_part(const, sums, head, query, split))
+    acc, l = ct.full((rows, const.columns), 0.0, dtype=ct.float32), ct.full((rows, 1), 0.0, dtype=ct.float32)
+    for split in ct.static_iter(range(const.together)):
+        log_sum = sums_of_part(const, sums, head, query, split)
+        index = (min(split, sums.shape[0] - 1), head, query, column)
+        shape = (1, const.heads, const.queries, const.columns)
+        part = ct.load(parts, index, shape, padding_mode=ZERO, allow_tma=False).reshape((rows, const.columns))
+        weight = ct.exp2(log_sum - m)
+        acc = acc + ct.where(log_sum > -math.inf, part, 0.0) * weight
+        l = l + weight
+    return Merged(acc=acc, m=m, l=l)
+
+
+@ct.function
+def merge_some(const: Any, parts: Any, sums: Any, head: Any, query: Any, column: Any, number: Any, merged: Any) -> Any:
+    """Take the `number`-th parts of one row, `together` of them. Of one without a key nothing counts."""
+    split = number * const.together + ct.arange(const.together, dtype=ct.int32)[:, None]
+    log_sum = ct.load(sums, (number, head, query), (const.together, 1, 1), padding_mode=ZERO, allow_tma=False)
+    log_sum = ct.where(split < sums.shape[0], log_sum.reshape((const.together, 1)), -math.inf)
     shape = (const.together, 1, 1, const.columns)
-    part = ct.load(parts, (number, batch, row, column), shape, padding_mode=ZERO, latency=2, allow_tma=False)
+    part = ct.load(parts, (number, head, query, column), shape, padding_mode=ZERO, latency=2, allow_tma=False)
     m = ct.maximum(merged.m, ct.max(log_sum, axis=0, keepdims=True))
-    alpha, weight = ct.exp2(merged.m - m), ct.exp2(log_sum - m)  # [1], [together]
-    part = ct.where(log_sum[:, None] > -math.inf, part.reshape((const.together, const.columns)), 0.0)
-    acc = merged.acc * alpha + ct.sum(part * weight[:, None], axis=0)
+    alpha, weight = ct.exp2(merged.m - m), ct.exp2(log_sum - m)  # [1, 1], [together, 1]
+    part = ct.where(log_sum > -math.inf, part.reshape((const.together, const.columns)), 0.0)
+    acc = merged.acc * alpha + ct.sum(part * weight, axis=0, keepdims=True)
     return Merged(acc=acc, m=m, l=merged.l * alpha + ct.sum(weight, axis=0, keepdims=True))
 
 
 @ct.function
-def merge_row(
-    const: Any, out: Any, lse: Any, parts: Any, sums: Any, sinks: Any, batch: Any, head: Any, query: Any, column: Any
-) -> None:
-    """Some columns of one row of out, and its lse."""
-    row = head * out.shape[2] + query
+def merge_many(const: Any, parts: Any, sums: Any, head: Any, query: Any, column: Any) -> Any:
+    """All parts of one row, several at a time."""
     merged = Merged(
-        acc=ct.full((const.columns,), 0.0, dtype=ct.float32),
-        m=ct.full((1,), LOWEST, dtype=ct.float32),
-        l=ct.full((1,), 0.0, dtype=ct.float32),
+        acc=ct.full((1, const.columns), 0.0, dtype=ct.float32),
+        m=ct.full((1, 1), LOWEST, dtype=ct.float32),
+        l=ct.full((1, 1), 0.0, dtype=ct.float32),
     )
     for number in range(0, ct.cdiv(sums.shape[0], const.together)):
-        merged = merge_some(const, parts, sums, batch, row, column, number, merged)
+        merged = merge_some(const, parts, sums, head, query, column, number, merged)
+    return merged
+
+
+@ct.function
+def sinks_of(const: Any, sinks: Any, head: Any) -> Any:
+    """The sinks of a tile of rows ``[rows, 1]``, 0 for heads that there are not; log2."""
+    row = ct.arange(const.heads * const.queries, dtype=ct.int32)[:, None]
+    return ct.gather(sinks, (head * const.heads + row // const.queries,)) * (1.0 / const.ln_base)
+
+
+@ct.function
+def merge_rows(
+    const: Any, out: Any, lse: Any, parts: Any, sums: Any, sinks: Any, batch: Any, head: Any, query: Any, column: Any
+) -> None:
+    """Some columns of a tile of rows of out, and their lse; heads, queries and columns are counted in tiles."""
+    parts, sums = of_batch(parts, batch, out.shape[1]), of_batch(sums, batch, out.shape[1])
+    if const.few:
+        merged = merge_few(const, parts, sums, head, query, column)
+    else:
+        merged = merge_many(const, parts, sums, head, query, column)
     acc, m, l = merged.acc, merged.m, merged.l
     if const.has_sinks:
-        sink = ct.gather(sinks[0], (head,), check_bounds=False) * (1.0 / const.ln_base)
+        sink = sinks_of(const, sinks[0], head)
         m = ct.maximum(m, sink)
         alpha = ct.exp2(merged.m - m)
         acc, l = acc * alpha, l * alpha + ct.exp2(sink - m)
     o = ct.truediv(acc, ct.where(l == 0.0, 1.0, l), flush_to_zero=True, rounding_mode=APPROX)
-    o = o.astype(out.dtype).reshape((1, 1, 1, const.columns))
+    o = o.astype(out.dtype).reshape((1, const.heads, const.queries, const.columns))
     ct.store(out, (batch, head, query, column), o, allow_tma=False)
     if column == 0:
-        log_sum = ct.where(l == 0.0, -math.inf, (m + ct.log2(l)) * const.ln_base).reshape((1, 1, 1))
-        ct.store(lse, (batch, head, query), log_sum, allow_tma=False)
+        log_sum = ct.where(l == 0.0, -math.inf, (m + ct.log2(l)) * const.ln_base)
+        ct.store(lse, (batch, head, query), log_sum.reshape((1, const.heads, const.queries)), allow_tma=False)
 
 
 def merge_splits_kernel(const: MergeSplitsConstants) -> Callable[..., None]:
-    """out ``[B, Hq, Sq, D]`` and lse of the parts ``[splits, B, Hq * Sq, D]`` that `split_keys` leaves, and their sums.
+    """out ``[B, Hq, Sq, D]`` and lse of the parts ``[splits, B * Hq, Sq, D]`` that `split_keys` leaves, and their sums.
 
-    Parts of a row's columns, of all rows of a head, are x of the grid, heads y, batch entries z. starts: cu_seqlens_q
-    of packed queries, whose last number is where rows end.
+    Tiles of queries are x of the grid, each with the blocks of its columns, tiles of heads y, batch entries z. starts:
+    cu_seqlens_q of packed queries, whose last number is where rows end. As rows behind it are left as they are, and a
+    tile is stored whole, tiles have one query there.
     """
 
     def merge_splits(
@@ -394,8 +449,8 @@ def merge_splits_kernel(const: MergeSplitsConstants) -> Callable[..., None]:
         column = ct.bid(0) - query * const.parts
         if const.packed_queries:
             if query < last_of(starts[0]):
-                merge_row(const, out, lse, parts, sums, sinks, ct.bid(2), ct.bid(1), query, column)
+                merge_rows(const, out, lse, parts, sums, sinks, ct.bid(2), ct.bid(1), query, column)
         else:
-            merge_row(const, out, lse, parts, sums, sinks, ct.bid(2), ct.bid(1), query, column)
+            merge_rows(const, out, lse, parts, sums, sinks, ct.bid(2), ct.bid(1), query, column)
 
     return merge_splits
