@@ -38,6 +38,8 @@ class TritonSplitConfig(Config):
     """The parts that the keys of each tile of rows are divided into; 0 leaves it to `settle`."""
     blocks_per_sm: int = 2
     """Programs that an SM is given, if there are keys enough."""
+    keys_min: int = 0
+    """The least keys of the longest sequence that are a part; 0: a tile of them."""
     widens: bool = False
     """Where each tile of rows has an SM for itself, a program has twice the keys and warps: `settle` decides."""
 
@@ -55,16 +57,27 @@ def settle(problem: Problem, arch: Arch, config: TritonSplitConfig) -> TritonSpl
         config = _widened(problem, arch, config)
     config = replace(config, widens=False)
     splits = choose_splits(
-        problem, arch, tile_m=config.tile_m, keys_min=config.tile_n, blocks_per_sm=config.blocks_per_sm
+        problem,
+        arch,
+        tile_m=config.tile_m,
+        keys_min=max(config.keys_min, config.tile_n),
+        blocks_per_sm=config.blocks_per_sm,
     )
     return replace(config, splits=splits)
+
+
+NARROW, WIDE_KEYS = 64, 4096
+"""Up to this head_dim, with more keys than these, nothing widens."""
 
 
 def _widened(problem: Problem, arch: Arch, config: TritonSplitConfig) -> TritonSplitConfig:
     """The config with twice the keys and warps and one block an SM, where there are about as many tiles of rows as SMs.
 
-    H200, 2026-11-26, B=128 8/1 1k, pages of 64: D=64 13.9 us, by two parts and more 15.4; D=128 21.3, 24.2.
+    H200, 2026-11-26, B=128 8/1 1k, pages of 64: D=64 13.9 us, by two parts and more 15.4; D=128 21.3, 24.2. Of 8k keys,
+    pages of 16: D=64 79.0 us, by four parts 71.9, so not there; D=128 134.1, 140.2.
     """
+    if problem.head_dim <= NARROW and problem.seq_kv > WIDE_KEYS:
+        return config
     sms = most_multiprocessors(arch)
     if EVEN_ENOUGH * sms <= row_tiles(problem, config.tile_m) <= sms:
         return replace(config, tile_n=2 * config.tile_n, warps=2 * config.warps, blocks_per_sm=1)

@@ -19,8 +19,13 @@ _SMALL = ("sm86", "sm89", "sm120", "sm121")  # 99 KiB of shared memory a block
 _INTERPRETED = "interpreted, 2 cores, 2026-11: few and large tiles take the fewest operations"
 _IN_FLIGHT = "a guess: 128 KiB of keys in flight on an SM"
 _FEW_64 = "H200 2026-11-26: B=8 32/8 8k 38.7 us, two warps 38.2; pages of 16 39.5, 39.6; B=1 32/8 1k 6.6, 7.7"
-_FEW_128 = "H200 2026-11-26: B=8 32/8 8k 68.3 us, 4 stages 69.4, 32 keys and 2 warps 71.8; pages of 16 72.2, 73.8, 71.1"
-_FEW_256 = "H200 2026-11-26: B=8 16/2 8k 40.3 us, 64 keys 41.2; pages of 16 41.5, 48.7; five stages 45.6, 55.1"
+_FEW_64_16 = (
+    "H200 2026-11-26: B=128 64/8 1k, pages of 16, 71.8 us, 3 stages 81.3: 5 programs an SM; B=8 32/8 8k 41.2, 39.7"
+)
+_FEW_128 = "H200 2026-11-26: B=32 16 heads 8k 483 us, 3 stages 541: 3 programs an SM; B=8 32/8 8k 69.4, 68.2"
+_FEW_256 = (
+    "H200 2026-11-26: B=32 16 heads 1k 133 us, 3 stages 151; B=8 16/2 8k 41.2, 40.4; B=1 64/8 1k 9.7, more parts 10.8"
+)
 _CHUNK = "H200 2026-11-26: 512 queries, 64k, 8/1: 313 us, 128 rows 343; pages of 64 340, 389, pages of 16 410, 397"
 _WGMMA = "a guess: the tile of a wgmma, no spills"
 _BYTES = COMPILED + "all rows are a tile of mma.sync, no spills in the loop"
@@ -34,9 +39,10 @@ _RULES: tuple[Rule[TritonSplitConfig], ...] = (
     decode(_CPU, (1, 256), _INTERPRETED, (32, 64, 4, 1), rows_max=FEW_ROWS),
     decode(_CPU, (1, 256), _INTERPRETED, (64, 64, 4, 1)),
     # ---------------------------------------------------------------- sm90
-    decode(_SM90, (1, 64), _FEW_64, (16, 64, 4, 3), 4, rows_max=16, widens=True),
-    decode(_SM90, (65, 128), _FEW_128, (16, 64, 4, 3), 2, rows_max=16, widens=True),
-    decode(_SM90, (129, 256), _FEW_256, (16, 32, 4, 3), 2, rows_max=16),
+    decode(_SM90, (1, 64), _FEW_64, (16, 64, 4, 3), 4, rows_max=16, page_multiple=32, widens=True),
+    decode(_SM90, (1, 64), _FEW_64_16, (16, 64, 4, 4), 4, rows_max=16, widens=True),
+    decode(_SM90, (65, 128), _FEW_128, (16, 64, 4, 4), 2, rows_max=16, widens=True),
+    decode(_SM90, (129, 256), _FEW_256, (16, 32, 4, 4), 2, rows_max=16, keys_min=128),
     decode(_SM90, (1, 64), _IN_FLIGHT, (32, 64, 4, 3), 4, rows_max=FEW_ROWS),
     decode(_SM90, (65, 128), _IN_FLIGHT, (32, 64, 4, 3), 2, rows_max=FEW_ROWS),
     decode(_SM90, (129, 256), _IN_FLIGHT, (32, 32, 4, 3), 2, rows_max=FEW_ROWS),

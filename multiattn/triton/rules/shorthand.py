@@ -47,12 +47,23 @@ def decode(
     blocks_per_sm: int = 1,
     *,
     rows_max: int | None = None,
-    widens: bool = False,
+    page_multiple: int = 1,
+    **more: Any,
 ) -> Rule[TritonSplitConfig]:
-    """A rule for so many rows at most, with `split_tiles` of so many rows and keys, warps and stages."""
+    """A rule for so many rows at most, with `split_tiles` of so many rows and keys, warps and stages.
+
+    `more` is of its config.
+    """
     low, high = head_dims
-    config = replace(split_tiles(*shape, blocks_per_sm), widens=widens)
-    return Rule(arches=arches, config=config, why=why, head_dim_min=low, head_dim_max=high, rows_max=rows_max)
+    return Rule(
+        arches=arches,
+        config=replace(split_tiles(*shape, blocks_per_sm), **more),
+        why=why,
+        head_dim_min=low,
+        head_dim_max=high,
+        rows_max=rows_max,
+        page_multiple=page_multiple,
+    )
 
 
 def _rules(
