@@ -50,7 +50,7 @@ Key = tuple[str, ...]
 
 HEAD_DIMS = (64, 128, 256)
 SEQ, BATCH, HEADS = 4096, 4, 16
-GROUP, PAGES = 8, (16, 64)
+GROUP, PAGES = 8, (16, 64, 5)
 """Query heads that share keys, and keys of a page, where a rule is for few queries or for caches."""
 RULE_DTYPES = ("bf16", "fp16")  # the first unless a rule is for the other alone
 RUNG_ARCHS = ("sm80", "sm90")

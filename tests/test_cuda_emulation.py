@@ -183,6 +183,8 @@ def test_votes_and_shuffles(library):
     expected = torch.arange(64) ^ 3
     expected[32:] += 100
     assert torch.equal(c[:64], expected.float())
+    lanes = 31 - torch.arange(32) // 2
+    assert torch.equal(c[64:128], torch.cat([lanes, 32 + lanes]).float())
 
 
 def test_shared_memory_starts_as_nan(library):

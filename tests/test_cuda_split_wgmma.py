@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -55,6 +56,8 @@ def cached(page: int | None = 64, *, head_dim: int = 128, group: int = 8, querie
         ({"tile_n": 240, "stages": 3}, "244 registers", "up to 208 with 2 warpgroups"),
         ({"tile_n": 192, "stages": 3, "q_in_registers": True}, "with 208 registers for all else", "up to 188"),
         ({"stages": 16}, "295424 bytes", "232448 bytes a block on sm90"),
+        ({"gathers": True, "tile_m": 192}, "gathers with tile_m=192", "64, 128"),
+        ({"gathers": True, "tile_n": 144, "stages": 3}, "gathers with tile_n=144", "up to 128"),
     ],
     ids=str,
 )
@@ -87,8 +90,8 @@ def test_registers_are_kept_for_as_much_of_q_as_has_room():
         (cached(queries=5), SPLIT_KEYS_WGMMA),
         (cached(queries=512), SPLIT_KEYS_WGMMA),
         (cached(None, queries=16), SPLIT_KEYS_WGMMA),
-        (cached(1), SPLIT_KEYS),
-        (cached(100), SPLIT_KEYS),
+        (cached(1), SPLIT_KEYS_WGMMA),
+        (cached(100), SPLIT_KEYS_WGMMA),
         (replace(cached(), alignment=8), SPLIT_KEYS),
         (Problem.contiguous(batch=1, heads_q=8, heads_kv=1, seq_q=16, seq_kv=8192, head_dim=128), SPLIT_KEYS_WGMMA),
         (Problem.contiguous(batch=1, heads_q=8, heads_kv=1, seq_q=512, seq_kv=8192, head_dim=128), WGMMA),
@@ -101,8 +104,10 @@ def test_it_takes_what_has_more_rows_than_mma_sync_reads_keys_for(problem, varia
 
 
 @pytest.mark.parametrize("page", [1, 100])
-def test_pages_that_tma_cannot_walk_are_a_reason(page):
-    (reason,) = explain(cached(page), backend="cuda", variant=SPLIT_KEYS_WGMMA.name, arch="sm90")
+def test_pages_that_tma_cannot_walk_are_gathered(page):
+    plan = explain(cached(page), backend="cuda", variant=SPLIT_KEYS_WGMMA.name, arch="sm90")
+    assert plan.config.gathers
+    (reason,) = why_not(cached(page), SM90, replace(plan.config, gathers=False))
     assert (reason.code, reason.got, reason.allowed) == ("page", f"pages of {page} keys", "multiples of 8")
 
 
@@ -113,7 +118,7 @@ def test_pages_that_are_more_boxes_than_lanes_are_a_reason():
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_every_head_dim_has_a_rule_that_fits(head_dim):
-    for queries, page in ((8, 16), (16, 16), (512, None)):
+    for queries, page in itertools.product((8, 16, 512), (None, 5, 8, 16, 64)):
         plan = explain(cached(page, head_dim=head_dim, queries=queries), backend="cuda", arch="sm90")
         assert (plan.variant, plan.config.tile_m) == (SPLIT_KEYS_WGMMA.name, 64 if queries == 8 else 128)
         assert plan.config.stages * plan.config.tile_n * max(head_dim, 64) * 2 >= 85 << 10  # bytes on their way
@@ -126,6 +131,7 @@ def test_on_a_cpu_it_must_be_named():
 
 def test_kernels_of_different_configs_have_different_names_and_types():
     flipped = {"tile_m": 192, "tile_n": 80, "stages": 5, "q_in_registers": True, "pingpong": True, "lazy_max": True}
+    flipped |= {"gathers": True}
     configs = [CONFIG, *(replace(CONFIG, **{name: it}) for name, it in flipped.items())]
     problems = [cached(16), cached(None), cached(32)]
     plans = [plan_of(cached(), it) for it in configs] + [plan_of(it, CONFIG) for it in problems]
@@ -298,6 +304,17 @@ THREE = {"tile_m": 192, "tile_n": 48, "q_in_registers": True}
         (Call(head_dim=128, dtype=torch.float16, queries=33), {"q_in_registers": True}),
         (Call(head_dim=256, queries=20), {"stages": 3}),
         (Call(softcap=5.0), {}),
+        (Call(splits=6, lengths=(192, 170, 33), causal=False), {}),
+        (Call(page=1), {}),
+        (Call(page=None, lengths=(77, 0, 101), queries=17, softcap=5.0), {"gathers": True}),
+        (Call(page=5, lengths=(128, 1, 97), queries=9, splits=1), {"stages": 3}),
+        (Call(page=16, **_LONG), {"gathers": True, "tile_n": 64, "stages": 5, "lazy_max": True}),
+        (Call(page=100, **_LONG, splits=1), {"tile_n": 128, "stages": 3, "q_in_registers": True}),
+        (Call(page=7, lengths=(64, 63, 65), heads=(6, 2), packed=(2, 0, 37)), {"tile_n": 48}),
+        (Call(page=3, head_dim=72, dtype=torch.float16, queries=9, sinks=True), {}),
+        (Call(page=5, lengths=(40, 0, 450), queries=9), {"stages": 12}),
+        (Call(page=1, lengths=(300, 70, 9), queries=33, splits=1), {"stages": 16, "lazy_max": True}),
+        (Call(page=1, head_dim=256, queries=20, window=(20, None), splits=3), {"stages": 5}),
     ],
     ids=str,
 )
@@ -332,6 +349,8 @@ def test_a_kernel_of_an_illegal_config_does_not_compile():
         "stages: 3 to 16": {"stages": 2},
         "pingpong: of two warpgroups or three": {"tile_m": 64, "pingpong": True},
         "a lane for each box of a tile": {"tile_n": 160},
+        "gathers: for two warpgroups": {"gathers": True, "tile_m": 192},
+        "gathers: for two warpgroups, a lane for each key": {"gathers": True, "tile_n": 144, "stages": 3},
     }
     problem, refused = cached(8), {}
     for message, changed in cases.items():
@@ -346,11 +365,13 @@ def test_a_kernel_of_an_illegal_config_does_not_compile():
     ("problem", "changed"),
     [
         (cached(), {}),
+        (cached(), {"gathers": False}),
         (cached(16, queries=8), {}),
+        (cached(16, queries=8), {"gathers": False}),
         (cached(queries=512), {"tile_m": 192, "tile_n": 64, "stages": 10, "q_in_registers": True}),
         (cached(None, head_dim=256, dtype="fp16"), {}),
     ],
-    ids=["128 rows", "64 rows", "192 rows", "D=256"],
+    ids=["128 rows", "128 rows in boxes", "64 rows", "64 rows in boxes", "192 rows", "D=256"],
 )
 def test_compiles_without_a_gpu(problem, changed):
     """With no spills in its loops, and with no warp that may part."""

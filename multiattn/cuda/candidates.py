@@ -105,8 +105,12 @@ def split_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence
     tried: Iterator[Config]
     if variant.config_type is SplitWgmmaConfig:
         tried = (
-            SplitWgmmaConfig(tile_m=tile_m, tile_n=tile_n, stages=stages, pingpong=tile_m > 64, lazy_max=lazy_max)
-            for tile_m, tile_n, stages, lazy_max in itertools.product((64, 128), (64, 128), (4, 6, 12), (True, False))
+            SplitWgmmaConfig(
+                tile_m=tile_m, tile_n=tile_n, stages=stages, pingpong=tile_m > 64, lazy_max=lazy_max, gathers=gathers
+            )
+            for tile_m, tile_n, stages, lazy_max, gathers in itertools.product(
+                (64, 128), (64, 128), (4, 6, 12), (True, False), (False, True)
+            )
         )
     else:
         tried = (

@@ -1,4 +1,4 @@
-"""The kernels of the forwards that divide keys: those that multiply, and the one that merges parts."""
+"""The kernels of the forwards that divide keys: those that multiply, and those that merge parts."""
 
 from __future__ import annotations
 
@@ -87,8 +87,9 @@ def _multiplies_by_wgmma(plan: Plan, config: SplitWgmmaConfig) -> PlannedLaunch:
     problem, score = plan.problem, lowered_of(plan)
     is_paged, rows = problem.cache is not None and problem.cache.page is not None, split_wgmma.box_rows(config, problem)
     kept = split_wgmma.kept_steps(config, problem)
+    keys = ("pages" if is_paged else "dense") + ("_gathered" if config.gathers else str(rows) * is_paged)
     shape = (config.warpgroups, config.tile_n, rows, config.stages, kept, config.pingpong, config.lazy_max)
-    sizes = f"{config.tile_m}x{config.tile_n}_s{config.stages}_{f'pages{rows}' if is_paged else 'dense'}"
+    sizes = f"{config.tile_m}x{config.tile_n}_s{config.stages}_{keys}"
     options = f"{'_qregisters' * config.q_in_registers}{'_pingpong' * config.pingpong}{'_lazymax' * config.lazy_max}"
     suffix = f"{'_sinks' * problem.has_sinks}{suffix_of(problem, score)}"
     kernel = Instance(

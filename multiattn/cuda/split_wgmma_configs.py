@@ -41,6 +41,8 @@ class SplitWgmmaConfig(Config):
     """Warpgroups take turns: one has the tensor cores while another has the softmax."""
     lazy_max: bool = False
     """Weights are made relative to the maxima of earlier blocks, as `WgmmaConfig` says."""
+    gathers: bool = False
+    """A warpgroup gathers keys one by one with cp.async; else a warp loads boxes of them by TMA."""
     keys_min: int = 512
     """The least keys of the longest sequence that are a block's part."""
     splits: int = 0
@@ -58,11 +60,13 @@ class SplitWgmmaConfig(Config):
 
     def box_rows(self, problem: Problem) -> dict[str, int]:
         """Rows of a box of each tensor that goes by TMA: the most that no page and no tile ends within."""
-        return dict.fromkeys(("k", "v"), box_rows(self, problem))
+        return {} if self.gathers else dict.fromkeys(("k", "v"), box_rows(self, problem))
 
 
 def box_rows(config: SplitWgmmaConfig, problem: Problem) -> int:
-    """Keys of a box."""
+    """Keys of a box; 0: there is none."""
+    if config.gathers:
+        return 0
     page = None if problem.cache is None else problem.cache.page
     return config.tile_n if page is None else math.gcd(page, config.tile_n)
 
@@ -147,8 +151,15 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
 
 
 def _why_not_boxes(problem: Problem, config: SplitWgmmaConfig) -> tuple[Reason, ...]:
-    """Reasons why TMA cannot bring keys."""
+    """Reasons why TMA, or a warpgroup that gathers, cannot bring keys."""
     rows = box_rows(config, problem)
+    if config.gathers:
+        most = WARPGROUP_THREADS  # a lane for each
+        checks = (
+            (config.warpgroups < 3, f"gathers with tile_m={config.tile_m}", "tile_m 64, 128"),
+            (config.tile_n <= most, f"gathers with tile_n={config.tile_n}", f"tile_n up to {most}"),
+        )
+        return failed(checks)
     page = None if problem.cache is None else problem.cache.page
     if page is not None and rows % _GROUP_ROWS:
         return (Reason(code="page", got=f"pages of {page} keys", allowed=f"multiples of {_GROUP_ROWS}"),)

@@ -82,7 +82,7 @@ SPLIT_KEYS = Variant(
 
 SPLIT_KEYS_WGMMA = Variant(
     name="split_keys_wgmma",
-    summary="Hopper: as split_keys, for more rows: a warp loads by TMA, warpgroups multiply by wgmma",
+    summary="Hopper: as split_keys, for more rows: warps load by TMA or gather, warpgroups multiply by wgmma",
     capability=_wgmma_capability(packing=False, scores=True, score_gradients=True, caches=True),
     rules=SPLIT_WGMMA_RULES,
     workspace=split_wgmma_configs.workspace,

@@ -164,6 +164,7 @@ KERNEL(32, 1) round_floats(PARAMETERS(Arguments) arguments) {
 KERNEL(64, 1) vote(PARAMETERS(Arguments) arguments) {
   const float lanes = shuffle_xor(static_cast<float>(thread_index()), 3);
   arguments.c[thread_index()] = lanes + 100.0f * any_in_warp(thread_index() == 40);
+  arguments.c[64 + thread_index()] = static_cast<float>(shuffle(thread_index(), 31 - thread_index() % 32 / 2));
 }
 
 // c is NaN: shared memory starts poisoned.

@@ -148,15 +148,15 @@ void mma(const char* verb, D& d, const uint32 (&a)[4], uint32 b0, uint32 b1, con
   block().meet_warp(verb, arguments, [=](auto lanes) { multiply_fragments<D>(lanes, widen); });
 }
 
+// The value that lane `from` has.
 template <class T>
-T shuffle(T value, int lane_mask) {
+T value_of(const char* verb, T value, int from) {
   struct {
     T value, result;
-    int lane_mask;
-  } mine{value, T{}, lane_mask};
-  block().meet_warp("shuffle_xor", mine, [](auto lanes) {
-    for (int lane = 0; lane < WARP_SIZE; ++lane)
-      lanes[lane]->result = lanes[(lane ^ lanes[lane]->lane_mask) % WARP_SIZE]->value;
+    int from;
+  } mine{value, T{}, from};
+  block().meet_warp(verb, mine, [](auto lanes) {
+    for (int lane = 0; lane < WARP_SIZE; ++lane) lanes[lane]->result = lanes[lanes[lane]->from % WARP_SIZE]->value;
   });
   return mine.result;
 }
@@ -224,8 +224,9 @@ bool any_in_warp(bool predicate) {
   return predicate;
 }
 
-float shuffle_xor(float value, int lane_mask) { return shuffle(value, lane_mask); }
-uint32 shuffle_xor(uint32 value, int lane_mask) { return shuffle(value, lane_mask); }
+float shuffle_xor(float value, int lane_mask) { return value_of("shuffle_xor", value, thread_index() % WARP_SIZE ^ lane_mask); }
+uint32 shuffle_xor(uint32 value, int lane_mask) { return value_of("shuffle_xor", value, thread_index() % WARP_SIZE ^ lane_mask); }
+uint32 shuffle(uint32 value, int lane) { return value_of("shuffle", value, lane); }
 
 Chunk load_global_16(const void* source) {
   check_global("load_global_16", source, CHUNK_BYTES);

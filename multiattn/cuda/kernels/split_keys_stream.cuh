@@ -82,7 +82,7 @@ class KeyStream {
   static DEVICE int first_row() { return thread_index() % T::TEAM_THREADS / SPAN; }
   static DEVICE int first_chunk() { return thread_index() % SPAN; }
 
-  // Of a key in a page; but where tiles are whole in a page, or there are none, of the thread's first row of a tile from `key` on.
+  // Of a key in a page; where no tile crosses pages, of the thread's first row of the tile from `key` on.
   DEVICE Sources sources(int key, int32 page) const {
     int64 entry = page, row = key;
     if constexpr (T::PAGING == Paging::NONE) entry = sequence_;

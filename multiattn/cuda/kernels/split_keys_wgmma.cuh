@@ -2,9 +2,9 @@
 //
 // "Flash-Decoding" (https://pytorch.org/blog/flash-decoding/) as split_keys.cuh has it, with the products of Shah et al.,
 // "FlashAttention-3" (arXiv 2407.08608), Algorithm 2: all queries of the heads that share keys are rows of tiles, and blocks
-// divide the keys. In a block one warp only loads; warpgroups own 64 rows each and walk over the block's keys from the last
-// tile down to the first. While a warpgroup turns scores into weights, the tensor cores add what its earlier weights make of V,
-// and work for the other warpgroup. Where keys are divided among blocks, merge_splits.cuh adds up what they leave.
+// divide the keys. In a block one warp or four only load; warpgroups own 64 rows each and walk over the block's keys from the
+// last tile down to the first. While a warpgroup turns scores into weights, the tensor cores add what its earlier weights make
+// of V, and work for the other warpgroup. Where keys are divided among blocks, merge_splits.cuh adds up what they leave.
 #pragma once
 #include "forward_wgmma_softmax.cuh"
 #include "multiattn/special.cuh"
@@ -77,7 +77,7 @@ class SplitConsumer {
     make_scores();
     wgmma_wait<0>();
     weigh<true, false>(last);
-    clear_tail(last);
+    if constexpr (!T::GATHERS) clear_tail(last);
     int block = last - 1;
     for (const int full_end = max(blocks_.full_end, blocks_.begin); block >= full_end; --block) next_block<true>(block);
     for (const int full = max(blocks_.full_begin, blocks_.begin); block >= full; --block) next_block<false>(block);
@@ -283,7 +283,7 @@ class SplitConsumer {
 template <class T>
 DEVICE void split_keys_wgmma(const typename T::KernelParams& params) {
   Owned<T> owned = Owned<T>::of(params.split);
-  if (thread_index() == T::CONSUMERS) {
+  if (!T::GATHERS && thread_index() == T::CONSUMERS) {
     prefetch_map(params.map_k);
     prefetch_map(params.map_v);
   }
@@ -299,7 +299,7 @@ DEVICE void split_keys_wgmma(const typename T::KernelParams& params) {
   const int warpgroup = static_cast<int>(uniform(thread_index() / WARPGROUP));
   if (warpgroup == T::WARPGROUPS) {
     if constexpr (T::MOVES_REGISTERS) lower_registers<T::PRODUCER_REGISTERS>();
-    if (thread_index() % WARPGROUP < WARP) produce<T>(params, owned, blocks);
+    if (thread_index() % WARPGROUP < T::LOADING_WARPS * WARP) produce<T>(params, owned, blocks);
   } else {
     if constexpr (T::MOVES_REGISTERS) raise_registers<T::CONSUMER_REGISTERS>();
     SplitConsumer<T>(params, owned, blocks, warpgroup).run();

@@ -12,7 +12,8 @@ template <int WARPGROUPS_, int TILE_N_, int BOX_ROWS_, int STAGES_, int KEPT_STE
 struct SplitWgmmaShape {
   static constexpr int WARPGROUPS = WARPGROUPS_;  // that compute, each 64 rows; one more loads
   static constexpr int TILE_N = TILE_N_;
-  static constexpr int BOX_ROWS = BOX_ROWS_;      // keys of a box of TMA, which no page ends within
+  static constexpr bool GATHERS = BOX_ROWS_ == 0;  // keys come one by one, not in boxes of TMA
+  static constexpr int BOX_ROWS = GATHERS ? TILE_N : BOX_ROWS_;  // keys of a box, which no page ends within
   static constexpr int STAGES = STAGES_;          // tiles of K and V in shared memory, together
   static constexpr int KEPT_STEPS = KEPT_STEPS_;  // of a wgmma's 16 columns of Q, from the first on: read into registers once
   static constexpr bool PINGPONG = PINGPONG_;     // warpgroups take turns at the tensor cores
@@ -36,12 +37,13 @@ struct SplitWgmmaTraits : S {
   static constexpr int DOT_STEPS = (HEAD_DIM + 15) / 16, KEY_STEPS = S::TILE_N / 16;  // of a wgmma's 16
   // An SM's 64 Ki registers, by multiples of 8; loading takes few. One warpgroup that computes has enough without.
   static constexpr bool MOVES_REGISTERS = S::WARPGROUPS > 1;
-  static constexpr int PRODUCER_REGISTERS = S::WARPGROUPS == 3 ? 32 : 40;
-  static constexpr int CONSUMER_REGISTERS = S::WARPGROUPS == 3 ? 160 : 232;
+  static constexpr int PRODUCER_REGISTERS = S::WARPGROUPS == 3 ? 32 : S::GATHERS ? 56 : 40;
+  static constexpr int CONSUMER_REGISTERS = S::WARPGROUPS == 3 ? 160 : S::GATHERS ? 224 : 232;
 
-  // A tile of keys comes in boxes, side by side in its panels of 64 columns.
+  // A tile of keys comes in boxes, side by side in its panels of 64 columns, or is gathered by all warps that load.
   using TileQ = PanelTile<TILE_M, HEAD_DIM>;
   using TileKV = PanelTile<S::TILE_N, HEAD_DIM>;
+  static constexpr int LOADING_WARPS = S::GATHERS ? WARPGROUP / WARP : 1;
   static constexpr int BOXES_OF_PANEL = S::TILE_N / S::BOX_ROWS, BOXES = BOXES_OF_PANEL * TileKV::PANELS;
   static constexpr int BOX_BYTES = S::BOX_ROWS * TileKV::ROW_BYTES;
 
@@ -54,6 +56,7 @@ struct SplitWgmmaTraits : S {
   static_assert(S::TILE_N % 16 == 0 && S::TILE_N >= 16 && S::TILE_N <= 256, "tile_n: multiples of 16 up to 256");
   static_assert(S::STAGES >= 3 && S::STAGES <= 16, "stages: 3 to 16");
   static_assert(S::BOX_ROWS % 8 == 0 && S::TILE_N % S::BOX_ROWS == 0, "a box is whole groups of 8 rows, a tile whole boxes");
+  static_assert(!S::GATHERS || (S::WARPGROUPS < 3 && S::TILE_N <= 128), "gathers: for two warpgroups, a lane for each key");
   static_assert(BOXES <= WARP, "a lane for each box of a tile");
   static_assert(S::KEPT_STEPS >= 0 && S::KEPT_STEPS <= DOT_STEPS, "q_in_registers: up to all of Q");
   static_assert(!S::LAZY_MAX || !HAS_SCORE<Score>, "lazy_max: for plain scores");
@@ -69,7 +72,7 @@ struct SplitShared {
   static DEVICE RingKV ring_kv() { return {shared_base() + T::BARRIERS_AT}; }
 
   static DEVICE void init() {
-    ring_kv().init(T::CONSUMERS / WARP);
+    ring_kv().init(T::CONSUMERS / WARP, T::LOADING_WARPS);
     fence_mbarrier_init();
   }
 };

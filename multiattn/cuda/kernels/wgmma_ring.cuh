@@ -1,4 +1,4 @@
-// Rings of slots in shared memory that one thread fills by TMA, for warps that compute: shared by the kernels for sm90.
+// Rings of slots in shared memory that some warps fill, for others that compute: shared by the kernels for sm90.
 #pragma once
 #include "multiattn/ptx_sm90.cuh"
 #include "multiattn/tile.cuh"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from multiattn.cuda.split_wgmma_configs import SplitWgmmaConfig
 from multiattn.plan.config import Rule
 
 _H200 = "H200 2026-11-26: "
-_GUESS = "a guess: D=128's, with the tiles that shared memory has room for"
+_GUESS = "a guess: as D=128 has it"
 
 
 class _WgmmaRow(NamedTuple):
@@ -20,33 +22,41 @@ class _WgmmaRow(NamedTuple):
     why: str
 
 
-def _one(tile_n: int, stages: int) -> SplitWgmmaConfig:
+def _one(tile_n: int, stages: int, *, gathers: bool = False) -> SplitWgmmaConfig:
     """One warpgroup multiplies."""
-    return SplitWgmmaConfig(tile_m=64, tile_n=tile_n, stages=stages, lazy_max=True)
+    return SplitWgmmaConfig(tile_m=64, tile_n=tile_n, stages=stages, lazy_max=True, gathers=gathers)
 
 
-def _two(tile_n: int, stages: int, *, lazy_max: bool = True) -> SplitWgmmaConfig:
+def _two(tile_n: int, stages: int, *, lazy_max: bool = True, gathers: bool = False) -> SplitWgmmaConfig:
     """Two warpgroups multiply, in turns."""
-    return SplitWgmmaConfig(tile_m=128, tile_n=tile_n, stages=stages, pingpong=True, lazy_max=lazy_max)
+    return SplitWgmmaConfig(tile_m=128, tile_n=tile_n, stages=stages, pingpong=True, lazy_max=lazy_max, gathers=gathers)
 
 
-_ROWS = (
-    _WgmmaRow(33, 64, 64, 1, _one(128, 12), _GUESS),
-    _WgmmaRow(33, 64, 128, 1, _one(128, 6), _H200 + "B=8 32/8 8k, 16 queries: 83.1 us, split_keys 87.4"),
-    _WgmmaRow(33, 64, 256, 1, _one(64, 6), _GUESS),
-    _WgmmaRow(65, None, 64, 1, _two(128, 12), _H200 + "512 queries, 64k, 8/1, pages of 64: 146 us, exact maxima 164"),
-    _WgmmaRow(65, 128, 128, 32, _one(128, 6), _H200 + "B=8 64/8 8k, 16 queries: 86.4 us, 128 rows 107"),
-    _WgmmaRow(65, None, 128, 1, _two(128, 6), _H200 + "512 queries, 64k, 8/1: 198 us, exact maxima 217"),
-    _WgmmaRow(65, None, 256, 1, _two(64, 5, lazy_max=False), _H200 + "512 queries, 64k, 8/1: 372 us, lazy maxima 380"),
+_FEW = (
+    _WgmmaRow(33, 64, 64, 16, _one(128, 12), _H200 + "B=8 64/8 8k, 8 queries, pages of 16: 41.6 us, gathered 42.2"),
+    _WgmmaRow(33, 64, 64, 1, _one(128, 12, gathers=True), _GUESS),
+    _WgmmaRow(33, 64, 128, 1, _one(128, 6, gathers=True), _H200 + "B=8 64/8 8k, 8 queries: 71.4 us, boxes 73.3"),
+    _WgmmaRow(33, 64, 256, 1, _one(64, 6, gathers=True), _H200 + "B=8 64/8 4k, 8 queries: 73.3 us, boxes 75.1"),
+    _WgmmaRow(65, 128, 64, 16, _two(128, 12), _H200 + "B=8 64/8 8k, 16 queries, pages of 16: 46.8 us, gathered 48.1"),
+    _WgmmaRow(65, 128, 64, 1, _two(128, 12, gathers=True), _GUESS),
+    _WgmmaRow(65, 128, 128, 1, _two(128, 6, gathers=True), _H200 + "B=8 64/8 8k, 16 queries: 74.8 us, boxes 76.1"),
 )
-"""Fewer rows read keys as fast with mma.sync."""
+"""For caches and for plain calls. Still fewer rows read keys as fast with mma.sync."""
+_WIDE, _WIDE_GATHERED = (_two(64, 5, lazy_max=False, gathers=gathers) for gathers in (False, True))
+_CACHES = (
+    _WgmmaRow(65, 128, 256, 1, _WIDE_GATHERED, _H200 + "B=8 64/8 4k, 16 queries: 78 us, boxes 83"),
+    _WgmmaRow(65, None, 64, 32, _two(128, 12), _H200 + "512 queries, 64k, 8/1, pages of 32: 147 us, gathered 156"),
+    _WgmmaRow(65, None, 64, 1, _two(128, 12, gathers=True), _H200 + "the same with pages of 16: 154 us, boxes 162"),
+    _WgmmaRow(65, None, 128, 32, _two(128, 6), _H200 + "512 queries, 64k, 8/1: 195 us, gathered 211"),
+    _WgmmaRow(65, None, 128, 1, _two(128, 6, gathers=True), _H200 + "the same with pages of 16: 204 us, boxes 258"),
+    _WgmmaRow(65, None, 256, 32, _WIDE, _H200 + "512 queries, 64k, 8/1, pages of 32: 403 us, gathered 408"),
+    _WgmmaRow(65, None, 256, 1, _WIDE_GATHERED, _H200 + "the same with pages of 16: 372 us, boxes 513"),
+)
+"""For caches alone."""
 
 
-def _rule(row: _WgmmaRow) -> Rule[SplitWgmmaConfig]:
-    """A rule for caches, and where rows are few for plain calls too; not for an element of a bias a key.
-
-    That wants more registers.
-    """
+def _rule(row: _WgmmaRow, cached: bool | None) -> Rule[SplitWgmmaConfig]:
+    """A rule of a row; not for an element of a bias a key, which wants more registers."""
     return Rule(
         arches=("sm90",),
         config=row.config,
@@ -55,19 +65,25 @@ def _rule(row: _WgmmaRow) -> Rule[SplitWgmmaConfig]:
         rows_min=row.rows_min,
         rows_max=row.rows_max,
         page_multiple=row.page_multiple,
-        cached=True if row.rows_max is None else None,
+        cached=cached,
         reads_keys=False,
     )
 
 
-def _emulated(rows_max: int | None, config: SplitWgmmaConfig) -> Rule[SplitWgmmaConfig]:
+def _emulated() -> Iterator[Rule[SplitWgmmaConfig]]:
     why = "emulated: small tiles of keys; split_keys builds and runs faster"
-    return Rule(arches=("cpu",), config=config, why=why, rows_max=rows_max, only_named=True)
+    small = SplitWgmmaConfig(tile_m=64, tile_n=32, stages=4, keys_min=64)
+    for gathers, page_multiple in ((False, 8), (True, 1)):
+        for rows_max, config in ((64, small), (None, replace(small, tile_m=128, pingpong=True))):
+            its = replace(config, gathers=gathers)
+            yield Rule(
+                arches=("cpu",), config=its, why=why, rows_max=rows_max, page_multiple=page_multiple, only_named=True
+            )
 
 
 SPLIT_WGMMA_RULES: tuple[Rule[SplitWgmmaConfig], ...] = (
-    *map(_rule, _ROWS),
-    _emulated(64, SplitWgmmaConfig(tile_m=64, tile_n=32, stages=4, keys_min=64)),
-    _emulated(None, SplitWgmmaConfig(tile_m=128, tile_n=32, stages=4, pingpong=True, keys_min=64)),
+    *(_rule(row, None) for row in _FEW),
+    *(_rule(row, True) for row in _CACHES),
+    *_emulated(),
 )
 """First match wins."""

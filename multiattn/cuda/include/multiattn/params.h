@@ -68,8 +68,8 @@ struct ForwardParams {
   const float* sinks;  // [heads_q], contiguous, natural log; null: none
 };
 
-// Of kernels whose blocks own rows of one head of keys, the queries of all heads that share it, and a part of the keys; and of the
-// one that merges what they leave. Row r of a sequence is query r / group of the head r % group among those.
+// Of kernels whose blocks own rows of one head of keys, the queries of all heads that share it, and a part of the keys; and of those
+// that merge what they leave. Row r of a sequence is query r / group of the head r % group among those.
 struct SplitParams {
   const void* q;    // [batch, heads_q, seq_q, D] 16-bit, never null
   const void* k;    // [entries, heads_kv, rows, D] 16-bit, never null: entries are sequences, or pages
@@ -89,7 +89,7 @@ struct SplitParams {
   int32 sequences;
   int32 tiles;   // of TILE_M rows, of a sequence and head of keys
   int32 splits;  // parts of the keys
-  int32 merged_rows;  // rows of a block that merges: a power of two
+  int32 merged_rows;  // rows of a block that merges many parts: a power of two
   int32 page;    // keys of a page; 0: no pages
   uint32 page_multiplier;  // keys divide by those of a page as `PlaceOfKey` has it
   int32 page_shift;
@@ -101,7 +101,8 @@ struct SplitParams {
 
 // Of the kernel for sm90 among those whose blocks own rows of one head of keys.
 struct SplitWgmmaParams {
-  TensorMap map_k, map_v;  // 4-D: D, rows, heads_kv, entries, innermost first; boxes are 64 columns of BOX_ROWS keys
+  TensorMap map_k, map_v;  // 4-D: D, rows, heads_kv, entries, innermost first; boxes are 64 columns of BOX_ROWS keys. Empty
+                           // where keys are gathered.
   SplitParams split;
 };
 

@@ -37,6 +37,8 @@ DEVICE void sync_warp() { __syncwarp(); }
 DEVICE bool any_in_warp(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 DEVICE float shuffle_xor(float value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
 DEVICE uint32 shuffle_xor(uint32 value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
+// The value that a lane of the warp has.
+DEVICE uint32 shuffle(uint32 value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 
 // ---- arithmetic
 DEVICE float infinity() { return __int_as_float(0x7f800000); }

@@ -34,6 +34,7 @@ void sync_warp();
 bool any_in_warp(bool predicate);
 float shuffle_xor(float value, int lane_mask);
 uint32 shuffle_xor(uint32 value, int lane_mask);
+uint32 shuffle(uint32 value, int lane);
 
 template <class To, class From>
 inline To bits_as(From from) {
