@@ -157,6 +157,15 @@ def test_more_rows_than_32_bits_count_are_refused(variant):
     assert any("queries of the heads that share a key" in str(reason) for reason in found)
 
 
+@pytest.mark.parametrize(("variant", "queries"), [("split_keys", 16), ("split_keys_wgmma", 64)])
+def test_more_rows_of_all_heads_than_32_bits_count_are_refused_in_parts(variant, queries):
+    rows = 1 << 31
+    problem = step(batch=rows // 8 // queries, group=1, queries=queries, splits=2)
+    found = plan_variant(CUDA, find_variant(CUDA, variant), problem, SM90)
+    assert not isinstance(found, Plan)
+    assert any(f"{rows} queries of all heads, in parts" in reason.got for reason in found)
+
+
 @pytest.mark.parametrize("queries", [1, 16])
 def test_few_parts_are_merged_by_a_kernel_for_many_rows(queries):
     """H200, 2026-11-26: 8,192 rows of two parts took the kernel for many parts 29 us, of 103 in all."""

@@ -168,10 +168,15 @@ _ROWS_MAX = 2**31 - 1 - 256
 """The most rows of a sequence: they are counted in 32 bits, and a tile may end beyond the last one."""
 
 
-def rows_check(problem: Problem) -> Check:
-    """A check that rows can be counted."""
+def rows_checks(problem: Problem, config: Divides) -> tuple[Check, ...]:
+    """Checks that rows can be counted: those of a tile, and those whose parts are merged."""
     rows = f"{problem.rows} queries of the heads that share a key"
-    return problem.rows <= _ROWS_MAX, rows, f"up to {_ROWS_MAX}"
+    checks: list[Check] = [(problem.rows <= _ROWS_MAX, rows, f"up to {_ROWS_MAX}")]
+    if config.splits > 1:
+        merged, merging = problem.batch * problem.heads_q * problem.seq_q, merge_blocks(config, problem)
+        checks.append((merged <= _ROWS_MAX, f"{merged} queries of all heads, in parts", f"up to {_ROWS_MAX}"))
+        checks.append((merging <= GRID_MAX, f"{merging} blocks that merge parts", f"a grid of up to {GRID_MAX}"))
+    return tuple(checks)
 
 
 def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
@@ -194,11 +199,9 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
     )
     if wrong := failed((*field_checks(config, fields), *checks)):
         return wrong
-    merging = merge_blocks(config, problem)
     return failed(
         (
-            (merging <= GRID_MAX, f"{merging} blocks that merge parts", f"a grid of up to {GRID_MAX}"),
-            rows_check(problem),
+            *rows_checks(problem, config),
             *size_checks(config, arch, smem_bytes(config, problem), blocks(config, problem)),
         )
     )

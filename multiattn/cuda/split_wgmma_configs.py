@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from multiattn.cuda.configs import padded
-from multiattn.cuda.split_configs import merge_blocks, rows_check, workspace_areas
+from multiattn.cuda.split_configs import rows_checks, workspace_areas
 from multiattn.cuda.tensor_maps import BOX_COLUMNS, tensor_maps, why_not_mapped
 from multiattn.cuda.wgmma_configs import BARRIER_BYTES, PANEL_ROW_BYTES, WARPGROUP_ROWS, WARPGROUP_THREADS
 from multiattn.paged import SPLITS_MAX
-from multiattn.plan.arch import GRID_MAX, WARP_THREADS, Arch
+from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.config import Config
 from multiattn.plan.limits import FieldRule, between, failed, field_checks, one_of, size_checks
 from multiattn.plan.schedule import choose_splits, row_tiles
@@ -134,7 +134,6 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
         return reasons
     registers, kept = _registers_without_q(config, problem), kept_steps(config, problem)
     most = REGISTERS_MAX[config.warpgroups]
-    merging = merge_blocks(config, problem)
     needed = f"{registers} registers for output, scores and weights ({config})"
     beside = f"q_in_registers with {registers} registers for all else ({config})"
     return failed(
@@ -143,8 +142,7 @@ def why_not(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
             (registers <= most, needed, f"up to {most} with {config.warpgroups} warpgroups"),
             (not config.q_in_registers or kept > 0, beside, f"up to {_ROOM_WITH_Q[config.warpgroups] - 4}"),
             (not config.lazy_max or not problem.has_score, "lazy_max with an expression for scores", "exact maxima"),
-            rows_check(problem),
-            (merging <= GRID_MAX, f"{merging} blocks that merge parts", f"a grid of up to {GRID_MAX}"),
+            *rows_checks(problem, config),
             *size_checks(config, arch, smem_bytes(config, problem), blocks(config, problem)),
         )
     )
