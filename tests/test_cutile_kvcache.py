@@ -326,7 +326,7 @@ def test_few_parts_are_merged_by_blocks_of_several_rows(sizes, splits, rows):
     together, columns = merged_together(splits, problem.head_dim)
     assert splits > MERGE_FEW or math.prod(rows) == 2 or together * columns * math.prod(rows) <= MERGE_ELEMENTS
     x, y, z = merge_grid(problem, splits)
-    assert x >= problem.seq_q / rows[1]
+    assert x == math.ceil(problem.seq_q / rows[1]) * math.ceil(problem.head_dim / columns)
     assert y * rows[0] >= problem.heads_q > (y - 1) * rows[0]
     assert z == problem.batch
 

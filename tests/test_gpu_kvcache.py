@@ -162,19 +162,20 @@ def test_sequences_that_share_pages_are_those_that_have_their_own(backend):
     torch.testing.assert_close(out, call(q, *own, {"seqlens_kv": rest["seqlens_kv"]}, backend), **CLOSE)
 
 
+@pytest.mark.parametrize("splits", [1, 2, 8, 20])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_with_one_part_a_sequence_has_the_same_bits_in_any_batch(backend):
+def test_with_so_many_parts_a_sequence_has_the_same_bits_in_any_batch(backend, splits):
     table, pages = pages_of(9, 900)
     k, v = caches(pages)
     lengths = (900, 1, 333, 16, 17, 512, 800, 64, 5)
     put(k, v, table, lengths)
     q, all_lengths = drawn(9, HEADS_Q, 1, HEAD_DIM), int32(*lengths)
     rest = {"seqlens_kv": all_lengths, "page_table": table}
-    needs(backend, q, k, v, rest, num_splits=1)
-    whole = call(q, k, v, rest, backend, num_splits=1)
+    needs(backend, q, k, v, rest, num_splits=splits)
+    whole = call(q, k, v, rest, backend, num_splits=splits)
     for chosen in ([0], [2, 0], [8, 5, 2, 1], [0, *range(3, 9)]):
         some = {"seqlens_kv": all_lengths[chosen], "page_table": table[chosen]}
-        assert torch.equal(call(q[chosen], k, v, some, backend, num_splits=1), whole[chosen])
+        assert torch.equal(call(q[chosen], k, v, some, backend, num_splits=splits), whole[chosen])
 
 
 def request(backend, seed):
