@@ -97,6 +97,18 @@ def test_rows_are_queries_of_all_heads_that_share_a_key():
         assert replace(ANY, rows_max=11).reject(few, SM80).startswith("for 0 to 11")
 
 
+def test_heads_that_share_no_keys_may_be_limited():
+    """Unless the variant is named; neither caches nor heads that share keys are."""
+    rule = replace(ANY, lone_max=7)
+    lone = problem(batch=4)
+    assert rule.reject(lone, SM80, named=False) == "for up to 7 heads that share no keys"
+    assert rule.reject(lone, SM80) is None
+    sharing = Problem.contiguous(batch=4, heads_q=2, heads_kv=1, seq_q=100, head_dim=64)
+    cached = Problem.contiguous(batch=4, heads_q=2, seq_q=1, seq_kv=100, head_dim=64, cache=CacheSpec(4, 4))
+    for others in (problem(batch=3), sharing, cached):
+        assert rule.reject(others, SM80, named=False) is None
+
+
 def test_a_rule_for_callers_that_name_the_variant():
     """Its evidence is told only where it applies."""
     rule = replace(ANY, only_named=True)
@@ -135,6 +147,7 @@ def test_a_rule_covers_what_it_would_shadow():
         cached=True,
         rows_min=2,
         rows_max=16,
+        lone_max=100,
         page_multiple=16,
         dtype="bf16",
         seq_min=100,
@@ -148,7 +161,7 @@ def test_a_rule_covers_what_it_would_shadow():
         {"whole_sectors": False}, {"banded": None}, {"dtype": None}, {"seq_max": None}, {"seq_min": 0},
         {"batch_max": None}, {"scored": None}, {"reads_keys": None}, {"packed": None},
         {"cached": None}, {"cached": False}, {"rows_min": 1}, {"rows_max": 17}, {"rows_max": None},
-        {"page_multiple": 8},
+        {"page_multiple": 8}, {"lone_max": 101}, {"lone_max": None},
     ):  # fmt: skip
         assert not narrower.covers(replace(narrower, **change))
     assert not replace(rule, only_named=True).covers(rule)

@@ -14,6 +14,13 @@ from multiattn.plan.schedule import EVEN_ENOUGH, choose_splits, most_multiproces
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 
+LONE_ROWS, LONE_MAX = 32, 128
+"""With more rows than these and more heads, of which none share keys, heads fill the GPU, and the forwards that own
+queries are faster: a tile of theirs has as few rows.
+
+H200, 2026-11-26, B=64 12/12, 128 queries and keys: D=64 31.4 us, wgmma 19.5; D=128 43.5, 30.2; B=32 12/12, 64 queries
+of 512 keys 23.1, 20.9. Where heads share keys it is not so: B=8 64/8, 16 queries of 8k keys 42.2, 198.7."""
+
 MERGE_THREADS = 256
 MERGE_RESIDENT_THREADS = 1024
 """Threads on an SM that registers must allow where it overlaps: a block then fits beside those that it waits for."""

@@ -66,6 +66,9 @@ class Rule(Generic[C]):
     rows_min: int = 0
     """The least `Problem.rows`, as `rows_max` is the most; None is no limit."""
     rows_max: int | None = None
+    lone_max: int | None = None
+    """The most heads of all sequences, if keys are in no cache and no query heads share them; None is no limit. Callers
+    that name the variant may have more."""
     dtype: str | None = None
     seq_min: int = 0
     """The least `length_of` a problem, as `seq_max` is the most; None is no limit."""
@@ -100,6 +103,9 @@ class Rule(Generic[C]):
             return f"for pages of multiples of {self.page_multiple} keys"
         if problem.rows < self.rows_min or (self.rows_max is not None and problem.rows > self.rows_max):
             return f"for {self.rows_min} to {self.rows_max or 'any number of'} queries of the heads that share a key"
+        lone = problem.batch * problem.heads_q if problem.cache is None and problem.group == 1 else 0
+        if self.lone_max is not None and lone > self.lone_max and not named:
+            return f"for up to {self.lone_max} heads that share no keys"
         if self.dtype not in (None, problem.dtype):
             return f"for {self.dtype}"
         limits = (self.seq_min or None, self.seq_max, self.batch_max)
@@ -120,6 +126,7 @@ class Rule(Generic[C]):
         """True if it applies wherever `other` does, so that `other` after it would never be chosen."""
         longest, theirs = (rule.seq_max if rule.seq_max is not None else sys.maxsize for rule in (self, other))
         most, its_most = (rule.rows_max if rule.rows_max is not None else sys.maxsize for rule in (self, other))
+        fewest, its_lone = (rule.lone_max if rule.lone_max is not None else sys.maxsize for rule in (self, other))
         optional = ("whole_sectors", "banded", "scored", "reads_keys", "packed", "cached", "dtype", "batch_max")
         return (
             set(other.arches) <= set(self.arches)
@@ -130,6 +137,7 @@ class Rule(Generic[C]):
             and other.page_multiple % self.page_multiple == 0
             and self.rows_min <= other.rows_min
             and its_most <= most
+            and its_lone <= fewest
             and self.smem_min <= other.smem_min
             and not self.only_named
             and all(getattr(self, name) in (None, getattr(other, name)) for name in optional)

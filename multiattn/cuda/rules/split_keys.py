@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from multiattn.cuda.split_configs import CudaSplitConfig
+from multiattn.cuda.split_configs import LONE_MAX, LONE_ROWS, CudaSplitConfig
 from multiattn.plan.config import COMPILED, Rule
 
 _SM90 = ("sm90",)
@@ -87,6 +87,7 @@ def _rules(arches: tuple[str, ...], why: str = "", *, small: bool = False) -> tu
             why=why or row.why,
             head_dim_max=row.head_dim_max,
             rows_max=row.rows_max,
+            lone_max=LONE_MAX if row.rows_max is not None and row.rows_max > LONE_ROWS else None,
             page_multiple=row.page_multiple,
             cached=None if row.rows_max is not None and (row.is_plain or small) else True,
             seq_min=row.seq_min,

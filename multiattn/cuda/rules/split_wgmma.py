@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from multiattn.cuda.split_configs import LONE_MAX
 from multiattn.cuda.split_wgmma_configs import SplitWgmmaConfig
 from multiattn.plan.config import Rule
 
@@ -64,6 +65,7 @@ def _rule(row: _WgmmaRow, cached: bool | None) -> Rule[SplitWgmmaConfig]:
         head_dim_max=row.head_dim_max,
         rows_min=row.rows_min,
         rows_max=row.rows_max,
+        lone_max=None if cached else LONE_MAX,
         page_multiple=row.page_multiple,
         cached=cached,
         reads_keys=False,
