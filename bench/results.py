@@ -28,7 +28,7 @@ from multiattn.plan.toolchain import version_of
 
 T = TypeVar("T")
 
-SCHEMA = 3
+SCHEMA = 4
 LOST_DEVICE = "the device was lost: "
 """Starts the error of a contender after which no other could run in its process; a resumed run leaves it out."""
 
@@ -181,43 +181,42 @@ class Store:
         partial.replace(self.path)
 
 
+_SHARED = ("environments", "commands", "runs", "cells", "plans", "reasons")
+"""Lists of what several rows have; a row has a number in each."""
+
+
 def dumps(suite: str, rows: Iterable[Row]) -> str:
-    """The JSON of a results file: one line per row, each environment and each command once."""
-    rows = list(rows)
-    setups = _distinct(row.environment for row in rows)
-    commands = _distinct(row.command for row in rows)
+    """The JSON of a results file: one line per row, and once each of what several rows share."""
+    numbers: dict[str, dict[str, int]] = {name: {} for name in _SHARED}
+
+    def number(name: str, value: Any) -> int | None:
+        """The place of a value in a list, behind the last if it is new; None for nothing."""
+        return numbers[name].setdefault(json.dumps(value), len(numbers[name])) if value not in ("", None, []) else None
 
     def packed(row: Row) -> dict[str, Any]:
         data = {
-            "cell": row.cell.as_dict(),
+            "cell": number("cells", row.cell.as_dict()),
             "contender": row.contender,
             "regime": row.regime,
-            "environment": setups.index(row.environment),
-            "command": commands.index(row.command),
-            "run": row.run,
-            "plan": row.plan,
+            "environment": number("environments", asdict(row.environment)),
+            "command": number("commands", row.command),
+            "run": number("runs", row.run),
+            "plan": number("plans", row.plan),
             "detail": row.detail,
             "measured": row.measured and _stated(asdict(row.measured)),
-            "reasons": list(map(asdict, row.reasons)),
+            "reasons": number("reasons", list(map(asdict, row.reasons))),
             "error": row.error,
         }
-        return {name: value for name, value in data.items() if value not in ("", None, [])}
+        return {name: value for name, value in data.items() if value not in ("", None)}
 
-    told = {"environments": list(map(asdict, setups)), "commands": commands, "rows": list(map(packed, rows))}
-    return dump({"schema": SCHEMA, "suite": suite, **told})
+    lines = list(map(packed, rows))
+    told = {name: list(map(json.loads, its)) for name, its in numbers.items()}
+    return dump({"schema": SCHEMA, "suite": suite, **told, "rows": lines})
 
 
 def _stated(measured: Mapping[str, Any]) -> dict[str, Any]:
     """Without what only decode has, of other suites."""
     return {name: value for name, value in measured.items() if value is not None or not name.endswith("tb_per_s")}
-
-
-def _distinct(items: Iterable[T]) -> list[T]:
-    found: list[T] = []
-    for item in items:
-        if item not in found:
-            found.append(item)
-    return found
 
 
 def dump(data: Mapping[str, Any]) -> str:
@@ -231,16 +230,24 @@ def load(path: Path) -> list[Row]:
     """The rows of a results file. InputError, naming the file, for one that is not ours."""
 
     def rows(data: dict[str, Any]) -> list[Row]:
-        setups = [Environment(**item) for item in data["environments"]]
+        setups = [Environment(**it) for it in data["environments"]]
+        cells = [(DecodeCell if "queries" in it else Cell)(**it) for it in data["cells"]]
+        reasons = [tuple(Reason(**reason) for reason in its) for its in data["reasons"]]
+
+        def shared(row: Mapping[str, Any], field: str, name: str, nothing: Any) -> Any:
+            return data[name][row[field]] if field in row else nothing
+
         return [
             Row(
                 **{
                     **row,
-                    "cell": (DecodeCell if "queries" in row["cell"] else Cell)(**row["cell"]),
+                    "cell": cells[row["cell"]],
                     "environment": setups[row["environment"]],
-                    "command": data["commands"][row["command"]],
+                    "command": shared(row, "command", "commands", ""),
+                    "run": shared(row, "run", "runs", ""),
+                    "plan": shared(row, "plan", "plans", None),
                     "measured": Measured(**row["measured"]) if "measured" in row else None,
-                    "reasons": tuple(Reason(**reason) for reason in row.get("reasons", ())),
+                    "reasons": reasons[row["reasons"]] if "reasons" in row else (),
                 }
             )
             for row in data["rows"]

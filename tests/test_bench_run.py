@@ -106,12 +106,13 @@ def test_a_row_is_exactly_one_of_three(outcomes):
         Row(cell=fakes.CELL, contender="a", regime="device", environment=fakes.SETUP, command="c", **outcomes)
 
 
-def test_the_json_keeps_the_three_apart_and_says_each_environment_once():
+def test_the_json_keeps_the_three_apart_and_says_what_rows_share_once():
     base = fakes.row("a", 1.0)
     reasons = replace(base, contender="b", measured=None, reasons=(Reason(code="arch", got="sm80", allowed="sm90"),))
     error = replace(base, contender="c", measured=None, error="ptxas died")
     data = json.loads(dumps("smoke", [base, reasons, error]))
-    assert len(data["environments"]) == 1
+    shared = {"environments": 1, "commands": 1, "runs": 1, "cells": 1, "reasons": 1, "plans": 0}
+    assert {name: len(data[name]) for name in shared} == shared
     for row, kind in zip(data["rows"], ("measured", "reasons", "error"), strict=True):
         assert {"measured", "reasons", "error"} & set(row) == {kind}
 
@@ -187,11 +188,11 @@ def test_in_the_call_regime_the_call_itself_is_checked(tmp_path, monkeypatch):
     assert row.measured
 
 
-@pytest.mark.parametrize("text", ["[]", "not JSON", '{"schema": 2}', '{"schema": 3, "environments": [1]}'])
+@pytest.mark.parametrize("text", ["[]", "not JSON", '{"schema": 3}', '{"schema": 4, "environments": [1]}'])
 def test_a_file_that_is_not_ours_is_named(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(InputError, match=r"x\.json: not a file of schema 3"):
+    with pytest.raises(InputError, match=r"x\.json: not a file of schema 4"):
         load(path)
 
 
