@@ -11,6 +11,7 @@ import argparse
 import gc
 import itertools
 import shlex
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -263,6 +264,49 @@ def table(rows: Sequence[Row]) -> str:
     return markdown(header, lines)
 
 
+LARGE_BYTES = 256_000_000
+"""Keys and values from which a cell's share of a copy's rate counts: smaller ones end before memory is at its rate."""
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Cells of one query by head_dim and kind of cache: geometric means over them, and the least of each."""
+    by_cell: dict[DecodeCell, dict[str, Row]] = {}
+    for row in rows:
+        if row.measured is not None and cell_of(row).queries == 1:
+            by_cell.setdefault(cell_of(row), {})[row.contender] = row
+    groups: dict[tuple[str, str], list[tuple[DecodeCell, dict[str, Row]]]] = {}
+    for cell, its in sorted(by_cell.items(), key=lambda item: (item[0].head_dim, item[0].page or 0)):
+        groups.setdefault((str(cell.head_dim), cell.cache), []).append((cell, its))
+    if not groups:
+        return ""
+    groups[("all", "all")] = list(by_cell.items())
+    lines = [(*key, len(members), *_means(members)) for key, members in groups.items()]
+    header = ("D", "cache", "cells", "best of ours over the best peer", "of a copy, past 256 MB")
+    return markdown((*header, *(f"{name} over cuda" for name in BACKENDS if name != "cuda")), lines)
+
+
+def _means(members: Iterable[tuple[DecodeCell, dict[str, Row]]]) -> list[str]:
+    over_peers, shares = [], []
+    over_cuda: dict[str, list[float]] = {name: [] for name in BACKENDS if name != "cuda"}
+    for cell, its in members:
+        mine, peer = best(its.values(), ours=True), best(its.values(), ours=False)
+        if mine is not None and peer is not None:
+            over_peers.append(_time_ms(peer) / _time_ms(mine))
+        if mine is not None and cell.cache_bytes >= LARGE_BYTES and (share := copy_share(mine)) is not None:
+            shares.append(share)
+        for name in over_cuda.keys() & its.keys():
+            if "cuda" in its:
+                over_cuda[name].append(_time_ms(its["cuda"]) / _time_ms(its[name]))
+    return [_mean_and_least(ratios) for ratios in (over_peers, shares, *over_cuda.values())]
+
+
+def _mean_and_least(ratios: Sequence[float]) -> str:
+    """``1.108, least 0.952 (410)``."""
+    if not ratios:
+        return NOTHING
+    return f"{statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f} ({len(ratios)})"
+
+
 def _place(cell: DecodeCell) -> tuple[int, ...]:
     return cell.heads, cell.heads_kv or cell.heads, cell.queries, cell.seq, cell.batch
 
@@ -284,6 +328,8 @@ def block(path: Path) -> str:
     if not made:
         return NOT_MEASURED
     notes = (f"{title}:\n\n" + "\n".join(f"- {it}" for it in lines) for title, lines in footnotes(rows).items())
+    if means := summary(rows):
+        made.insert(0, f"**One query: the geometric mean, the least, and of how many cells**\n\n{means}")
     return "\n\n".join((*made, *notes))
 
 

@@ -416,6 +416,32 @@ def test_tables_have_rates_shares_and_ratios():
     assert [it.strip() for it in line.strip("|").split("|")][5:] == ["100", "50", "1000.0", "-", "2.00"]
 
 
+def test_cells_of_one_query_are_summed_up():
+    small = replace(BIG, batch=1, seq=1024)
+    assert small.cache_bytes < decode.LARGE_BYTES < BIG.cache_bytes
+    other = replace(BIG, page=None)
+    rows = [
+        *rows_of(BIG, cuda=1.0, triton=2.0, fa3=1.5, cudnn=1.8), *rows_of(small, cuda=4.0, triton=2.0, fa3=1.0),
+        *rows_of(other, cuda=1.0), *rows_of(CHUNKED, cuda=1.0, fa3=9.0),
+    ]  # fmt: skip
+    share = decode.copy_share(rows[0])
+    dense, paged, every = (
+        [it.strip() for it in line.strip("|").split("|")] for line in decode.summary(rows).splitlines()[2:]
+    )
+    assert paged == [
+        "128",
+        "page16",
+        "2",
+        "0.866, least 0.500 (2)",
+        f"{share:.3f}, least {share:.3f} (1)",
+        "1.000, least 0.500 (2)",
+        "-",
+    ]
+    assert dense[:4] == ["128", "dense", "1", "-"]
+    assert every[:4] == ["all", "all", "3", "0.866, least 0.500 (2)"]
+    assert decode.summary(rows_of(CHUNKED, cuda=1.0)) == ""
+
+
 def test_the_page_is_made_of_data_alone(tmp_path):
     path = tmp_path / "decode.json"
     assert decode.block(path) == decode.NOT_MEASURED
