@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 from multiattn.mask import Window
 from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import as_batch_of_one
-from multiattn.paged import Cache, check_cache, check_numbers, check_out
+from multiattn.paged import Cache, check_cache, check_numbers, check_out, check_values
 from multiattn.run import compat
 from multiattn.run.autograd import attend_cached, autocast
 from multiattn.validate import check_modification, hides_unknown, refuse_unknown
@@ -97,6 +97,7 @@ def fmha_kvcache(
             are ``[page, Hkv, D]`` in memory (NHD).
         v_cache: like k_cache, with strides of its own: both may be views of one tensor.
         seqlens_kv: int32 ``[B]`` on the device of q: the keys of each sequence, from 0 to S (or ``max_pages * page``).
+            Values on a GPU are not checked, as that would wait for it: others read what is not the cache's.
         page_table: int32 ``[B, max_pages]`` on the device of q, any stride between rows: key j of sequence b is row
             ``j % page`` of page ``page_table[b, j // page]``. Entries beyond the length of a sequence are never read. A
             page may be in several sequences.
@@ -182,6 +183,8 @@ def with_cache(
     if out is not None:
         check_out(out, q, layout=not is_compiling())  # a compiled call copies its result
     check_numbers(where.max_seqlen_q, where.num_splits, is_packed=is_packed)
+    if not is_compiling():
+        check_values(q, k_cache, *where[:4])
     strides_out = None
     if out is not None:
         entry, head, row, _ = out.stride() if not is_packed else as_batch_of_one(out).stride()

@@ -153,6 +153,43 @@ def check_cache(
         check_sinks(sinks, q)
 
 
+def check_values(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    seqlens_kv: torch.Tensor,
+    page_table: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int | None,
+) -> None:
+    """ValueError for lengths, pages or starts of queries that this cache and these queries ``[T, Hq, D]`` do not have.
+
+    Of tensors on a CPU alone: elsewhere reading them would wait for the device.
+    """
+    if q.device.type != "cpu" or type(seqlens_kv) is not torch.Tensor:  # a fake tensor has no values
+        return
+    entries, _, rows, _ = k_cache.shape
+    room = rows if page_table is None else rows * page_table.shape[1]
+    wrong = (seqlens_kv < 0) | (seqlens_kv > room)
+    if wrong.any():
+        sequence = int(wrong.nonzero()[0])
+        got = f"{int(seqlens_kv[sequence])} of sequence {sequence}"
+        raise ValueError(f"seqlens_kv: got {got}; allowed 0 to {room}, what has room")
+    if page_table is not None and page_table.shape[1]:
+        used = torch.arange(page_table.shape[1]) * rows < seqlens_kv[:, None]
+        wrong = used & ((page_table < 0) | (page_table >= entries))
+        if wrong.any():
+            sequence, place = wrong.nonzero()[0].tolist()
+            got = f"{int(page_table[sequence, place])} of sequence {sequence} at {place}"
+            raise ValueError(f"page_table: got {got}; allowed 0 to {entries - 1}, as there are {entries} pages")
+    if cu_seqlens_q is None:
+        return
+    counts, most = cu_seqlens_q.diff(), max_seqlen_q or 0
+    is_wrong = (cu_seqlens_q[0] < 0) | (cu_seqlens_q[-1] > q.shape[0]) | ((counts < 0) | (counts > most)).any()
+    if is_wrong:
+        allowed = f"none below another, up to {q.shape[0]}, with up to max_seqlen_q={most} queries of each sequence"
+        raise ValueError(f"cu_seqlens_q: got {cu_seqlens_q.tolist()}; allowed {allowed}")
+
+
 def _rank_of_cache(page_table: object) -> str:
     return "[B, Hkv, S, D]" if page_table is None else "[pages, Hkv, page, D]"
 

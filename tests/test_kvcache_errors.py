@@ -102,6 +102,32 @@ WRONG_PLACES = [
     (dense, {"num_splits": 0}, ValueError, f"num_splits: got 0; allowed 1 to {SPLITS_MAX}, or None"),
     (dense, {"num_splits": SPLITS_MAX + 1}, ValueError, f"num_splits: got 257; allowed 1 to {SPLITS_MAX}, or None"),
 ]
+
+
+def with_value(place, value):
+    def changed(tensor):
+        tensor = tensor.clone()
+        tensor[place] = value
+        return tensor
+
+    return changed
+
+
+WRONG_VALUES = [
+    (dense, {"seqlens_kv": with_value(1, 41)}, ValueError, "seqlens_kv: got 41 of sequence 1; allowed 0 to 40, what"),
+    (dense, {"seqlens_kv": with_value(2, -1)}, ValueError, "seqlens_kv: got -1 of sequence 2; allowed 0 to 40"),
+    (paged, {"seqlens_kv": with_value(0, 65)}, ValueError, "seqlens_kv: got 65 of sequence 0; allowed 0 to 64"),
+    (paged, {"page_table": with_value((1, 0), -1)}, ValueError, "page_table: got -1 of sequence 1 at 0; allowed 0 to "),
+    (paged, {"page_table": with_value((0, 1), 99)}, ValueError, "page_table: got 99 of sequence 0 at 1; allowed 0 to "),
+    (
+        paged,
+        {"cu_seqlens_q": with_value(3, 5)},
+        ValueError,
+        "cu_seqlens_q: got .*; allowed none below another, up to 4",
+    ),
+    (paged, {"cu_seqlens_q": with_value(1, 9)}, ValueError, "cu_seqlens_q: got .* with up to max_seqlen_q="),
+    (paged, {"cu_seqlens_q": with_value(0, -1)}, ValueError, r"cu_seqlens_q: got \[-1, "),
+]
 WRONG_OUTS = [
     (dense, {"out": 1}, TypeError, "out must be a torch.Tensor or None; got int"),
     (
@@ -138,13 +164,24 @@ WRONG_OUTS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "changes", "kind", "said"), [*WRONG_TENSORS, *WRONG_PLACES, *WRONG_OUTS])
+@pytest.mark.parametrize(
+    ("make", "changes", "kind", "said"), [*WRONG_TENSORS, *WRONG_PLACES, *WRONG_VALUES, *WRONG_OUTS]
+)
 def test_what_is_wrong_is_named(make, changes, kind, said):
     with pytest.raises(kind, match=said):
         multiattn.fmha_kvcache(**called(make, changes))
 
 
-@pytest.mark.parametrize(("make", "changes", "kind", "said"), [*WRONG_TENSORS, *WRONG_PLACES])
+@pytest.mark.parametrize(("make", "changes", "kind", "said"), WRONG_VALUES)
+def test_a_compiled_call_names_wrong_values(make, changes, kind, said):
+    """A backend crashed on them: it read pages that no table has."""
+    torch._dynamo.reset()
+    compiled = torch.compile(multiattn.fmha_kvcache, fullgraph=True, backend="eager")
+    with pytest.raises(kind, match=said):
+        compiled(**called(make, changes))
+
+
+@pytest.mark.parametrize(("make", "changes", "kind", "said"), [*WRONG_TENSORS, *WRONG_PLACES, *WRONG_VALUES])
 def test_explain_names_the_same(make, changes, kind, said):
     given = called(make, changes)
     if given["v_cache"] is None:

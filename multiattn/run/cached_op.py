@@ -13,7 +13,7 @@ import torch
 from multiattn.layout import strides_like
 from multiattn.operands import Operands, Options
 from multiattn.packed import packed_strides
-from multiattn.paged import Cache, check_cache
+from multiattn.paged import Cache, check_cache, check_values
 from multiattn.run.calls import get_forward
 from multiattn.run.execute import run_forward
 from multiattn.run.ops import KEEP_STRIDES
@@ -57,7 +57,8 @@ def kvcache_op(
     is_paged, max_q, splits = cache
     spec = Cache(bool(is_paged), _number(max_q), _number(splits))
     operands = Operands(q, k_cache, v_cache, sinks=sinks, captured=tuple(captured))
-    _check(q, k_cache, v_cache, captured, cache, sinks)
+    rows, seqlens_kv, table, starts = _check(q, k_cache, v_cache, captured, cache, sinks)
+    check_values(rows, k_cache, seqlens_kv, table, starts, spec.max_q)
     options = Options(
         left,
         right,
@@ -96,13 +97,15 @@ def _check(
     captured: Sequence[torch.Tensor],
     cache: Sequence[int],
     sinks: torch.Tensor | None,
-) -> None:
-    """The checks of a call, whose tensors may be fake."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The checks of a call, whose tensors may be fake. Its rows of q, seqlens_kv, page_table and cu_seqlens_q."""
     is_paged, is_packed = bool(cache[0]), cache[1] != _NONE
     given = list(captured[len(captured) - 1 - is_paged - is_packed :])
     seqlens_kv, table = given.pop(0), given.pop(0) if is_paged else None
     rows = q[0].transpose(0, 1) if is_packed else q
-    check_cache(rows, k_cache, v_cache, seqlens_kv, table, given[0] if is_packed else None, sinks)
+    starts = given[0] if is_packed else None
+    check_cache(rows, k_cache, v_cache, seqlens_kv, table, starts, sinks)
+    return rows, seqlens_kv, table, starts
 
 
 def _number(value: int) -> int | None:
