@@ -259,6 +259,25 @@ def test_what_is_not_had_is_refused_by_name(options, kind, message):
         flash_attn_with_kvcache(**call | cached.where | options)
 
 
+def test_new_keys_go_to_no_page_below_0():
+    """An index of -1 is the last page, which may be another sequence's."""
+    cached = Cached("pages of 8")
+    cached.table[1, cached.where["cache_seqlens"][1] // cached.views[0].shape[1]] = -1
+    kept = [it.clone() for it in cached.views]
+    new = torch.ones(3, 1, HEADS_KV, HEAD_DIM)
+    with pytest.raises(ValueError, match="page_table: got -1 where new keys go; allowed pages from 0 to "):
+        flash_attn_with_kvcache(normal(3, 1, HEADS_Q, HEAD_DIM), *cached.views, new, new, **cached.where)
+    for it, was in zip(cached.views, kept, strict=True):
+        torch.testing.assert_close(it, was, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_goes_with_rotary_embedding_is_nothing_without_it():
+    cached, q = Cached("pages of 8"), normal(3, 1, HEADS_Q, HEAD_DIM)
+    wanted = flash_attn_with_kvcache(q, *cached.views, **cached.where)
+    found = flash_attn_with_kvcache(q, *cached.views, **cached.where, rotary_seqlens=ints(1, 2, 3))
+    assert torch.equal(found, wanted)
+
+
 def test_a_cache_is_never_copied():
     cache = torch.ones(1, 8, 2, 20)
     with pytest.raises(NotImplementedError, match="k_cache: got head_dim 20; allowed multiples of 8, as a cache"):

@@ -78,7 +78,8 @@ def flash_attn_with_kvcache(
         cache_seqlens: int32 ``[B]`` on the device, or an int for all: the keys of each sequence, without new ones. None
             is all that the cache has room for.
         cache_batch_idx: int32 ``[B]``: the entry of the cache, or the row of the page table, that each sequence has.
-        page_table: int32 ``[B, max_pages]`` on the device.
+        page_table: int32 ``[B, max_pages]`` on the device. Where new keys go it must name pages: an entry below 0 is
+            a ValueError on a CPU and fails on the GPU, as an index that is too large does.
         cu_seqlens_q: int32 ``[B + 1]``: where each sequence of q begins, and the end of the last.
         cu_seqlens_k_new: int32 ``[B + 1]``, the same of k and v.
         max_seqlen_q: with `cu_seqlens_q`, at least the most rows of a sequence.
@@ -90,9 +91,10 @@ def flash_attn_with_kvcache(
         block_table: FlashAttention 2's name of `page_table`.
         learnable_sink: ``[Hq]``: for each head a logit of one more column without a value.
         backend: one of `multiattn.backends()`, ``"reference"`` or ``"auto"``.
-        qv, rotary_cos, rotary_sin, cache_leftpad, rotary_seqlens, q_descale, k_descale, v_descale, attention_chunk,
-            alibi_slopes: refused, but for None, and 0.
-        rotary_interleaved, scheduler_metadata, pack_gqa, sm_margin: ignored: they change no result here.
+        qv, rotary_cos, rotary_sin, cache_leftpad, q_descale, k_descale, v_descale, attention_chunk, alibi_slopes:
+            refused, but for None, and 0.
+        rotary_seqlens, rotary_interleaved, scheduler_metadata, pack_gqa, sm_margin: ignored: they change no result
+            here.
 
     Returns:
         out, like q; where asked for also lse, fp32 ``[B, Hq, Sq]`` or ``[Hq, T]``, natural log.
@@ -109,7 +111,6 @@ def flash_attn_with_kvcache(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         cache_leftpad=cache_leftpad,
-        rotary_seqlens=rotary_seqlens,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
@@ -270,6 +271,17 @@ def _append(
     if table is None:
         entry, row = sequence.expand_as(places), places
     else:
-        entry, row = table[sequence, places // page].to(torch.int64), places % page
+        entry, row = _pages_of(table[sequence, places // page], k_cache.shape[0], is_kept), places % page
     put((k_cache, v_cache), (k, v), entry, row, is_kept)
     return (seqlens + added).to(torch.int32)
+
+
+def _pages_of(entries: torch.Tensor, pages: int, is_kept: torch.Tensor | None) -> torch.Tensor:
+    """Entries of the page table that new keys go to, int64. One below 0 would count from the last page."""
+    if is_kept is not None:
+        entries = torch.where(is_kept, entries, 0)
+    is_page = entries >= 0
+    if entries.device.type == "cpu" and not torch.compiler.is_compiling() and not is_page.all():
+        got = entries[~is_page][0].item()
+        raise ValueError(f"page_table: got {got} where new keys go; allowed pages from 0 to {pages - 1}")
+    return torch.where(is_page, entries, pages).to(torch.int64)
