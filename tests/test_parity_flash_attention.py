@@ -11,7 +11,7 @@ from parity.flash_attention_plugin import Settings, select
 THEIRS = """
 import pytest
 import torch
-from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn import flash_attn_func, flash_attn_with_kvcache, get_scheduler_metadata
 from flash_attn.bert_padding import pad_input, unpad_input
 from flash_attn.flash_attn_interface import _get_block_size_n, USE_TRITON_ROCM
 from flash_attn.layers.rotary import apply_rotary_emb
@@ -41,7 +41,21 @@ def test_refused():
     flash_attn_func(q, q, q, qv=q)
 
 
-def test_kvcache():
+@pytest.mark.parametrize("new_kv", [False, True])
+@pytest.mark.parametrize("rotary_fraction", [0.0, 0.5])
+@pytest.mark.parametrize("has_leftpad", [False, True])
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("d", [128])
+def test_kvcache(d, alibi, has_leftpad, rotary_fraction, new_kv):
+    q, cache = torch.randn(1, 1, 2, d, device="cuda"), torch.ones(1, 8, 2, d, device="cuda")
+    lengths = torch.tensor([3], dtype=torch.int32, device="cuda")
+    new = (torch.ones_like(q), torch.ones_like(q)) if new_kv else (None, None)
+    metadata = get_scheduler_metadata(1, 1, 8, 2, 2, d, lengths, q.dtype)
+    out = flash_attn_with_kvcache(q, cache, cache.clone(), *new, cache_seqlens=lengths, scheduler_metadata=metadata)
+    assert torch.allclose(out, torch.ones_like(q)) and d == 64
+
+
+def test_splitkv():
     raise AssertionError
 
 
@@ -59,6 +73,7 @@ def test_it_tells_how_each_case_ended(tmp_path, capsys):
     counts = {line.split()[0]: line.split()[1:4] for line in told.splitlines() if line.startswith("test_")}
     assert counts == {
         "test_output": ["2", "0", "0"],
+        "test_kvcache": ["2", "0", "0"],
         "test_padding": ["1", "0", "0"],
         "test_refused": ["0", "0", "1"],
         "test_broken": ["0", "1", "0"],
@@ -66,7 +81,9 @@ def test_it_tells_how_each_case_ended(tmp_path, capsys):
     assert "flash_attn_func: qv: got a tensor of shape [1, 3, 2, 8]; allowed None" in told
     assert "3  dropout" in told
     assert "1  too large for a CPU" in told
-    assert told.endswith("3 passed, 1 failed, 1 skipped\n")
+    for feature, cases in {"rotary embedding": 8, "left padding": 4, "alibi over a cache": 2}.items():
+        assert f"{cases}  {feature}" in told
+    assert told.endswith("5 passed, 1 failed, 1 skipped\n")
     assert path.read_text() == THEIRS
 
 
