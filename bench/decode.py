@@ -245,11 +245,17 @@ def line(rows: Sequence[Row]) -> str:
     return " | ".join(parts)
 
 
+def _by_cell(rows: Iterable[Row]) -> dict[DecodeCell, dict[str, Row]]:
+    """The rows of each cell by contender."""
+    found: dict[DecodeCell, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(cell_of(row), {})[row.contender] = row
+    return found
+
+
 def table(rows: Sequence[Row]) -> str:
     """A line for each cell, a column for each contender that has a time anywhere."""
-    by_cell: dict[DecodeCell, dict[str, Row]] = {}
-    for row in rows:
-        by_cell.setdefault(cell_of(row), {})[row.contender] = row
+    by_cell = _by_cell(rows)
     names = list(dict.fromkeys(row.contender for row in rows if row.measured is not None or row.error))
     lines = []
     for cell, its in sorted(by_cell.items(), key=lambda item: _place(item[0])):
@@ -270,10 +276,7 @@ LARGE_BYTES = 256_000_000
 
 def summary(rows: Sequence[Row]) -> str:
     """Cells of one query by head_dim and kind of cache: geometric means over them, and the least of each."""
-    by_cell: dict[DecodeCell, dict[str, Row]] = {}
-    for row in rows:
-        if row.measured is not None and cell_of(row).queries == 1:
-            by_cell.setdefault(cell_of(row), {})[row.contender] = row
+    by_cell = _by_cell(row for row in rows if row.measured is not None and cell_of(row).queries == 1)
     groups: dict[tuple[str, str], list[tuple[DecodeCell, dict[str, Row]]]] = {}
     for cell, its in sorted(by_cell.items(), key=lambda item: (item[0].head_dim, item[0].page or 0)):
         groups.setdefault((str(cell.head_dim), cell.cache), []).append((cell, its))

@@ -97,14 +97,13 @@ def fmha_kvcache(
             are ``[page, Hkv, D]`` in memory (NHD).
         v_cache: like k_cache, with strides of its own: both may be views of one tensor.
         seqlens_kv: int32 ``[B]`` on the device of q: the keys of each sequence, from 0 to S (or ``max_pages * page``).
-            Values on a GPU are not checked, as that would wait for it: others read what is not the cache's.
+            Values on a GPU are not checked, as that would wait for it: with more, kernels read beyond the cache.
         page_table: int32 ``[B, max_pages]`` on the device of q, any stride between rows: key j of sequence b is row
             ``j % page`` of page ``page_table[b, j // page]``. Entries beyond the length of a sequence are never read. A
             page may be in several sequences.
         cu_seqlens_q: int32 ``[B + 1]`` on the device of q: sequence b has the rows ``cu_seqlens_q[b]`` to
-            ``cu_seqlens_q[b + 1]`` of q, which may be none. Rows behind the last sequence are left as they are, in
-            a fresh tensor undefined. Chunks
-            of prompts and single tokens may be in one call.
+            ``cu_seqlens_q[b + 1]`` of q, which may be none. Rows behind the last sequence are left as they are, in a
+            fresh tensor undefined. Chunks of prompts and single tokens may be in one call.
         max_seqlen_q: with `cu_seqlens_q`, at least the most rows of a sequence; the results of one that has more are
             undefined.
         num_splits: the parts, 1 to 256, that the keys of a sequence are divided into, each for a block of its own; None
@@ -178,13 +177,12 @@ def with_cache(
 ) -> tuple[Operands, Options]:
     """The operands and options of a call with a cache. TypeError or ValueError, naming what came."""
     is_packed = where.cu_seqlens_q is not None
+    check_numbers(where.max_seqlen_q, where.num_splits, is_packed=is_packed)
     if not is_compiling():  # else checked when the op is called
         check_cache(q, k_cache, v_cache, *where[:3], sinks)
+        check_values(q, k_cache, *where[:4])
     if out is not None:
         check_out(out, q, layout=not is_compiling())  # a compiled call copies its result
-    check_numbers(where.max_seqlen_q, where.num_splits, is_packed=is_packed)
-    if not is_compiling():
-        check_values(q, k_cache, *where[:4])
     strides_out = None
     if out is not None:
         entry, head, row, _ = out.stride() if not is_packed else as_batch_of_one(out).stride()

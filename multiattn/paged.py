@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from multiattn.layout import DTYPE_NAMES, VECTOR_BYTES, Layout, Shape, Strides, row_major
-from multiattn.validate import check_sinks
+from multiattn.layout import VECTOR_BYTES, Layout, Shape, Strides, row_major
+from multiattn.validate import check_operand, check_sinks
 
 SPLITS_MAX = 256
 """The most parts that the keys of a sequence are divided into, as in FlashAttention-3."""
@@ -120,16 +120,8 @@ def check_cache(
     tensors: dict[str, torch.Tensor] = {}
     ranks = {"q": "[B, Hq, Sq, D]" if cu_seqlens_q is None else "[T, Hq, D]"}
     ranks |= dict.fromkeys(("k_cache", "v_cache"), _rank_of_cache(page_table))
-    for (name, shape), tensor in zip(ranks.items(), (q, k_cache, v_cache), strict=True):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
-        if tensor.is_nested or tensor.layout != torch.strided:
-            got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
-            raise TypeError(f"{name} must be a dense strided tensor; got {got}")
-        if tensor.is_neg():
-            raise ValueError(f"{name} must hold its own values; got a negated view; call .resolve_neg() on it")
-        if tensor.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed {', '.join(map(str, DTYPE_NAMES))}")
+    for (name, shape), given in zip(ranks.items(), (q, k_cache, v_cache), strict=True):
+        tensor = check_operand(name, given)
         if tensor.ndim != shape.count(",") + 1:
             raise ValueError(f"{name} must be {shape}; got shape {tuple(tensor.shape)}")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
@@ -173,7 +165,7 @@ def check_values(
     if wrong.any():
         sequence = int(wrong.nonzero()[0])
         got = f"{int(seqlens_kv[sequence])} of sequence {sequence}"
-        raise ValueError(f"seqlens_kv: got {got}; allowed 0 to {room}, what has room")
+        raise ValueError(f"seqlens_kv: got {got}; allowed 0 to {room}, as many as there is room for")
     if page_table is not None and page_table.shape[1]:
         used = torch.arange(page_table.shape[1]) * rows < seqlens_kv[:, None]
         wrong = used & ((page_table < 0) | (page_table >= entries))

@@ -124,8 +124,7 @@ class Problem:
             has_sinks=operands.sinks is not None,
             packing=None if options.packing is None else packing_of(operands.captured, options.packing),
         )
-        if options.score is not None:
-            plain = replace(plain, score=score_spec(operands.captured, q.device, options, plain.lengths, plain.heads_q))
+        plain = _scored(plain, operands, options)
         if options.blocks is None:
             return plain
         return replace(
@@ -501,11 +500,15 @@ def _cached(operands: Operands, options: Options) -> Problem:
         has_sinks=operands.sinks is not None,
         cache=spec,
     )
-    return (
-        plain
-        if options.score is None
-        else replace(plain, score=score_spec(operands.captured, q.device, options, plain.lengths, plain.heads_q))
-    )
+    return _scored(plain, operands, options)
+
+
+def _scored(plain: Problem, operands: Operands, options: Options) -> Problem:
+    """A problem with the modification of a call's scores, if it has one."""
+    if options.score is None:
+        return plain
+    device = operands.q.device
+    return replace(plain, score=score_spec(operands.captured, device, options, plain.lengths, plain.heads_q))
 
 
 def _cache_layouts(problem: Problem, cache: CacheSpec) -> Mapping[str, Layout]:

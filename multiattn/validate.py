@@ -87,13 +87,20 @@ def check_inputs(
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     tensors = {"q": q, "k": k, "v": v}
     for name, tensor in tensors.items():
-        _check_dense(name, tensor)
-        if tensor.is_neg():
-            raise ValueError(f"{name} must hold its own values; got a negated view; call .resolve_neg() on it")
-        _check_dtype(name, tensor, DTYPE_NAMES)
+        check_operand(name, tensor)
     _check_share("q, k and v", tensors)
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"device: got {q.device}; allowed cpu, cuda and meta")
+
+
+def check_operand(name: str, tensor: object) -> torch.Tensor:
+    """The tensor; TypeError or ValueError for what is no q, keys or values: not dense, negated, of another dtype."""
+    _check_dense(name, tensor)
+    assert isinstance(tensor, torch.Tensor)
+    if tensor.is_neg():
+        raise ValueError(f"{name} must hold its own values; got a negated view; call .resolve_neg() on it")
+    _check_dtype(name, tensor, DTYPE_NAMES)
+    return tensor
 
 
 def _check_dense(name: str, tensor: object) -> None:

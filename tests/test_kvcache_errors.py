@@ -114,7 +114,12 @@ def with_value(place, value):
 
 
 WRONG_VALUES = [
-    (dense, {"seqlens_kv": with_value(1, 41)}, ValueError, "seqlens_kv: got 41 of sequence 1; allowed 0 to 40, what"),
+    (
+        dense,
+        {"seqlens_kv": with_value(1, 41)},
+        ValueError,
+        "seqlens_kv: got 41 of sequence 1; allowed 0 to 40, as many",
+    ),
     (dense, {"seqlens_kv": with_value(2, -1)}, ValueError, "seqlens_kv: got -1 of sequence 2; allowed 0 to 40"),
     (paged, {"seqlens_kv": with_value(0, 65)}, ValueError, "seqlens_kv: got 65 of sequence 0; allowed 0 to 64"),
     (paged, {"page_table": with_value((1, 0), -1)}, ValueError, "page_table: got -1 of sequence 1 at 0; allowed 0 to "),

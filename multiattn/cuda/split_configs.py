@@ -10,7 +10,7 @@ from multiattn.paged import SPLITS_MAX, area_layouts
 from multiattn.plan.arch import GRID_MAX, WARP_THREADS, Arch
 from multiattn.plan.config import Config
 from multiattn.plan.limits import Check, between, failed, field_checks, one_of, size_checks
-from multiattn.plan.schedule import EVEN_ENOUGH, choose_splits, most_multiprocessors, row_tiles
+from multiattn.plan.schedule import EVEN_ENOUGH, choose_splits, most_multiprocessors, power_of_two, row_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 
@@ -85,8 +85,6 @@ def settle(problem: Problem, arch: Arch, config: Config) -> CudaSplitConfig:
 
 FEW = 8
 """Tiles of rows are few where SMs are this many times more."""
-
-
 WIDE_STAGES = 4
 """The most tiles that a team of a wide block has room for, of the room that the blocks in its place would have.
 
@@ -136,7 +134,7 @@ class Divides(Protocol):
 
 def merged_rows(config: Divides) -> int:
     """Rows of a block that merges many parts: one, or 2^n that have a warp each, and a slot for each part."""
-    return max(min(_MERGE_SLOTS >> (config.splits - 1).bit_length(), MERGE_THREADS // WARP_THREADS), 1)
+    return max(min(_MERGE_SLOTS // power_of_two(config.splits), MERGE_THREADS // WARP_THREADS), 1)
 
 
 def merges_few(config: Divides) -> bool:

@@ -15,7 +15,7 @@ from multiattn.plan import limits
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import EVEN_ENOUGH, choose_splits, most_multiprocessors, one_width, row_tiles
+from multiattn.plan.schedule import EVEN_ENOUGH, choose_splits, most_multiprocessors, one_width, power_of_two, row_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 
@@ -152,7 +152,7 @@ def merged_together(splits: int, tile_d: int) -> tuple[int, int]:
     No length and no number of rows counts here: a row's bits are the same in any batch.
     """
     if splits <= MERGE_FEW:
-        return _power_of_two(splits), min(tile_d, MERGE_COLUMNS_FEW)
+        return power_of_two(splits), min(tile_d, MERGE_COLUMNS_FEW)
     return MERGE_MANY, min(tile_d, MERGE_COLUMNS_MANY)
 
 
@@ -165,15 +165,10 @@ def merged_rows(problem: Problem, splits: int) -> tuple[int, int]:
         return 1, 1
     together, columns = merged_together(splits, one_width(problem.head_dim))
     rows = max(2, MERGE_ELEMENTS // (together * columns))  # of one a thread would load no vectors
-    heads = min(rows, _power_of_two(problem.heads_q))
+    heads = min(rows, power_of_two(problem.heads_q))
     if problem.has_packed_queries:  # rows may end at any query
         return heads, 1
-    return heads, min(rows // heads, _power_of_two(problem.seq_q))
-
-
-def _power_of_two(number: int) -> int:
-    """The one that holds `number`."""
-    return 1 << (max(number, 1) - 1).bit_length()
+    return heads, min(rows // heads, power_of_two(problem.seq_q))
 
 
 # ---------------------------------------------------------------- what fits
@@ -216,7 +211,7 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Split
     """Configs worth timing: blocks of keys with hints that suit them, in tiles of as many rows as there are."""
     if not arch.is_gpu:
         return ()
-    rows = min(128, max(SMALLEST_TILE, _power_of_two(problem.rows)))
+    rows = min(128, max(SMALLEST_TILE, power_of_two(problem.rows)))
     heights = (rows, 64) if rows < 128 else (64, 128)  # wgmma takes 64 rows, and keys from shared memory
     found = [
         settled(problem, arch, SplitKeysConfig(tile_m=height, tile_n=tile_n, occupancy=occupancy, latency=latency))

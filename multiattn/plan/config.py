@@ -126,7 +126,7 @@ class Rule(Generic[C]):
         """True if it applies wherever `other` does, so that `other` after it would never be chosen."""
         longest, theirs = (rule.seq_max if rule.seq_max is not None else sys.maxsize for rule in (self, other))
         most, its_most = (rule.rows_max if rule.rows_max is not None else sys.maxsize for rule in (self, other))
-        fewest, its_lone = (rule.lone_max if rule.lone_max is not None else sys.maxsize for rule in (self, other))
+        lone, its_lone = (rule.lone_max if rule.lone_max is not None else sys.maxsize for rule in (self, other))
         optional = ("whole_sectors", "banded", "scored", "reads_keys", "packed", "cached", "dtype", "batch_max")
         return (
             set(other.arches) <= set(self.arches)
@@ -137,7 +137,7 @@ class Rule(Generic[C]):
             and other.page_multiple % self.page_multiple == 0
             and self.rows_min <= other.rows_min
             and its_most <= most
-            and its_lone <= fewest
+            and its_lone <= lone
             and self.smem_min <= other.smem_min
             and not self.only_named
             and all(getattr(self, name) in (None, getattr(other, name)) for name in optional)

@@ -80,9 +80,14 @@ NARROWEST = 16
 """Columns: the smallest depth of a product that every arch's tensor cores take."""
 
 
+def power_of_two(number: int) -> int:
+    """The least that holds `number`; 1 for 0."""
+    return 1 << (max(number, 1) - 1).bit_length()
+
+
 def one_width(head_dim: int) -> int:
     """The power of two that holds head_dim."""
-    return max(NARROWEST, 1 << (head_dim - 1).bit_length())
+    return max(NARROWEST, power_of_two(head_dim))
 
 
 def two_widths(head_dim: int) -> tuple[int, int] | None:
