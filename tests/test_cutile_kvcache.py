@@ -12,6 +12,7 @@ from multiattn import Problem
 from multiattn.cutile.decode_configs import (
     MERGE_ELEMENTS,
     MERGE_FEW,
+    PARTS_ENOUGH,
     SplitKeysConfig,
     merge_grid,
     merged_rows,
@@ -353,6 +354,12 @@ def test_few_queries_go_there_and_others_do_not():
     assert {plan_of(problem).variant for problem in ours} == {"split_keys"}
     assert plan_of(replace(few, seq_q=64)).variant == "full"
     assert plan_of(replace(few, seq_kv=64)).variant == "full"
+
+
+def test_one_head_of_keys_is_in_no_more_parts_than_are_worth_their_merge():
+    for keys in (32768, 131072):
+        problem = problem_of(batch=1, heads_q=8, heads_kv=1, seq_kv=keys)
+        assert 100 < plan_of(problem).config.splits <= PARTS_ENOUGH
 
 
 def test_blocks_fill_the_chip_unless_the_caller_says_how_many():
