@@ -1,0 +1,159 @@
+"""mbarriers as PTX defines them, and its barriers by number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from multiattn.triton.cpu.gluon.errors import BarrierError
+from multiattn.triton.cpu.gluon.machine import Clock, join, partition, running
+from multiattn.triton.cpu.gluon.memory import View
+from multiattn.triton.cpu.gluon.values import plain
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all arrived and all bytes did; then the next one begins."""
+
+    def __init__(self, view: View, count: int) -> None:
+        self.name = f"mbarrier {view.data.storage_offset()} of those made at {view.buffer.where}"
+        self.count = self.pending = count
+        self.bytes = 0
+        self.phase = 0
+        self.seen: Clock = {}
+        """What those saw who arrived in phases that ended."""
+        self.arriving: Clock = {}
+        """The same with the phase that has not."""
+
+    def __str__(self) -> str:
+        return f"{self.name} (phase {self.phase}: {self.pending} of {self.count} arrivals and {self.bytes} bytes to come)"
+
+    def arrive(self, number: int) -> None:
+        """The current partition's arrival."""
+        if number > self.pending:
+            raise BarrierError(f"{partition().name} arrives once more than expected at {self}")
+        partition().release(self.arriving)
+        self.pending -= number
+        self._end_phase()
+
+    def expect(self, number: int) -> None:
+        """The same, with bytes to come."""
+        self.bytes += number
+        self.arrive(1)
+
+    def land(self, number: int) -> int:
+        """Bytes that TMA wrote. Returns the number of phases after which they are seen."""
+        self.bytes -= number
+        if self.pending == 0 and self.bytes < 0:
+            raise BarrierError(f"TMA wrote more bytes than expected at {self}")
+        phase = self.phase + 1
+        self._end_phase()
+        return phase
+
+    def _end_phase(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase += 1
+            self.pending = self.count
+            join(self.seen, self.arriving)
+            self.seen[self] = self.phase
+
+    def wait(self, parity: int) -> None:
+        """Until the phase of that parity has ended: the last one, not any before it."""
+        if parity not in (0, 1):
+            raise BarrierError(f"parity: got {parity} at {self}; allowed 0 and 1")
+        running().wait(lambda: self.phase & 1 != parity, lambda: f"parity {parity} of {self}")
+        join(partition().clock, self.seen)
+
+
+def _at(view: Any) -> Barrier:
+    if not isinstance(view, View) or view.data.numel() != 1:
+        raise BarrierError(f"got {view}; allowed one mbarrier")
+    barrier = view.buffer.barriers.get(view.data.storage_offset())
+    if barrier is None:
+        raise BarrierError(f"no mbarrier was made at {view.data.storage_offset()} of {view.buffer}")
+    assert isinstance(barrier, Barrier)
+    return barrier
+
+
+# ---------------------------------------------------------------- Gluon's functions
+
+
+def init(mbarrier: View, count: Any) -> None:
+    """Makes an mbarrier."""
+    place = mbarrier.data.storage_offset()
+    if place in mbarrier.buffer.barriers:
+        raise BarrierError(f"{_at(mbarrier)} is made again")
+    if int(plain(count)) < 1:
+        raise BarrierError(f"count: got {count}; allowed 1 and more")
+    mbarrier.buffer.barriers[place] = Barrier(mbarrier, int(plain(count)))
+
+
+def invalidate(mbarrier: View) -> None:
+    """Ends it."""
+    _at(mbarrier)
+    del mbarrier.buffer.barriers[mbarrier.data.storage_offset()]
+
+
+def expect(mbarrier: View, bytes_per_cta: Any = None, pred: Any = True, *, bytes: Any = None, **_: Any) -> None:
+    """An arrival, with bytes to come."""
+    if pred:
+        _at(mbarrier).expect(int(plain(bytes_per_cta if bytes is None else bytes)))
+        running().step()
+
+
+def arrive(mbarrier: View, *, count: Any = 1, pred: Any = True, **_: Any) -> None:
+    """An arrival."""
+    if pred:
+        _at(mbarrier).arrive(int(plain(count)))
+        running().step()
+
+
+def wait(mbarrier: View, phase: Any, pred: Any = True, deps: Any = ()) -> None:
+    """Until the phase of a parity has ended."""
+    if pred:
+        _at(mbarrier).wait(int(plain(phase)))
+
+
+# ---------------------------------------------------------------- barriers by number
+
+
+class NamedBarrier:
+    """``bar.sync`` and ``bar.arrive``: ends when so many threads are there."""
+
+    def __init__(self, number: int, threads: int) -> None:
+        self.number, self.threads = number, threads
+        self.there = 0
+        self.turns = 0
+        self.seen: Clock = {}
+        self.arriving: Clock = {}
+
+    def __str__(self) -> str:
+        return f"barrier {self.number} ({self.there} of {self.threads} threads are there)"
+
+    def arrive(self) -> None:
+        """All threads of the current partition."""
+        who = partition()
+        self.there += 32 * who.warps
+        if self.there > self.threads:
+            raise BarrierError(f"{who.name} is one too many at {self}")
+        who.release(self.arriving)
+        if self.there == self.threads:
+            self.there = 0
+            self.turns += 1
+            join(self.seen, self.arriving)
+
+    def sync(self) -> None:
+        """The same, and then until all are there."""
+        turn = self.turns
+        self.arrive()
+        running().wait(lambda: self.turns > turn, lambda: str(self))
+        join(partition().clock, self.seen)
+
+
+def named(number: int, threads: int) -> NamedBarrier:
+    """The barrier of a number; of how many threads all must agree on."""
+    barriers = running().named
+    found: NamedBarrier = barriers.setdefault(number, NamedBarrier(number, threads))
+    if found.threads != threads:
+        if found.there:
+            raise BarrierError(f"barrier {number}: got {threads} threads; others wait for {found.threads}")
+        found.threads = threads
+    return found

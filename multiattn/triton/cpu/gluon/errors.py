@@ -1,0 +1,40 @@
+"""Errors of a kernel that the interpreter finds; each says where in the kernel's source it was found."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+_OWN = str(Path(__file__).parent)
+
+
+class GluonError(RuntimeError):
+    """A kernel does what the hardware, or Gluon's compiler, would not take or leaves undefined."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{message} [at {here()}]")
+
+
+class LayoutError(GluonError):
+    """Registers or shared memory are laid out otherwise than an operation needs."""
+
+
+class RaceError(GluonError):
+    """Two accesses conflict, and nothing orders them; or something is read before it is there."""
+
+
+class BarrierError(GluonError):
+    """An mbarrier is used in a way that PTX does not define."""
+
+
+class DeadlockError(GluonError):
+    """Every partition waits."""
+
+
+def here() -> str:
+    """The kernel's line that is being run, with its file and function."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"

@@ -1,0 +1,271 @@
+"""Gluon's language as the kernels name it, `gl` and its modules, in Python."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from multiattn.triton.cpu.gluon import barriers, layouts, memory, ptx, tensors, tma, values, wgmma
+from multiattn.triton.cpu.gluon.errors import GluonError, LayoutError
+from multiattn.triton.cpu.gluon.machine import partition, running
+from multiattn.triton.cpu.gluon.values import STORAGE, Value, binary, lift, needs_block, plain, sizes, unary
+
+
+class Language:
+    """A module of Gluon's: what is not here is Gluon's own if it is a type or a layout, and an error if not."""
+
+    def __init__(self, name: str, own: Any, parts: dict[str, Any]) -> None:
+        self._name, self._own = name, own
+        self.__dict__.update(parts)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._own, name)
+        if isinstance(value, type | type(gl.float32)):
+            return value
+        raise NotImplementedError(f"the interpreter of Gluon has no {self._name}.{name}")
+
+
+# ---------------------------------------------------------------- blocks
+
+
+def _arange(start: Any, end: Any, layout: Any = None) -> Value:
+    start, end, layout = int(plain(start)), int(plain(end)), plain(layout)
+    layouts.check_registers(layout, (end - start,), partition().warps)
+    return Value(torch.arange(start, end, dtype=torch.int32), gl.int32, layout)
+
+
+def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
+    shape, dtype, layout = sizes(shape), plain(dtype), plain(layout)
+    number = lift(value, dtype)
+    if not shape:
+        return number
+    layouts.check_registers(layout, shape, partition().warps)
+    return Value(torch.full(shape, number.data, dtype=STORAGE[dtype]), dtype, layout)
+
+
+def _zeros(shape: Any, dtype: Any, layout: Any = None) -> Any:
+    return _full(shape, 0, dtype, layout)
+
+
+def _full_like(input: Any, value: Any, shape: Any = None, dtype: Any = None, layout: Any = None) -> Any:
+    return _full(shape or input.shape, value, dtype or input.dtype, layout or input.layout)
+
+
+def _broadcast(input: Any, other: Any) -> tuple[Value, Value]:
+    values.common_layout(input, other)
+    shape = tuple(torch.broadcast_shapes(input.shape, other.shape))
+    return values.broadcast_to(input, shape), values.broadcast_to(other, shape)
+
+
+def _set_auto_layout(value: Any, layout: Any) -> Value:
+    value = needs_block(value)
+    return Value(value.data, value.dtype, plain(layout))
+
+
+# ---------------------------------------------------------------- elements
+
+
+def _operation(name: str) -> Callable[..., Value]:
+    return lambda x, y, *_, **__: binary(name, lift(x), lift(y)) if _are_numbers(x, y) else binary(name, x, y)
+
+
+def _are_numbers(x: Any, y: Any) -> bool:
+    return not isinstance(plain(x), Value) and not isinstance(plain(y), Value)
+
+
+def _extreme(name: str, of_nan: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+    def choose(x: Any, y: Any, propagate_nan: Any = None) -> Value:
+        result = _operation(name)(x, y)
+        if propagate_nan is not None and "ALL" in str(plain(propagate_nan)):
+            result = values.select((lift(x) != x) | (lift(y) != y), math.nan, result)
+        return result
+
+    return choose
+
+
+def _abs(x: Any) -> Value:
+    x = lift(x)
+    return Value(abs(x.data), x.dtype, x.layout)
+
+
+def _fma(x: Any, y: Any, z: Any) -> Value:
+    return lift(x) * y + z
+
+
+def _fdiv(x: Any, y: Any, ieee_rounding: Any = False) -> Value:
+    return lift(x) / y
+
+
+def _cdiv(x: Any, y: Any) -> Any:
+    return (x + (y - 1)) // y
+
+
+def _clamp(x: Any, min: Any, max: Any, propagate_nan: Any = None) -> Value:
+    return binary("minimum", binary("maximum", x, min), max)
+
+
+# ---------------------------------------------------------------- reductions
+
+
+def _reduced(
+    input: Any, axis: Any, keep_dims: Any, of_elements: Callable[[torch.Tensor, int], torch.Tensor], dtype: Any
+) -> Value:
+    x, axis = needs_block(input), plain(axis)
+    if axis is None:
+        x, axis = values.reshape(x, (x.numel,)) if len(x.shape) > 1 else x, 0
+    axis += len(x.shape) if axis < 0 else 0
+    if not 0 <= axis < len(x.shape):
+        raise LayoutError(f"axis: got {axis}; allowed those of {list(x.shape)}")
+    data = of_elements(x.data, axis)
+    if len(x.shape) == 1:
+        if plain(keep_dims):
+            raise GluonError("keep_dims of a vector")
+        return Value(data.item(), dtype)
+    result = Value(data, dtype, gl.SliceLayout(axis, x.layout))
+    return values.expand_dims(result, axis) if plain(keep_dims) else result
+
+
+def _sum(input: Any, axis: Any = None, keep_dims: Any = False, dtype: Any = None) -> Value:
+    x = needs_block(input)
+    if dtype is not None:
+        x = x.to(dtype)
+    elif not x.dtype.is_floating() and x.dtype.primitive_bitwidth < 32:
+        x = x.to(gl.int32)
+    return _reduced(x, axis, keep_dims, lambda data, at: data.sum(at, dtype=data.dtype), x.dtype)
+
+
+def _largest(data: torch.Tensor, axis: int) -> torch.Tensor:
+    """A NaN counts only where there is nothing else."""
+    found = data.amax(axis)
+    if data.is_floating_point() and bool(found.isnan().any()):
+        found = torch.where(data.isnan().all(axis), found, data.nan_to_num(-math.inf, math.inf, -math.inf).amax(axis))
+    return found
+
+
+def _max(input: Any, axis: Any = None, return_indices: Any = False, keep_dims: Any = False, **_: Any) -> Value:
+    return _extremes(input, axis, return_indices, keep_dims, _largest)
+
+
+def _min(input: Any, axis: Any = None, return_indices: Any = False, keep_dims: Any = False, **_: Any) -> Value:
+    return _extremes(input, axis, return_indices, keep_dims, lambda data, at: -_largest(-data, at))
+
+
+def _extremes(input: Any, axis: Any, return_indices: Any, keep_dims: Any, function: Any) -> Value:
+    if plain(return_indices):
+        raise NotImplementedError("the interpreter of Gluon has no return_indices")
+    x = needs_block(input)
+    if x.dtype == gl.bfloat16:
+        x = x.to(gl.float32)
+    return _reduced(x, axis, keep_dims, function, x.dtype)
+
+
+# ---------------------------------------------------------------- the block of threads
+
+
+def _num_programs(axis: Any) -> Value:
+    return Value(running().programs if plain(axis) == 0 else 1, gl.int32)
+
+
+def _program_id(axis: Any) -> Value:
+    return Value(running().program if plain(axis) == 0 else 0, gl.int32)
+
+
+def _warp_specialize(functions_and_args: Any, worker_num_warps: Any, worker_num_regs: Any = None, *more: Any) -> Any:
+    if more:  # Triton 3.5 and before: arguments of the default partition apart
+        raise GluonError("warp_specialize: got the arguments of Triton 3.5")
+    warps = [int(plain(it)) for it in worker_num_warps]
+    if worker_num_regs is not None and len(worker_num_regs) != len(warps):
+        raise GluonError(f"warp_specialize: got {len(worker_num_regs)} register counts of {len(warps)} partitions")
+    return running().specialize(functions_and_args, warps)
+
+
+def _static_assert(condition: Any, message: Any = "") -> None:
+    if not plain(condition):
+        raise GluonError(f"static_assert: {plain(message)}")
+
+
+def _device_assert(condition: Any, message: Any = "", mask: Any = None) -> None:
+    condition = lift(condition)
+    if not (bool((condition.data != 0).all()) if condition.is_block else bool(condition)):
+        raise GluonError(f"device_assert: {plain(message)}")
+
+
+def _print(*args: Any, **_: Any) -> None:
+    print(*args)
+
+
+def _same(value: Any, *_: Any, **__: Any) -> Any:
+    return plain(value)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _range(*bounds: Any, **_: Any) -> range:
+    return range(*(int(plain(it)) for it in bounds))
+
+
+PARTS: dict[str, Any] = {
+    "constexpr": _same, "static_range": _range, "range": _range, "static_assert": _static_assert,
+    "device_assert": _device_assert, "static_print": _print, "device_print": _print, "barrier": _nothing,
+    "thread_barrier": _nothing, "debug_barrier": _nothing, "assume": _nothing,
+    "multiple_of": _same, "max_contiguous": _same, "max_constancy": _same,
+    "arange": _arange, "full": _full, "zeros": _zeros, "full_like": _full_like,
+    "zeros_like": lambda input, **more: _full_like(input, 0, **more),
+    "convert_layout": wgmma.convert_layout, "set_auto_layout": _set_auto_layout, "to_tensor": lift,
+    "expand_dims": values.expand_dims, "reshape": values.reshape, "permute": values.permute, "join": values.join,
+    "split": values.split, "broadcast": _broadcast,
+    "cast": lambda input, dtype, fp_downcast_rounding=None, bitcast=False: values.cast(input, dtype, bitcast=bitcast),
+    "where": values.select, "add": _operation("add"), "sub": _operation("sub"), "mul": _operation("mul"),
+    "maximum": _extreme("maximum", torch.maximum), "minimum": _extreme("minimum", torch.minimum), "clamp": _clamp,
+    "abs": _abs, "fma": _fma, "fdiv": _fdiv, "div_rn": _fdiv, "cdiv": _cdiv, "umulhi": None,
+    "exp": functools.partial(unary, torch.exp), "exp2": functools.partial(unary, torch.exp2),
+    "log": functools.partial(unary, torch.log), "log2": functools.partial(unary, torch.log2),
+    "sqrt": functools.partial(unary, torch.sqrt), "sqrt_rn": functools.partial(unary, torch.sqrt),
+    "rsqrt": functools.partial(unary, torch.rsqrt), "floor": functools.partial(unary, torch.floor),
+    "ceil": functools.partial(unary, torch.ceil), "sin": functools.partial(unary, torch.sin),
+    "cos": functools.partial(unary, torch.cos), "erf": functools.partial(unary, torch.erf),
+    "sum": _sum, "max": _max, "min": _min,
+    "load": tensors.load, "store": tensors.store, "atomic_cas": tensors.compare_and_swap,
+    **{f"atomic_{name}": functools.partial(tensors.update, name) for name in ("add", "and", "or", "xor", "xchg")},
+    **{f"atomic_{name}": functools.partial(tensors.update, f"{name}imum") for name in ("max", "min")},
+    "allocate_shared_memory": memory.allocate_shared_memory, "inline_asm_elementwise": ptx.inline_asm_elementwise,
+    "program_id": _program_id, "num_programs": _num_programs, "num_warps": lambda: partition().warps,
+    "num_ctas": lambda: 1, "warp_specialize": _warp_specialize,
+}  # fmt: skip
+del PARTS["umulhi"]
+OF_HOPPER: dict[str, Any] = {
+    "fence_async_shared": memory.fence_async_shared, "warpgroup_mma": wgmma.warpgroup_mma,
+    "warpgroup_mma_wait": wgmma.warpgroup_mma_wait, "warpgroup_mma_init": lambda value: value,
+}  # fmt: skip
+OF_MBARRIER: dict[str, Any] = {
+    name: getattr(barriers, name) for name in ("init", "invalidate", "expect", "arrive", "wait")
+}
+OF_TMA: dict[str, Any] = {name: it for name, it in vars(tma).items() if name.startswith(("async_", "store_wait"))}
+
+LANGUAGE = Language("gl", gl, PARTS)
+"""In place of `gl`, and of `tl` where functions are of both languages."""
+
+
+def _module(name: str, own: types.ModuleType, parts: dict[str, Any]) -> Language:
+    return Language(name, own, parts)
+
+
+@functools.cache
+def modules() -> dict[str, Language]:
+    """In place of Gluon's modules, by the last part of their names."""
+    from triton.experimental.gluon.language.nvidia import hopper
+
+    made = {
+        "mbarrier": _module("mbarrier", hopper.mbarrier, OF_MBARRIER),
+        "tma": _module("tma", hopper.tma, OF_TMA),
+    }
+    made["hopper"] = _module("hopper", hopper, {**OF_HOPPER, **made})
+    return made

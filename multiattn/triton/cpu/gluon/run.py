@@ -1,0 +1,68 @@
+"""Run a Gluon kernel's own source on CPU tensors: `run`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from multiattn.triton.cpu.gluon.errors import GluonError
+from multiattn.triton.cpu.gluon.machine import Machine, Runs
+from multiattn.triton.cpu.gluon.source import as_python, with_functions
+from multiattn.triton.cpu.gluon.tensors import Memory, TensorMap
+from multiattn.triton.cpu.gluon.values import lift
+from multiattn.triton.cpu.interpreter import exclusive_language
+
+
+def run(kernel: Any, grid: int, *args: Any, num_warps: int = 4, seed: int | None = None, **kwargs: Any) -> None:
+    """Run every program of a one-dimensional grid of a ``@gluon.jit`` kernel, one after another.
+
+    Args:
+        kernel: the kernel.
+        grid: number of programs.
+        args, kwargs: of the kernel: CPU tensors, Gluon's tensor descriptors, numbers, None, tuples of these, constants.
+        num_warps: of the kernel, and of the default partition.
+        seed: of the order in which partitions go on and loads land; None for one in which partitions go on as far as
+            they can, and loads land as late as they can.
+
+    Raises:
+        OutOfBoundsError: an access outside of its tensor.
+        GluonError: what hardware or compiler would not take, or leave undefined. See `errors`.
+        Exception: whatever the kernel raises, untouched.
+    """
+    with exclusive_language:
+        function = as_python(kernel)
+        given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        constants = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
+        values = {
+            name: with_functions(value) if name in constants else _argument(value) for name, value in given.items()
+        }
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a thread of Python that computes would get as many more of its own
+        try:
+            for program in range(grid):
+                _run_program(Machine(program, grid, num_warps, seed), function, values)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _run_program(machine: Machine, function: Any, values: dict[str, Any]) -> None:
+    with Runs(machine), torch.no_grad():
+        function(**values)
+        machine.current.check_done()
+        if machine.in_flight:
+            raise GluonError(f"program {machine.program} ends while {len(machine.in_flight)} loads by TMA are under way")
+
+
+def _argument(value: Any) -> Any:
+    """What the kernel gets: a number has the type that it has when compiled, a 1 among them."""
+    if isinstance(value, tuple | list):
+        return tuple(_argument(it) for it in value)
+    if isinstance(value, torch.Tensor):
+        return Memory.of(value).pointer
+    if hasattr(value, "block_shape"):
+        return TensorMap(value)
+    if value is None or isinstance(value, gl.constexpr):
+        return with_functions(value)
+    return lift(value)

@@ -1,0 +1,436 @@
+"""Blocks in registers, scalars and pointers, and arithmetic by Triton's rules of types.
+
+A block is a torch tensor with a layout, a scalar a Python number; both have a type of Gluon's. Arithmetic is what a GPU
+does: integers wrap around and are divided towards zero, 16-bit results are rounded to nearest even.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from multiattn.triton.cpu.gluon import layouts
+from multiattn.triton.cpu.gluon.errors import GluonError, LayoutError
+
+Shape = tuple[int, ...]
+Number = bool | int | float
+
+STORAGE: dict[Any, torch.dtype] = {
+    gl.int1: torch.bool, gl.int8: torch.int8, gl.int16: torch.int16, gl.int32: torch.int32, gl.int64: torch.int64,
+    gl.uint8: torch.int64, gl.uint16: torch.int64, gl.uint32: torch.int64,
+    gl.float16: torch.float16, gl.bfloat16: torch.bfloat16, gl.float32: torch.float32, gl.float64: torch.float64,
+}  # fmt: skip
+"""The torch dtype that has a block's elements; unsigned ones are in wider integers."""
+DTYPES: dict[torch.dtype, Any] = {
+    torch.bool: gl.int1, torch.int8: gl.int8, torch.int16: gl.int16, torch.int32: gl.int32, torch.int64: gl.int64,
+    torch.uint8: gl.uint8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32,
+    torch.float64: gl.float64,
+}  # fmt: skip
+"""The type of a caller's tensor's elements."""
+
+
+class Value:
+    """A block, a scalar, or a block or scalar of pointers: then `data` counts elements in `memory`."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, data: Any, dtype: Any, layout: Any = None, memory: Any = None) -> None:
+        self.data, self.dtype, self.layout, self.memory = data, dtype, layout, memory
+
+    # ------------------------------------------------------------ what kernels ask
+
+    @property
+    def is_block(self) -> bool:
+        """False for a scalar."""
+        return self.layout is not None
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes; none of a scalar."""
+        return tuple(self.data.shape) if self.layout is not None else ()
+
+    @property
+    def type(self) -> Any:
+        """As Gluon has it, with the layout."""
+        return gl.distributed_type(self.dtype, list(self.shape), self.layout) if self.is_block else self.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def __bool__(self) -> bool:
+        if self.is_block:
+            raise GluonError("a block is no condition: its elements may differ")
+        return bool(self.data)
+
+    def __index__(self) -> int:
+        if self.is_block or not isinstance(self.data, int):
+            raise GluonError(f"got {self.type}; allowed an integer scalar")
+        return self.data
+
+    def __repr__(self) -> str:
+        return f"{self.type}: {self.data}"
+
+    def __getitem__(self, key: Any) -> Value:
+        result = self
+        for axis, item in enumerate(key if isinstance(key, tuple) else (key,)):
+            if item is None:
+                result = expand_dims(result, axis)
+            elif item != slice(None):
+                raise GluonError(f"index: got {item}; allowed None and :")
+        return result
+
+    def to(self, dtype: Any, fp_downcast_rounding: Any = None, bitcast: bool = False) -> Value:
+        """The same value in another type."""
+        if fp_downcast_rounding not in (None, "rtne"):
+            raise NotImplementedError(f"fp_downcast_rounding: got {fp_downcast_rounding}; allowed rtne")
+        return cast(self, dtype, bitcast=bitcast)
+
+    cast = to
+
+    def reshape(self, *shape: Any) -> Value:
+        """The same elements in another shape, in the layout that follows."""
+        return reshape(self, *shape)
+
+    def permute(self, *order: Any) -> Value:
+        """The dimensions in another order."""
+        return permute(self, *order)
+
+    def trans(self, *order: Any) -> Value:
+        """The last two dimensions exchanged, or all as `order` says."""
+        return permute(self, *(order or (*range(len(self.shape) - 2), len(self.shape) - 1, len(self.shape) - 2)))
+
+    T = property(trans)
+
+    def split(self) -> tuple[Value, Value]:
+        """The two halves of a last dimension of two."""
+        return split(self)
+
+    def __neg__(self) -> Value:
+        return self * -1 if self.dtype.is_floating() else 0 - self
+
+    def __invert__(self) -> Value:
+        return self ^ (True if self.dtype == gl.int1 else -1)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        from multiattn.triton.cpu.gluon import language  # its functions are methods, too
+
+        function = getattr(language.LANGUAGE, name)
+        return lambda *args, **kwargs: function(self, *args, **kwargs)
+
+
+def _define(name: str, swapped: bool) -> Callable[[Value, Any], Any]:
+    if swapped:
+        return lambda self, other: binary(name, other, self)
+    return lambda self, other: binary(name, self, other)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift"):
+    setattr(Value, f"__{_name}__", _define(_name, False))
+    setattr(Value, f"__r{_name}__", _define(_name, True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Value, f"__{_name}__", _define(_name, False))
+
+
+# ---------------------------------------------------------------- types
+
+
+def plain(value: Any) -> Any:
+    """A value without constexpr around it."""
+    return value.value if isinstance(value, gl.constexpr) else value
+
+
+def dtype_of(value: Any) -> Any:
+    """The type of a value; of a Python number the one that it has where nothing else says."""
+    if isinstance(value, Value):
+        return value.dtype
+    if isinstance(value, bool):
+        return gl.int1
+    if isinstance(value, int):
+        return gl.int32 if -(1 << 31) <= value < 1 << 31 else gl.int64
+    if isinstance(value, float):
+        return gl.float32
+    raise GluonError(f"got {value!r}; allowed a block, a scalar or a number")
+
+
+def lift(value: Any, dtype: Any = None) -> Value:
+    """A Value; of a number a scalar."""
+    value = plain(value)
+    if isinstance(value, Value):
+        return value if dtype is None else cast(value, dtype)
+    return Value(_wrapped(value, dtype or dtype_of(value)), dtype or dtype_of(value))
+
+
+def _common(x: Any, y: Any, name: str) -> Any:
+    """The type in which two operands meet: a number takes that of the other operand, if it is of a kind that can."""
+    a, b = dtype_of(x), dtype_of(y)
+    if a == b:
+        dtype = a
+    elif isinstance(x, Value) != isinstance(y, Value):
+        dtype, number = (a, b) if isinstance(x, Value) else (b, a)
+        if number.is_floating() and not dtype.is_floating():
+            dtype = gl.float32
+        elif dtype == gl.int1 and number != gl.int1:
+            dtype = number
+    elif a.is_floating() or b.is_floating():
+        floats = [it for it in (a, b) if it.is_floating()]
+        widest = max(floats, key=lambda it: it.primitive_bitwidth)
+        mixed = len(floats) == 2 and widest.primitive_bitwidth == 16
+        dtype = gl.float32 if mixed else widest
+    elif a.primitive_bitwidth == b.primitive_bitwidth:
+        dtype = a if not a.is_int_signed() else b  # the unsigned one
+    else:
+        dtype = max((a, b), key=lambda it: it.primitive_bitwidth)
+    if name == "truediv" and not dtype.is_floating():
+        return gl.float32
+    if dtype == gl.int1 and name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift"):
+        return gl.int32
+    return dtype
+
+
+def _bits(dtype: Any) -> tuple[int, bool]:
+    return dtype.primitive_bitwidth, dtype.is_int_signed()
+
+
+def _wrapped(number: Any, dtype: Any) -> Any:
+    """A Python number as a scalar of that type has it."""
+    if dtype == gl.int1:
+        return bool(number)
+    if dtype == gl.float32:
+        return ctypes.c_float(number).value
+    if dtype.is_floating():
+        return torch.tensor(float(number), dtype=STORAGE[dtype]).item()
+    bits, signed = _bits(dtype)
+    number = int(number) & ((1 << bits) - 1)
+    return number - (1 << bits) if signed and number >> (bits - 1) else number
+
+
+def _in_range(data: torch.Tensor, dtype: Any) -> torch.Tensor:
+    """Elements of an unsigned type, after arithmetic in a wider one."""
+    is_wide = dtype in (gl.uint8, gl.uint16, gl.uint32)
+    return data & ((1 << dtype.primitive_bitwidth) - 1) if is_wide else data
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def _divided(x: int, y: int) -> int:
+    if y == 0:
+        raise GluonError("division of an integer by zero")
+    return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
+
+
+def _larger(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.fmax(x, y) if x.dtype.is_floating_point else torch.maximum(x, y)
+
+
+def _smaller(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.fmin(x, y) if x.dtype.is_floating_point else torch.minimum(x, y)
+
+
+_OF_INTEGERS: dict[str, Callable[[Any, Any], Any]] = {
+    "floordiv": _divided, "mod": lambda x, y: x - _divided(x, y) * y, "maximum": max, "minimum": min,
+    "and": operator.and_, "or": operator.or_,
+}  # fmt: skip
+_OF_TENSORS: dict[str, Callable[[Any, Any], Any]] = {
+    "floordiv": lambda x, y: torch.div(x, y, rounding_mode="trunc"), "mod": torch.fmod,
+    "maximum": _larger, "minimum": _smaller, "and": operator.and_, "or": operator.or_,
+}  # fmt: skip
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_NEEDS_TENSORS = ("floordiv", "mod", "maximum", "minimum")
+
+
+def binary(name: str, x: Any, y: Any) -> Any:
+    """An operation on two operands, each a Value or a number."""
+    x, y = plain(x), plain(y)
+    if not (isinstance(x, Value | Number) and isinstance(y, Value | Number)):
+        return NotImplemented
+    for pointer, other in ((x, y), (y, x)):
+        if isinstance(pointer, Value) and pointer.memory is not None:
+            return _moved(name, pointer, other, pointer is y)
+    dtype = _common(x, y, name)
+    layout = common_layout(x, y)
+    result = gl.int1 if name in _COMPARISONS else dtype
+    if layout is not None:
+        function = _OF_TENSORS.get(name) or getattr(operator, name)
+        a, b = _operand(x, dtype), _operand(y, dtype)
+        if name in _NEEDS_TENSORS:
+            a, b = (torch.as_tensor(it, dtype=STORAGE[dtype]) for it in (a, b))
+        return Value(_in_range(function(a, b), result), result, layout)
+    a, b = lift(x, dtype).data, lift(y, dtype).data
+    if dtype.is_floating():
+        function = _OF_TENSORS.get(name) or getattr(operator, name)
+        a, b = (torch.tensor(it, dtype=STORAGE[dtype]) for it in (a, b))
+        return Value(function(a, b).item(), result)
+    function = _OF_INTEGERS.get(name) or getattr(operator, name)
+    return Value(_wrapped(function(a, b), result), result)
+
+
+def _operand(x: Any, dtype: Any) -> Any:
+    """What torch takes for it: a tensor of the type's dtype, or a number."""
+    if not isinstance(x, Value):
+        return x
+    if x.layout is None:
+        return x.data if x.dtype == dtype else cast(x, dtype).data
+    return x.data if x.dtype == dtype else cast(x, dtype).data
+
+
+def common_layout(*values: Any) -> Any:
+    """The layout that all blocks among the values have, None where there is none; their shapes may be broadcast."""
+    found = None
+    for value in values:
+        if not isinstance(value, Value) or value.layout is None:
+            continue
+        if found is None:
+            found = value
+        elif value.layout is not found.layout and value.layout != found.layout:
+            raise LayoutError(f"operands have different layouts: {found.layout} and {value.layout}")
+        elif len(value.shape) != len(found.shape):
+            raise LayoutError(f"operands have different ranks: {list(found.shape)} and {list(value.shape)}")
+        elif any(a != b and 1 not in (a, b) for a, b in zip(found.shape, value.shape, strict=True)):
+            raise LayoutError(f"operands have shapes {list(found.shape)} and {list(value.shape)}")
+    return None if found is None else found.layout
+
+
+def _moved(name: str, pointer: Value, by: Any, is_second: bool) -> Value:
+    """A pointer some elements on; or two pointers compared."""
+    if isinstance(by, Value) and by.memory is not None:
+        if by.memory is not pointer.memory:
+            raise GluonError("pointers into different tensors meet")
+        a, b = (by.data, pointer.data) if is_second else (pointer.data, by.data)
+        layout = common_layout(pointer, by)
+        if name not in _COMPARISONS:
+            raise GluonError(f"{name} of two pointers")
+        return Value(getattr(operator, name)(a, b), gl.int1, layout)
+    if name not in ("add", "sub") or (name == "sub" and is_second) or dtype_of(by).is_floating():
+        raise GluonError(f"{name} of a pointer and {dtype_of(by)}")
+    layout = common_layout(pointer, by)
+    steps = _operand(by, gl.int64)
+    return Value(getattr(operator, name)(pointer.data, steps), pointer.dtype, layout, pointer.memory)
+
+
+def unary(function: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Value:
+    """A function of each element, computed in fp32 or wider; of an integer none."""
+    x = lift(x)
+    if not x.dtype.is_floating():
+        raise GluonError(f"got {x.type}; allowed floating point")
+    if x.is_block:
+        return Value(function(x.data), x.dtype, x.layout)
+    return Value(function(torch.tensor(x.data, dtype=STORAGE[x.dtype])).item(), x.dtype)
+
+
+def cast(x: Any, dtype: Any, *, bitcast: bool = False) -> Value:
+    """The value in another type, rounded to nearest even, integers towards zero; or its bits."""
+    x, dtype = lift(x), plain(dtype)
+    if x.dtype == dtype:
+        return x
+    if x.memory is not None:
+        return x.memory.cast_pointer(x, dtype)
+    if not x.is_block and not bitcast:
+        number = x.data
+        is_number = not isinstance(number, float) or math.isfinite(number)
+        return Value(_wrapped(number, dtype) if is_number or dtype.is_floating() else 0, dtype)
+    data = x.data if x.is_block else torch.tensor(x.data, dtype=STORAGE[x.dtype])
+    if bitcast:
+        data = data.view(STORAGE[dtype])
+    elif dtype == gl.int1:
+        data = data != 0
+    else:
+        data = _in_range(data.to(STORAGE[dtype]), dtype)
+    return Value(data, dtype, x.layout) if x.is_block else Value(data.item(), dtype)
+
+
+def select(condition: Any, x: Any, y: Any) -> Value:
+    """x where the condition is true, else y."""
+    condition, x, y = plain(condition), plain(x), plain(y)
+    layout = common_layout(condition, x, y)
+    if isinstance(x, Value) and x.memory is not None:
+        if not isinstance(y, Value) or y.memory is not x.memory:
+            raise GluonError("where: pointers into different tensors meet")
+        a, b, dtype, memory = x.data, y.data, x.dtype, x.memory
+    else:
+        dtype, memory = _common(x, y, "where"), None
+        a, b = _operand(x, dtype), _operand(y, dtype)
+    if layout is None:
+        chosen = a if condition else b
+        return Value(chosen if memory is not None else _wrapped(chosen, dtype), dtype, None, memory)
+    if not isinstance(condition, Value) or not condition.is_block:
+        a, b = torch.broadcast_tensors(*(torch.as_tensor(it, dtype=STORAGE.get(dtype, torch.int64)) for it in (a, b)))
+        return Value(a if condition else b, dtype, layout, memory)
+    a, b = (torch.as_tensor(it, dtype=STORAGE.get(dtype, torch.int64)) for it in (a, b))
+    return Value(torch.where(condition.data != 0, a, b), dtype, layout, memory)
+
+
+# ---------------------------------------------------------------- shapes
+
+
+def sizes(*shape: Any) -> Shape:
+    """A shape that is given as numbers or as one sequence."""
+    if len(shape) == 1 and isinstance(plain(shape[0]), Sequence):
+        shape = tuple(plain(shape[0]))
+    return tuple(int(plain(it)) for it in shape)
+
+
+def needs_block(x: Any) -> Value:
+    """The value; GluonError for a scalar."""
+    if not isinstance(x, Value) or not x.is_block:
+        raise GluonError(f"got {x!r}; allowed a block")
+    return x
+
+
+def expand_dims(x: Any, axis: Any) -> Value:
+    """One more dimension of size 1: the one that the layout is a slice of."""
+    x, axis = needs_block(x), plain(axis)
+    axis += len(x.shape) + 1 if axis < 0 else 0
+    if not isinstance(x.layout, gl.SliceLayout):
+        raise LayoutError(f"a dimension more: got {x.layout}; allowed a SliceLayout")
+    if x.layout.dim != axis:
+        raise LayoutError(f"a dimension more: got axis {axis} of a slice along {x.layout.dim}")
+    return Value(x.data.unsqueeze(axis), x.dtype, x.layout.parent, x.memory)
+
+
+def reshape(x: Any, *shape: Any) -> Value:
+    """The same elements in another shape, in the layout that follows."""
+    x, shape = needs_block(x), sizes(*shape)
+    if math.prod(shape) != x.numel:
+        raise LayoutError(f"reshape: got {list(x.shape)} to {list(shape)}")
+    return Value(x.data.reshape(shape), x.dtype, layouts.reshaped(x.layout, x.shape, shape), x.memory)
+
+
+def permute(x: Any, *order: Any) -> Value:
+    """The dimensions in another order."""
+    x, order = needs_block(x), sizes(*order)
+    return Value(x.data.permute(order), x.dtype, layouts.permuted(x.layout, x.shape, order), x.memory)
+
+
+def join(x: Any, y: Any) -> Value:
+    """Two blocks side by side in a new last dimension."""
+    x, y = needs_block(x), needs_block(y)
+    dtype = _common(x, y, "join")
+    layout = common_layout(x, y)
+    a, b = torch.broadcast_tensors(cast(x, dtype).data, cast(y, dtype).data)
+    return Value(torch.stack((a, b), -1), dtype, layouts.joined(layout, tuple(a.shape)))
+
+
+def split(x: Any) -> tuple[Value, Value]:
+    """The two halves of a last dimension of two."""
+    x = needs_block(x)
+    layout = layouts.split(x.layout, x.shape)
+    return Value(x.data[..., 0], x.dtype, layout), Value(x.data[..., 1], x.dtype, layout)
+
+
+def broadcast_to(x: Any, shape: Shape) -> Value:
+    """Dimensions of size 1 repeated."""
+    x = needs_block(x)
+    if len(shape) != len(x.shape):
+        raise LayoutError(f"broadcast of {list(x.shape)} to {list(shape)}: ranks differ")
+    return Value(x.data.expand(shape), x.dtype, x.layout, x.memory)
