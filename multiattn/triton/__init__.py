@@ -75,10 +75,10 @@ def _gluon_variant() -> Variant:
         summary="Gluon for Hopper: a warp that loads by TMA, warpgroups that compute by wgmma",
         capability=replace(
             _THROUGH_DESCRIPTORS,
-            arches=gluon_configs.ARCHES,
+            arches=("cpu", *gluon_configs.ARCHES),
             block_masks=0,
             packing=True,
-            arch_hint="for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
+            arch_hint="for Hopper's wgmma and TMA, and for the CPU, where it is interpreted; other variants run elsewhere",
         ),
         config_type=gluon_configs.GluonConfig,
         rules=rules_of(gluon_configs.VARIANT),

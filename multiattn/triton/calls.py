@@ -39,17 +39,17 @@ class Call:
 
     def __init__(self, plan: Plan, table: KernelTable) -> None:
         """ValueError for a table that is not the kernel's."""
-        self._is_gluon = plan.variant == GLUON and table.kernel != LIST_TILES
+        self.is_gluon = plan.variant == GLUON and table.kernel != LIST_TILES
         module: Any = forward if plan.direction == "forward" else backward
         module = decode if plan.variant == SPLIT_KEYS else module
         self.kernel: Any = getattr(lists if table.kernel == LIST_TILES else module, table.kernel)
-        if self._is_gluon:
+        if self.is_gluon:
             from multiattn.triton.kernels.gluon.forward import attention_forward  # which takes Gluon
 
             self.kernel = attention_forward
         if tuple(self.kernel.arg_names) != tuple(table.rows):
             raise ValueError(f"{table.kernel}: got rows {list(table.rows)}; allowed {self.kernel.arg_names}")
-        self.table = _with_functions(table, self._is_gluon)
+        self.table = _with_functions(table, self.is_gluon)
         known = {**plan.problem.layouts, **areas_of(plan.problem, plan.config)}
         self._dtypes = {name: layout.dtype for name, layout in known.items()}
         self._dtypes[abi.WORKSPACE] = torch.int32
@@ -75,7 +75,7 @@ class Call:
         if isinstance(row, Tensor):
             return tensor_of(row)
         if isinstance(row, Descriptor):
-            return _describe(row, tensor_of(row), self._is_gluon)
+            return _describe(row, tensor_of(row), self.is_gluon)
         return row if isinstance(row, float) else row.value
 
 

@@ -42,14 +42,36 @@ def prepare(plan: Plan) -> Launcher:
 
 
 def _interpreter_of(plan: Plan) -> Launcher:
-    calls = {has_dlse: calls_of(plan, has_dlse=has_dlse) for has_dlse in (False, True)}
+    programs = INTERPRETED_PROGRAMS if plan.variant == GLUON else None
+    calls = {has_dlse: calls_of(plan, has_dlse=has_dlse, multiprocessors=programs) for has_dlse in (False, True)}
+    areas = area_names([call.table for call in calls[False]])
 
     def interpret(tensors: dict[str, Any]) -> None:
+        if abi.WORKSPACE in areas:
+            tensors[abi.WORKSPACE] = _counter(tensors["q"].device)
         for call in calls["dlse" in tensors]:
-            interpreter.run(call.kernel, call.table.grid, *call.given(tensors))
+            arguments = call.given(tensors)
+            if call.is_gluon:
+                _run_gluon(call, arguments)
+            else:
+                interpreter.run(call.kernel, call.table.grid, *arguments)
 
-    areas = area_names([call.table for call in calls[False]])
-    return by_tensors(plan.problem, areas, interpret, areas_of(plan.problem, plan.config))
+    own = [name for name in areas if name != abi.WORKSPACE]
+    return by_tensors(plan.problem, own, interpret, areas_of(plan.problem, plan.config))
+
+
+INTERPRETED_PROGRAMS = 2
+"""Of a persistent kernel: they run one after another."""
+
+
+def _run_gluon(call: Call, arguments: Sequence[Any]) -> None:
+    from multiattn.triton.cpu.gluon import run  # which takes Gluon
+
+    run(call.kernel, call.table.grid, *arguments, num_warps=call.table.options["num_warps"])
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    return torch.zeros(COUNTER_BYTES // 4, dtype=torch.int32, device=device)
 
 
 # ---------------------------------------------------------------- compiled kernels
@@ -121,7 +143,7 @@ def _through_triton(
     def launch(tensors: dict[str, Any]) -> None:
         stream = compat.current_stream(device)
         for name in counters:
-            tensors[name] = torch.zeros(COUNTER_BYTES // 4, dtype=torch.int32, device=tensors["q"].device)
+            tensors[name] = _counter(tensors["q"].device)
         for run, call in zip(runs, calls, strict=True):
             run(*call.given(tensors), stream=stream)
 

@@ -365,7 +365,8 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
     rows["query_list"] = Constant(value=None) if packing is None else Tensor(of="query_list")
     rows["counter"] = Tensor(of=abi.WORKSPACE) if config.counts else Constant(value=None)
     has_pairs = packing is None or packing.sequences > 0  # else a tensor by sequences has nothing to read
-    lowered = lowered_score(problem, plan.arch) if has_pairs else None
+    # As on its GPUs, also where it is interpreted: with their tanh.
+    lowered = lowered_score(problem, ARCHS[gluon_configs.ARCHES[0]]) if has_pairs else None
     rows["aux"] = aux_row(problem, lowered)
     rows["scale"] = factor_row(problem, problem.scale_log2)
     sizes = {

@@ -8,13 +8,27 @@ from typing import Any
 from multiattn.plan.config import Rule
 from multiattn.plan.ladder import rung_rules
 from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
+from multiattn.triton.gluon_configs import VARIANT as GLUON
+from multiattn.triton.gluon_configs import GluonConfig
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.rules import ampere, blackwell, decode, hopper
 from multiattn.triton.rules.shorthand import backward, forward
 
 _INTERPRETED = "interpreted, 2 cores, 2026-11: few and large tiles take the fewest operations"
 _TILES = (64, 64, 4, 1)
+_ALL_THERE_IS = "interpreted: turns, lazy maxima and slots of Q are all run; the fastest config was not looked for"
 _CPU: Mapping[str, tuple[Rule[Any], ...]] = {
+    GLUON: tuple(
+        Rule(
+            arches=("cpu",),
+            head_dim_min=least,
+            head_dim_max=most,
+            config=GluonConfig(tile_m=tile_m, tile_n=64, stages=4, q_slots=2, pingpong=True, lazy_max=True),
+            why=_ALL_THERE_IS,
+            only_named=True,
+        )
+        for least, most, tile_m in ((1, 128, 192), (129, 256, 128))
+    ),
     **dict.fromkeys(("full", "pointer_full"), forward(("cpu",), (1, 256), _INTERPRETED, _TILES, heads_together=2)),
     **dict.fromkeys(("atomic", "pointer_atomic"), backward(("cpu",), (1, 256), _INTERPRETED, _TILES)),
     **dict.fromkeys(("two_pass", "pointer_two_pass"), backward(("cpu",), (1, 256), _INTERPRETED, _TILES, _TILES)),
