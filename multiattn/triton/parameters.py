@@ -15,6 +15,7 @@ from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.layout import VECTOR_BYTES
 from multiattn.packed import TILE_LISTS, ragged
 from multiattn.plan import abi
+from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.plan.schedule import heads_side_by_side, key_tiles, most_multiprocessors, one_width, query_tiles
 from multiattn.problem import Problem
@@ -29,6 +30,7 @@ from multiattn.triton.configs import (
 )
 from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
 from multiattn.triton.decode_parameters import split_tables
+from multiattn.triton.gluon_configs import ARCHES as GLUON_ARCHES
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.gluon_configs import GluonConfig, pieces_of
 from multiattn.triton.kernels.constants import OUT_VECTOR, ListConstants, TileConstants
@@ -366,7 +368,7 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
     rows["counter"] = Tensor(of=abi.WORKSPACE) if config.counts else Constant(value=None)
     has_pairs = packing is None or packing.sequences > 0  # else a tensor by sequences has nothing to read
     # As on its GPUs, also where it is interpreted: with their tanh.
-    lowered = lowered_score(problem, ARCHS[gluon_configs.ARCHES[0]]) if has_pairs else None
+    lowered = lowered_score(problem, ARCHS[GLUON_ARCHES[0]]) if has_pairs else None
     rows["aux"] = aux_row(problem, lowered)
     rows["scale"] = factor_row(problem, problem.scale_log2)
     sizes = {

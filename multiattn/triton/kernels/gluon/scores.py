@@ -151,7 +151,8 @@ def score_tile(first_query, of_score, sizes, C: gl.constexpr):
     """`of_score` with what the expression has of a tile's queries."""
     batch, head, aux = of_score
     if C.score.once is not None:
-        queries = _queries_from(first_query, C)  # [64, 1]
+        # Rows before the first of all are those of whole warpgroups, and are not used: any others are read for them.
+        queries = _queries_from(gl.maximum(first_query, 0), C)  # [64, 1]
         if C.packed:  # rows behind all sequences are no positions that a tensor has room for
             queries = gl.where(sizes[1] > 0, queries, 0)
         aux = aux + C.score.once(batch, head, queries, 0, sizes[0], sizes[1], aux)
