@@ -78,7 +78,7 @@ def _gluon_variant() -> Variant:
             arches=("cpu", *gluon_configs.ARCHES),
             block_masks=0,
             packing=True,
-            arch_hint="for Hopper's wgmma and TMA, and for the CPU, where it is interpreted; other variants run elsewhere",
+            arch_hint="for Hopper's wgmma and TMA, and a CPU that interprets it; other variants run elsewhere",
         ),
         config_type=gluon_configs.GluonConfig,
         rules=rules_of(gluon_configs.VARIANT),

@@ -9,12 +9,15 @@ from multiattn.triton.cpu.gluon.machine import Clock, join, partition, running
 from multiattn.triton.cpu.gluon.memory import View
 from multiattn.triton.cpu.gluon.values import plain
 
+BYTES_MAX = (1 << 20) - 1
+"""That a phase can wait for."""
+
 
 class Barrier:
     """An mbarrier: a phase ends when all arrived and all bytes did; then the next one begins."""
 
     def __init__(self, view: View, count: int) -> None:
-        self.name = f"mbarrier {view.data.storage_offset()} of those made at {view.buffer.where}"
+        self.name = f"mbarrier {_place(view)} of those made at {view.buffer.where}"
         self.count = self.pending = count
         self.bytes = 0
         self.phase = 0
@@ -24,7 +27,8 @@ class Barrier:
         """The same with the phase that has not."""
 
     def __str__(self) -> str:
-        return f"{self.name} (phase {self.phase}: {self.pending} of {self.count} arrivals and {self.bytes} bytes to come)"
+        to_come = f"{self.pending} of {self.count} arrivals and {self.bytes} bytes to come"
+        return f"{self.name} (phase {self.phase}: {to_come})"
 
     def arrive(self, number: int) -> None:
         """The current partition's arrival."""
@@ -37,6 +41,8 @@ class Barrier:
     def expect(self, number: int) -> None:
         """The same, with bytes to come."""
         self.bytes += number
+        if self.bytes > BYTES_MAX:
+            raise BarrierError(f"bytes: got {self.bytes} at {self}; allowed up to {BYTES_MAX}")
         self.arrive(1)
 
     def land(self, number: int) -> int:
@@ -63,12 +69,16 @@ class Barrier:
         join(partition().clock, self.seen)
 
 
+def _place(view: View) -> int:
+    return int(view.data.storage_offset())
+
+
 def _at(view: Any) -> Barrier:
     if not isinstance(view, View) or view.data.numel() != 1:
         raise BarrierError(f"got {view}; allowed one mbarrier")
-    barrier = view.buffer.barriers.get(view.data.storage_offset())
+    barrier = view.buffer.barriers.get(_place(view))
     if barrier is None:
-        raise BarrierError(f"no mbarrier was made at {view.data.storage_offset()} of {view.buffer}")
+        raise BarrierError(f"no mbarrier was made at {_place(view)} of {view.buffer}")
     assert isinstance(barrier, Barrier)
     return barrier
 
@@ -78,7 +88,7 @@ def _at(view: Any) -> Barrier:
 
 def init(mbarrier: View, count: Any) -> None:
     """Makes an mbarrier."""
-    place = mbarrier.data.storage_offset()
+    place = _place(mbarrier)
     if place in mbarrier.buffer.barriers:
         raise BarrierError(f"{_at(mbarrier)} is made again")
     if int(plain(count)) < 1:
@@ -89,7 +99,7 @@ def init(mbarrier: View, count: Any) -> None:
 def invalidate(mbarrier: View) -> None:
     """Ends it."""
     _at(mbarrier)
-    del mbarrier.buffer.barriers[mbarrier.data.storage_offset()]
+    del mbarrier.buffer.barriers[_place(mbarrier)]
 
 
 def expect(mbarrier: View, bytes_per_cta: Any = None, pred: Any = True, *, bytes: Any = None, **_: Any) -> None:

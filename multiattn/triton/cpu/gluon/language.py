@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,10 @@ from triton.experimental.gluon import language as gl
 from multiattn.triton.cpu.gluon import barriers, layouts, memory, ptx, tensors, tma, values, wgmma
 from multiattn.triton.cpu.gluon.errors import GluonError, LayoutError
 from multiattn.triton.cpu.gluon.machine import partition, running
-from multiattn.triton.cpu.gluon.values import STORAGE, Value, binary, lift, needs_block, plain, sizes, unary
+from multiattn.triton.cpu.gluon.values import STORAGE, Value, binary, lift, made, needs_block, plain, sizes, unary
 
 
-class Language:
+class LanguageModule:
     """A module of Gluon's: what is not here is Gluon's own if it is a type or a layout, and an error if not."""
 
     def __init__(self, name: str, own: Any, parts: dict[str, Any]) -> None:
@@ -81,7 +80,7 @@ def _are_numbers(x: Any, y: Any) -> bool:
 
 def _extreme(name: str, of_nan: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     def choose(x: Any, y: Any, propagate_nan: Any = None) -> Value:
-        result = _operation(name)(x, y)
+        result: Value = _operation(name)(x, y)
         if propagate_nan is not None and "ALL" in str(plain(propagate_nan)):
             result = values.select((lift(x) != x) | (lift(y) != y), math.nan, result)
         return result
@@ -95,11 +94,11 @@ def _abs(x: Any) -> Value:
 
 
 def _fma(x: Any, y: Any, z: Any) -> Value:
-    return lift(x) * y + z
+    return made(binary("add", binary("mul", lift(x), y), z))
 
 
 def _fdiv(x: Any, y: Any, ieee_rounding: Any = False) -> Value:
-    return lift(x) / y
+    return made(binary("truediv", lift(x), y))
 
 
 def _cdiv(x: Any, y: Any) -> Any:
@@ -107,7 +106,7 @@ def _cdiv(x: Any, y: Any) -> Any:
 
 
 def _clamp(x: Any, min: Any, max: Any, propagate_nan: Any = None) -> Value:
-    return binary("minimum", binary("maximum", x, min), max)
+    return made(binary("minimum", binary("maximum", x, min), max))
 
 
 # ---------------------------------------------------------------- reductions
@@ -225,7 +224,7 @@ PARTS: dict[str, Any] = {
     "cast": lambda input, dtype, fp_downcast_rounding=None, bitcast=False: values.cast(input, dtype, bitcast=bitcast),
     "where": values.select, "add": _operation("add"), "sub": _operation("sub"), "mul": _operation("mul"),
     "maximum": _extreme("maximum", torch.maximum), "minimum": _extreme("minimum", torch.minimum), "clamp": _clamp,
-    "abs": _abs, "fma": _fma, "fdiv": _fdiv, "div_rn": _fdiv, "cdiv": _cdiv, "umulhi": None,
+    "abs": _abs, "fma": _fma, "fdiv": _fdiv, "div_rn": _fdiv, "cdiv": _cdiv,
     "exp": functools.partial(unary, torch.exp), "exp2": functools.partial(unary, torch.exp2),
     "log": functools.partial(unary, torch.log), "log2": functools.partial(unary, torch.log2),
     "sqrt": functools.partial(unary, torch.sqrt), "sqrt_rn": functools.partial(unary, torch.sqrt),
@@ -240,7 +239,9 @@ PARTS: dict[str, Any] = {
     "program_id": _program_id, "num_programs": _num_programs, "num_warps": lambda: partition().warps,
     "num_ctas": lambda: 1, "warp_specialize": _warp_specialize,
 }  # fmt: skip
-del PARTS["umulhi"]
+values.METHODS.update(
+    {name: PARTS[name] for name in ("sum", "max", "min", "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "floor")}
+)
 OF_HOPPER: dict[str, Any] = {
     "fence_async_shared": memory.fence_async_shared, "warpgroup_mma": wgmma.warpgroup_mma,
     "warpgroup_mma_wait": wgmma.warpgroup_mma_wait, "warpgroup_mma_init": lambda value: value,
@@ -250,22 +251,18 @@ OF_MBARRIER: dict[str, Any] = {
 }
 OF_TMA: dict[str, Any] = {name: it for name, it in vars(tma).items() if name.startswith(("async_", "store_wait"))}
 
-LANGUAGE = Language("gl", gl, PARTS)
+LANGUAGE = LanguageModule("gl", gl, PARTS)
 """In place of `gl`, and of `tl` where functions are of both languages."""
 
 
-def _module(name: str, own: types.ModuleType, parts: dict[str, Any]) -> Language:
-    return Language(name, own, parts)
-
-
 @functools.cache
-def modules() -> dict[str, Language]:
+def modules() -> dict[str, LanguageModule]:
     """In place of Gluon's modules, by the last part of their names."""
     from triton.experimental.gluon.language.nvidia import hopper
 
     made = {
-        "mbarrier": _module("mbarrier", hopper.mbarrier, OF_MBARRIER),
-        "tma": _module("tma", hopper.tma, OF_TMA),
+        "mbarrier": LanguageModule("mbarrier", hopper.mbarrier, OF_MBARRIER),
+        "tma": LanguageModule("tma", hopper.tma, OF_TMA),
     }
-    made["hopper"] = _module("hopper", hopper, {**OF_HOPPER, **made})
+    made["hopper"] = LanguageModule("hopper", hopper, {**OF_HOPPER, **made})
     return made

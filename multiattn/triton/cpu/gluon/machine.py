@@ -35,8 +35,8 @@ class Partition:
         self.baton = threading.Lock()
         self.baton.acquire()
         self.ready: Callable[[], bool] | None = None
-        self.waits = ""
-        """For what, and where."""
+        self.waits_for: Callable[[], str] = str
+        """Says for what, and where."""
         self.products: list[Any] = []
         """Of wgmma, under way."""
         self.stores: list[Any] = []
@@ -93,11 +93,8 @@ class Machine:
         me = self.current
         if self.random is None and ready():
             return
-        me.ready = ready
         place = here()
-        me.waits = ""
-        self._say = waits
-        me.waits_for = lambda: f"{waits()} [at {place}]"  # type: ignore[attr-defined]
+        me.ready, me.waits_for = ready, lambda: f"{waits()} [at {place}]"
         self._switch(me)
         me.ready = None
 
@@ -149,7 +146,7 @@ class Machine:
         return self._weights.setdefault(id(event), self.random.choice((1, 4, 16)))
 
     def _deadlock(self) -> str:
-        lines = [f"  {it.name} waits for {it.waits_for()}" for it in self.partitions]  # type: ignore[attr-defined]
+        lines = [f"  {it.name} waits for {it.waits_for()}" for it in self.partitions]
         return "every partition waits, and nothing is under way:\n" + "\n".join(lines) + "\n"
 
     # ------------------------------------------------------------ partitions

@@ -61,7 +61,7 @@ class Read:
         return f"a {self.what} of {self.who.name} that {state} [at {self.where}]"
 
 
-class Part:
+class Region:
     """Elements of a buffer that are accessed together."""
 
     def __init__(self, buffer: Buffer, elements: torch.Tensor) -> None:
@@ -136,7 +136,7 @@ class Buffer:
         fill = float("nan") if storage.is_floating_point else POISON if storage.itemsize >= 4 else 0
         self.data = torch.full(shape, fill, dtype=storage)
         self.is_written = torch.zeros(math.prod(shape), dtype=torch.bool)
-        self.parts: dict[Any, Part] = {}
+        self.parts: dict[Any, Region] = {}
         self.barriers: dict[int, Any] = {}
         """The mbarriers in it, by element."""
         self.view = View(self, self.data, layout)
@@ -144,9 +144,10 @@ class Buffer:
     def __str__(self) -> str:
         return f"buffer {self.number} ({self.dtype} {list(self.data.shape)}, made at {self.where})"
 
-    def part(self, elements: torch.Tensor) -> Part:
+    def part(self, elements: torch.Tensor) -> Region:
         """The record of some elements."""
-        spans = sorted((stride, size) for size, stride in zip(elements.shape, elements.stride(), strict=True) if size > 1)
+        dimensions = zip(elements.stride(), elements.shape, strict=True)
+        spans = sorted((stride, size) for stride, size in dimensions if size > 1)
         merged: list[tuple[int, int]] = []
         for stride, size in spans:
             if merged and merged[-1][0] * merged[-1][1] == stride:
@@ -155,7 +156,7 @@ class Buffer:
                 merged.append((stride, size))
         key = (elements.storage_offset(), *merged)
         if key not in self.parts:
-            self.parts[key] = Part(self, elements)
+            self.parts[key] = Region(self, elements)
         return self.parts[key]
 
 
@@ -178,7 +179,7 @@ class View:
     @property
     def nbytes_per_cta(self) -> int:
         """Bytes."""
-        return self.numel * self.dtype.primitive_bitwidth // 8
+        return self.numel * int(self.dtype.primitive_bitwidth) // 8
 
     @property
     def type(self) -> Any:

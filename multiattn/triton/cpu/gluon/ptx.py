@@ -21,7 +21,7 @@ from multiattn.triton.cpu.gluon.errors import GluonError, LayoutError
 from multiattn.triton.cpu.gluon.values import STORAGE, Shape, Value, common_layout, lift, plain
 
 
-class Instruction(NamedTuple):
+class Statement(NamedTuple):
     """One of a text."""
 
     opcode: str
@@ -31,7 +31,7 @@ class Instruction(NamedTuple):
 
 
 @functools.cache
-def _parsed(text: str) -> tuple[Instruction, ...]:
+def _parsed(text: str) -> tuple[Statement, ...]:
     text = " ".join(re.sub(r"//[^\n]*", "", text).split())
     if text.startswith("{"):
         text = text[1:].rpartition("}")[0]
@@ -43,7 +43,7 @@ def _parsed(text: str) -> tuple[Instruction, ...]:
         opcode, _, rest = words.strip().partition(" ")
         if opcode and opcode != ".reg":
             operands = tuple(it.strip() for it in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]]+", rest) if it.strip())
-            found.append(Instruction(opcode, operands, guard))
+            found.append(Statement(opcode, operands, guard))
     return tuple(found)
 
 
@@ -94,7 +94,7 @@ class _Threads:
             value = torch.where(self.guard, value, self.registers[name].view(value.dtype))
         self.registers[name] = value
 
-    def run(self, instruction: Instruction) -> None:
+    def run(self, instruction: Statement) -> None:
         """One instruction."""
         base, *parts = instruction.opcode.split(".")
         run = INSTRUCTIONS.get(base)
@@ -199,7 +199,8 @@ def _red(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> No
     vector = next((int(it[1:]) for it in parts if re.fullmatch(r"v\d", it)), 1)
     if vector != len(values):
         raise GluonError(f"PTX: red.{'.'.join(parts)} of {len(values)} registers")
-    data = torch.stack(torch.broadcast_tensors(*(threads.read(it, kind) for it in values)), -1).flatten(len(places.shape))
+    data = torch.stack(torch.broadcast_tensors(*(threads.read(it, kind) for it in values)), -1)
+    data = data.flatten(places.dim())  # of a packed type each register has two
     active = torch.ones(places.shape, dtype=torch.bool) if threads.guard is None else threads.guard
     places, data = places[active], data[active]
     if data.dtype != memory_.flat.dtype:
@@ -295,9 +296,7 @@ def _per_register(bits: int, pack: int) -> int:
     return min(pack, max(1, 32 // bits))
 
 
-def inline_asm_elementwise(
-    asm: Any, constraints: Any, args: Any, dtype: Any, is_pure: Any, pack: Any, **_: Any
-) -> Any:
+def inline_asm_elementwise(asm: Any, constraints: Any, args: Any, dtype: Any, is_pure: Any, pack: Any, **_: Any) -> Any:
     """Text of PTX over the elements of `args`, `pack` of them at a time."""
     text, constraints, pack, dtype = (plain(it) for it in (asm, constraints, pack, dtype))
     instructions = _parsed(text)
@@ -321,9 +320,7 @@ def inline_asm_elementwise(
     threads = _Threads(registers, lanes.lanes[:-1])
     for instruction in instructions:
         threads.run(instruction)
-    results = tuple(
-        _result(threads, names_of, it, lanes, layout) for names_of, it in zip(written, dtypes, strict=True)
-    )
+    results = tuple(_result(threads, names_of, it, lanes, layout) for names_of, it in zip(written, dtypes, strict=True))
     return results if isinstance(dtype, tuple | list) else results[0]
 
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from multiattn.triton.cpu.gluon.errors import GluonError
 from multiattn.triton.cpu.gluon.machine import Machine, Runs
 from multiattn.triton.cpu.gluon.source import as_python, with_functions
-from multiattn.triton.cpu.gluon.tensors import Memory, TensorMap
+from multiattn.triton.cpu.gluon.tensors import MappedTensor, Memory
 from multiattn.triton.cpu.gluon.values import lift
 from multiattn.triton.cpu.interpreter import exclusive_language
 
@@ -52,7 +52,7 @@ def _run_program(machine: Machine, function: Any, values: dict[str, Any]) -> Non
         function(**values)
         machine.current.check_done()
         if machine.in_flight:
-            raise GluonError(f"program {machine.program} ends while {len(machine.in_flight)} loads by TMA are under way")
+            raise GluonError(f"program {machine.program} ends with {len(machine.in_flight)} loads by TMA under way")
 
 
 def _argument(value: Any) -> Any:
@@ -62,7 +62,7 @@ def _argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return Memory.of(value).pointer
     if hasattr(value, "block_shape"):
-        return TensorMap(value)
+        return MappedTensor(value)
     if value is None or isinstance(value, gl.constexpr):
         return with_functions(value)
     return lift(value)

@@ -101,7 +101,8 @@ def _active(mask: Any, pointer: Value) -> torch.Tensor | bool | None:
         return None
     if isinstance(mask, Value) and mask.is_block:
         common_layout(pointer, mask)
-        return mask.data.expand(pointer.shape) != 0
+        active: torch.Tensor = mask.data.expand(pointer.shape) != 0
+        return active
     return bool(mask)
 
 
@@ -174,8 +175,7 @@ def update(name: str, pointer: Any, value: Any, mask: Any = None, sem: Any = Non
 
 def compare_and_swap(pointer: Any, expected: Any, value: Any, sem: Any = None, scope: Any = None) -> Value:
     """An atomic exchange where the element is what was expected."""
-    pointer, memory = _pointer(pointer)
-    if pointer.is_block:
+    if _pointer(pointer)[0].is_block:
         raise NotImplementedError("the interpreter of Gluon has no atomic_cas of blocks")
     old = load(pointer)
     if bool(old == expected):
@@ -189,7 +189,7 @@ _WRAP = 1 << 64
 """Bytes that an address counts."""
 
 
-class TensorMap:
+class MappedTensor:
     """A tensor as TMA walks it: boxes of it, whose elements outside of its shape are zeros."""
 
     def __init__(self, described: Any) -> None:

@@ -10,14 +10,14 @@ from multiattn.triton.cpu.gluon import barriers
 from multiattn.triton.cpu.gluon.errors import GluonError
 from multiattn.triton.cpu.gluon.machine import partition, running
 from multiattn.triton.cpu.gluon.memory import NEVER, View, Write
-from multiattn.triton.cpu.gluon.tensors import TensorMap
+from multiattn.triton.cpu.gluon.tensors import MappedTensor
 from multiattn.triton.cpu.gluon.values import plain
 
 
 class _Load:
     """A tile on its way to shared memory; until it lands that has NaNs."""
 
-    def __init__(self, source: TensorMap, at: list[int], barrier: barriers.Barrier, target: View) -> None:
+    def __init__(self, source: MappedTensor, at: list[int], barrier: barriers.Barrier, target: View) -> None:
         self.source, self.at, self.barrier, self.target = source, at, barrier, target
         self.elements, self.inside = source.box(at, "TMA load")
         target.part.check_free(partition(), "a load by TMA")
@@ -37,7 +37,7 @@ class _Load:
 class _Store:
     """A tile on its way from shared memory, which it reads at some time before the partition has waited."""
 
-    def __init__(self, target: TensorMap, at: list[int], source: View, add: str | None) -> None:
+    def __init__(self, target: MappedTensor, at: list[int], source: View, add: str | None) -> None:
         self.source, self.add = source, add
         what = "store by TMA"
         self.elements, self.inside = target.box(at, f"TMA {what}")
@@ -57,7 +57,13 @@ class _Store:
 
 
 def async_load(
-    tensor_desc: TensorMap, coord: Any, barrier: View, result: View, pred: Any = True, multicast: Any = False, **_: Any
+    tensor_desc: MappedTensor,
+    coord: Any,
+    barrier: View,
+    result: View,
+    pred: Any = True,
+    multicast: Any = False,
+    **_: Any,
 ) -> None:
     """Begin to load a box to shared memory."""
     if plain(multicast):
@@ -71,7 +77,7 @@ def async_load(
     machine.step()
 
 
-def _begin_store(tensor_desc: TensorMap, coord: Any, src: View, add: str | None) -> None:
+def _begin_store(tensor_desc: MappedTensor, coord: Any, src: View, add: str | None) -> None:
     at = tensor_desc.coordinates(coord)
     tensor_desc.check(src, "TMA store")
     if min(at) < 0:
@@ -80,27 +86,27 @@ def _begin_store(tensor_desc: TensorMap, coord: Any, src: View, add: str | None)
     running().step()
 
 
-def async_store(tensor_desc: TensorMap, coord: Any, src: View, *_: Any, **__: Any) -> None:
+def async_store(tensor_desc: MappedTensor, coord: Any, src: View, *_: Any, **__: Any) -> None:
     """Begin to store a box from shared memory."""
     _begin_store(tensor_desc, coord, src, None)
 
 
-def async_atomic_add(tensor_desc: TensorMap, coord: Any, src: View) -> None:
+def async_atomic_add(tensor_desc: MappedTensor, coord: Any, src: View) -> None:
     """Begin to add it to what is there."""
     _begin_store(tensor_desc, coord, src, "add")
 
 
-def async_atomic_max(tensor_desc: TensorMap, coord: Any, src: View) -> None:
+def async_atomic_max(tensor_desc: MappedTensor, coord: Any, src: View) -> None:
     """Begin to raise what is there."""
     _begin_store(tensor_desc, coord, src, "max")
 
 
-def async_atomic_min(tensor_desc: TensorMap, coord: Any, src: View) -> None:
+def async_atomic_min(tensor_desc: MappedTensor, coord: Any, src: View) -> None:
     """Begin to lower what is there."""
     _begin_store(tensor_desc, coord, src, "min")
 
 
-def async_reduce(kind: Any, tensor_desc: TensorMap, coord: Any, src: View, **_: Any) -> None:
+def async_reduce(kind: Any, tensor_desc: MappedTensor, coord: Any, src: View, **_: Any) -> None:
     """One of these by name."""
     _begin_store(tensor_desc, coord, src, str(plain(kind)))
 

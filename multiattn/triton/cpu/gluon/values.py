@@ -33,6 +33,8 @@ DTYPES: dict[torch.dtype, Any] = {
     torch.float64: gl.float64,
 }  # fmt: skip
 """The type of a caller's tensor's elements."""
+METHODS: dict[str, Callable[..., Any]] = {}
+"""Functions of the language that are also methods of a Value, by name; the language has them."""
 
 
 class Value:
@@ -114,18 +116,15 @@ class Value:
         return split(self)
 
     def __neg__(self) -> Value:
-        return self * -1 if self.dtype.is_floating() else 0 - self
+        return made(binary("mul", self, -1) if self.dtype.is_floating() else binary("sub", 0, self))
 
     def __invert__(self) -> Value:
-        return self ^ (True if self.dtype == gl.int1 else -1)
+        return made(binary("xor", self, True if self.dtype == gl.int1 else -1))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        from multiattn.triton.cpu.gluon import language  # its functions are methods, too
-
-        function = getattr(language.LANGUAGE, name)
-        return lambda *args, **kwargs: function(self, *args, **kwargs)
+        if name not in METHODS:
+            raise AttributeError(f"the interpreter of Gluon has no method {name}")
+        return lambda *args, **kwargs: METHODS[name](self, *args, **kwargs)
 
 
 def _define(name: str, swapped: bool) -> Callable[[Value, Any], Any]:
@@ -139,6 +138,12 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "x
     setattr(Value, f"__r{_name}__", _define(_name, True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Value, f"__{_name}__", _define(_name, False))
+
+
+def made(value: Any) -> Value:
+    """What an operation came to, which is a Value."""
+    assert isinstance(value, Value)
+    return value
 
 
 # ---------------------------------------------------------------- types
@@ -332,9 +337,9 @@ def cast(x: Any, dtype: Any, *, bitcast: bool = False) -> Value:
     """The value in another type, rounded to nearest even, integers towards zero; or its bits."""
     x, dtype = lift(x), plain(dtype)
     if x.dtype == dtype:
-        return x
+        return made(x)
     if x.memory is not None:
-        return x.memory.cast_pointer(x, dtype)
+        return made(x.memory.cast_pointer(x, dtype))
     if not x.is_block and not bitcast:
         number = x.data
         is_number = not isinstance(number, float) or math.isfinite(number)
