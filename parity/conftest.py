@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 
-from multiattn.plan.backend import BACKENDS
+from multiattn.plan.backend import BACKENDS, Direction
+from multiattn.triton.gluon_configs import VARIANT as GLUON
 from parity.case import Case
 from parity.cases import suite
 from parity.results import Contender
@@ -33,7 +34,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     backends = config.getoption("--parity-backend") or BACKENDS
     device = torch.device(config.getoption("--parity-device"))
     is_backward = "fed_by" in metafunc.fixturenames
-    contenders = contenders_of(backends, _variants(config), ["backward" if is_backward else "forward"])
+    directions: list[Direction] = ["backward" if is_backward else "forward"]
+    contenders = contenders_of(backends, _variants(config), directions, on_cpu=device.type == "cpu")
     params = []
     for case in suite(device):
         marks = [pytest.mark.xdist_group("huge")] if case.size == "huge" else []  # two at a time would not fit a GPU
@@ -54,9 +56,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _takes_long(case: Case, who: Contender) -> bool:
-    """The sweep over head_dims but for those that tiles are made for: up to 7 s each but in cuTile."""
+    """The sweep over head_dims but for those that tiles are made for: up to 7 s each but in cuTile and Gluon."""
     in_sweep = re.fullmatch(r"d\d+_(fp16|bf16)_(full|causal)", case.name) is not None
-    return who.backend != "cutile" and in_sweep and case.head_dim not in (8, 40, 64, 128, 256)
+    return who.backend != "cutile" and who.variant != GLUON and in_sweep and case.head_dim not in (8, 40, 64, 128, 256)
 
 
 def _variants(config: pytest.Config) -> Variants:

@@ -21,6 +21,7 @@ import torch
 
 from multiattn.plan import backend as registry
 from multiattn.plan.backend import DIRECTIONS, Direction, Plan
+from multiattn.triton.gluon_configs import VARIANT as GLUON
 from parity.case import Case
 from parity.cases import is_cross_fed
 from parity.launch import (
@@ -41,30 +42,33 @@ Variants = Literal["best", "turns", "all", "every"]
 VARIANTS: tuple[Variants, ...] = ("best", "turns", "all", "every")
 """The variants of each backend that run: the best for each case, one whose turn it is, or all that can run the case.
 
-In turns takes no longer than the best alone. Where a backend has a hundred variants, turns and all go through those
-that span them (`Op.spanning`), and only `every` through every one: hours on a CPU.
+In turns takes no longer than the best alone. On a CPU both have the kernels of `ON_CPU` beside. Where a backend has a
+hundred variants, turns and all go through those that span them (`Op.spanning`), and only `every` through every one:
+hours on a CPU.
 """
+
+ON_CPU: Mapping[tuple[str, Direction], tuple[str, ...]] = {("triton", "forward"): (GLUON,)}
+"""Variants that a CPU runs by name alone, in every case that they can: they are quick (50 ms a case), and no turns of
+others show anything of them."""
 
 
 def contenders_of(
-    backends: Sequence[str],
-    variants: Variants,
-    directions: Sequence[Direction] = DIRECTIONS,
+    backends: Sequence[str], variants: Variants, directions: Sequence[Direction] = DIRECTIONS, *, on_cpu: bool = False
 ) -> tuple[Contender, ...]:
     """In each direction each backend once, or each of its variants."""
     return tuple(
-        Contender(backend=name, variant=variant, direction=direction, in_turn=variants == "turns")
+        Contender(backend=name, variant=variant, direction=direction, in_turn=variants == "turns" and variant is None)
         for direction in directions
         for name in backends
-        for variant in _variants(name, direction, variants)
+        for variant in _variants(name, direction, variants, on_cpu)
     )
 
 
-def _variants(backend: str, direction: Direction, which: Variants) -> tuple[str | None, ...]:
+def _variants(backend: str, direction: Direction, which: Variants, on_cpu: bool) -> tuple[str | None, ...]:
     """Names of variants, or None for the best that can run a case."""
     op = registry.get(backend).op(direction)
     if which not in ("all", "every"):
-        return (None,)
+        return (None, *(ON_CPU.get((backend, direction), ()) if on_cpu else ()))
     names = tuple(variant.name for variant in op.variants)
     return names if which == "every" else op.spanning or names
 
