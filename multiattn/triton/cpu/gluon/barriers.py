@@ -17,7 +17,7 @@ class Barrier:
     """An mbarrier: a phase ends when all arrived and all bytes did; then the next one begins."""
 
     def __init__(self, view: View, count: int) -> None:
-        self.name = f"mbarrier {_place(view)} of those made at {view.buffer.where}"
+        self.name = f"mbarrier {_place(view)} of buffer {view.buffer.number}, made at {view.buffer.where}"
         self.count = self.pending = count
         self.bytes = 0
         self.phase = 0

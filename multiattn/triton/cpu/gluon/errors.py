@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from pathlib import Path
 
 _OWN = str(Path(__file__).parent)
@@ -33,8 +34,24 @@ class DeadlockError(GluonError):
 
 def here() -> str:
     """The kernel's line that is being run, with its file and function."""
-    frame = sys._getframe(1)
+    return _told(_line())
+
+
+def made_here() -> str:
+    """The same of a helper's caller: where in the kernel something is made."""
+    frame = _line()
+    caller = frame
+    while caller.f_back is not None and not caller.f_back.f_code.co_filename.startswith(_OWN):
+        caller = caller.f_back
+    return _told(caller) if caller is frame else f"{_told(caller)}, by {_told(frame)}"
+
+
+def _line() -> types.FrameType:
+    frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
-    code = frame.f_code
-    return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+    return frame
+
+
+def _told(frame: types.FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"

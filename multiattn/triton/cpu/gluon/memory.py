@@ -13,7 +13,7 @@ import torch
 from triton.experimental.gluon.language._layouts import SharedLayout
 
 from multiattn.triton.cpu.gluon import layouts
-from multiattn.triton.cpu.gluon.errors import GluonError, LayoutError, RaceError, here
+from multiattn.triton.cpu.gluon.errors import GluonError, LayoutError, RaceError, here, made_here
 from multiattn.triton.cpu.gluon.machine import Partition, partition, running
 from multiattn.triton.cpu.gluon.values import STORAGE, Shape, Value, needs_block, plain, sizes
 
@@ -130,7 +130,7 @@ class Buffer:
     """An allocation of shared memory."""
 
     def __init__(self, dtype: Any, shape: Shape, layout: Any) -> None:
-        self.number, self.where = next(running().numbers), here()
+        self.number, self.where = next(running().numbers), made_here()
         self.dtype = dtype
         storage = STORAGE[dtype]
         fill = float("nan") if storage.is_floating_point else POISON if storage.itemsize >= 4 else 0
