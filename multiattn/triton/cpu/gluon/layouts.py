@@ -146,6 +146,22 @@ def elements_of_threads(layout: Any, shape: Shape) -> torch.Tensor:
 # ---------------------------------------------------------------- shared memory
 
 
+def is_in_order(layout: Any, shape: Shape) -> bool:
+    """True if it is known that a buffer's elements lie in the order of their indices, the last one first.
+
+    Dimensions before those of a layout are of buffers one after another. The compiler is not asked: it ends the process
+    for some layouts.
+    """
+    if isinstance(layout, gl.NVMMASharedLayout):
+        is_one_row = math.prod(shape[len(shape) - layout.rank : -1]) == 1
+        return is_one_row and layout.swizzle_byte_width == 0 and not layout.transposed
+    return (
+        isinstance(layout, gl.SwizzledSharedLayout)
+        and layout.max_phase == 1
+        and list(layout.order) == list(reversed(range(len(layout.order))))
+    )
+
+
 @functools.cache
 def shared_reshaped(layout: Any, dtype: Any, shape: Shape, to: Shape) -> Any:
     """The layout of a buffer that is seen in another shape."""

@@ -80,6 +80,8 @@ class Machine:
         """Loads by TMA that have not landed; each has `land` and `weight`."""
         self.unfenced: list[Any] = []
         """Writes to shared memory that TMA and wgmma cannot see yet."""
+        self.memories: list[Any] = []
+        """The tensors that the kernel was given."""
         self.named: dict[int, Any] = {}
         """PTX's own barriers, by number."""
         self.numbers = itertools.count()

@@ -228,8 +228,22 @@ class View:
         return self._made[key]
 
     def reinterpret(self, dtype: Any = None, shape: Any = None, layout: Any = None) -> View:
-        """Not supported where it would move bytes."""
-        raise NotImplementedError("the interpreter of Gluon has no reinterpret of shared memory")
+        """The same bytes in another shape and layout; not here where that would be other elements, or in another order."""
+        dtype, layout = plain(dtype) or self.dtype, plain(layout) or self.layout
+        shape = self.shape if shape is None else sizes(shape)
+        if dtype != self.dtype or math.prod(shape) != self.numel or not self.data.is_contiguous():
+            raise NotImplementedError(
+                f"the interpreter of Gluon has no reinterpret of {self.buffer} as {dtype} {shape}"
+            )
+        if not (layouts.is_in_order(self.layout, self.shape) and layouts.is_in_order(layout, shape)):
+            raise NotImplementedError(f"the interpreter of Gluon has no reinterpret from {self.layout} to {layout}")
+        key = ("reinterpret", shape, layout)
+        if key not in self._made:
+            self._made[key] = View(self.buffer, self.data.view(shape), layout)
+        return self._made[key]
+
+    _reinterpret = reinterpret
+    """Its name in Triton 3.6."""
 
     def _keep_alive(self) -> None:
         """Nothing ever dies."""

@@ -18,6 +18,7 @@ import torch
 from multiattn.plan.support import OutOfBoundsError
 from multiattn.triton.cpu.gluon import barriers, layouts, memory
 from multiattn.triton.cpu.gluon.errors import GluonError, LayoutError
+from multiattn.triton.cpu.gluon.machine import running
 from multiattn.triton.cpu.gluon.values import STORAGE, Shape, Value, common_layout, lift, plain
 
 
@@ -185,10 +186,22 @@ def _shifted(function: Callable[..., torch.Tensor]) -> Callable[[_Threads, Seque
 def _address(threads: _Threads, text: str) -> _Pointers:
     name, _, offset = text.strip("[] ").partition("+")
     found = threads.registers.get(name.strip())
+    if isinstance(found, torch.Tensor) and found.dtype == torch.int64:
+        found = _pointed_to(found)
     if not isinstance(found, _Pointers):
         raise GluonError(f"PTX: {text} is no pointer to a tensor")
     size = found.memory.flat.element_size()
     return _Pointers(found.memory, found.places + int(offset or 0) // size)
+
+
+def _pointed_to(addresses: torch.Tensor) -> _Pointers:
+    """The tensor that addresses are in, all of them."""
+    for memory_ in running().memories:
+        size = memory_.flat.element_size()
+        places = addresses - memory_.address
+        if bool(((places >= 0) & (places < memory_.flat.numel() * size) & (places % size == 0)).all()):
+            return _Pointers(memory_, places // size)
+    raise OutOfBoundsError(f"PTX: addresses in program {running().program} that are not all in one tensor")
 
 
 def _red(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:

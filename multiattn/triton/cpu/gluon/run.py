@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from multiattn.triton.cpu.gluon.errors import GluonError
 from multiattn.triton.cpu.gluon.machine import Machine, Runs
 from multiattn.triton.cpu.gluon.source import as_python, with_functions
 from multiattn.triton.cpu.gluon.tensors import MappedTensor, Memory
-from multiattn.triton.cpu.gluon.values import lift
+from multiattn.triton.cpu.gluon.values import Value, lift
 from multiattn.triton.cpu.interpreter import exclusive_language
 
 
@@ -42,7 +43,9 @@ def run(kernel: Any, grid: int, *args: Any, num_warps: int = 4, seed: int | None
         torch.set_num_threads(1)  # a thread of Python that computes would get as many more of its own
         try:
             for program in range(grid):
-                _run_program(Machine(program, grid, num_warps, seed), function, values)
+                machine = Machine(program, grid, num_warps, seed)
+                machine.memories += _memories(values.values())
+                _run_program(machine, function, values)
         finally:
             torch.set_num_threads(threads)
 
@@ -53,6 +56,15 @@ def _run_program(machine: Machine, function: Any, values: dict[str, Any]) -> Non
         machine.current.check_done()
         if machine.in_flight:
             raise GluonError(f"program {machine.program} ends with {len(machine.in_flight)} loads by TMA under way")
+
+
+def _memories(values: Iterable[Any]) -> Iterator[Memory]:
+    """The tensors that pointers among the arguments point to."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _memories(value)
+        elif isinstance(value, Value) and value.memory is not None:
+            yield value.memory
 
 
 def _argument(value: Any) -> Any:
