@@ -228,7 +228,7 @@ class View:
         return self._made[key]
 
     def reinterpret(self, dtype: Any = None, shape: Any = None, layout: Any = None) -> View:
-        """The same bytes in another shape and layout; not here where that would be other elements, or in another order."""
+        """The same bytes in another shape and layout; not here where they would be other elements, or out of order."""
         dtype, layout = plain(dtype) or self.dtype, plain(layout) or self.layout
         shape = self.shape if shape is None else sizes(shape)
         if dtype != self.dtype or math.prod(shape) != self.numel or not self.data.is_contiguous():

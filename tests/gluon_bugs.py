@@ -1,0 +1,168 @@
+"""Bugs of the Gluon forward, as changes of its source: each is what somebody might write."""
+
+from dataclasses import dataclass, replace
+
+from gluon_on_cpu import PLAIN, case_of
+
+from multiattn.plan.support import OutOfBoundsError
+from multiattn.triton.cpu.gluon.errors import BarrierError, DeadlockError, GluonError, LayoutError, RaceError
+from parity.case import Case
+from parity.tolerance import Mismatch
+
+CAUSAL, D128 = case_of("len_200x329_causal"), case_of("d128_bf16_full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bug:
+    """A change of a file, and the error that it is found by."""
+
+    file: str
+    old: str
+    """A text that there is once in the file."""
+    new: str
+    """Instead of it."""
+    error: type[Exception]
+    says: str | None = None
+    """A regular expression."""
+    case: Case = D128
+    config: object = PLAIN
+
+
+TWO_SLOTS = replace(PLAIN, q_slots=2)
+AWAIT_FULL = "    ring.await_full(ring_kv, place, C.stages)\n"
+SCORES_WAIT = "    scores = warpgroup_mma_wait(1 + (C.narrow > 0), [scores])\n"
+RELEASE = "    ring.release(ring_kv, place, C.stages)\n"
+SIGN = "    scores = take_sign(scores, C)\n    scores = modify(scores, first_query, block * C"
+EXPECT = "mbarrier.expect(full, 2 * C.tile_n * (C.wide + C.narrow))"
+LAST_WORD = "    ring.write_word(words, slot * C.words + ring.END, ring.NO_TILE)\n"
+LAST_ARRIVAL = "    mbarrier.arrive(ring_q[0].index(slot))\n"
+EMPTY = "ring.make_barriers(C.stages, C.warpgroups))"
+AT_END = "setp.gt.s32 p, $2, "
+
+COMPUTED = {
+    "a diagonal one key too far": Bug(
+        file="scores.py", old="end = queries + 1 + (seq_kv", new="end = queries + 2 + (seq_kv",
+        case=CAUSAL, error=Mismatch, says="^(out|lse) ",
+    ),
+    "a mask one key too wide": Bug(
+        file="scores.py", old=f"{AT_END}0", new=f"{AT_END}-1", case=case_of("varlen_apart_d64_causal"), error=Mismatch,
+    ),
+    "a block left out": Bug(
+        file="scores.py", old="return begin, (end + C.tile_n - 1)", new="return begin, end",
+        case=case_of("len_129x257_full"), error=Mismatch,
+    ),
+    "maxima outgrown, and nobody looks": Bug(
+        file="forward.py", old="return product != 0.0", new="return product > 1.0",
+        case=case_of("descending_full"), config=replace(PLAIN, lazy_max=True), error=Mismatch,
+    ),
+}  # fmt: skip
+
+ORDERED = {
+    "nobody waits for keys": Bug(
+        file="forward.py", old=f"{AWAIT_FULL}    keys", new="    keys", error=RaceError,
+        says="a product's read of buffer",
+    ),
+    "keys given back before they were used": Bug(
+        file="forward.py", old=SCORES_WAIT + RELEASE, new=RELEASE + SCORES_WAIT, error=RaceError,
+        says="a load by TMA of buffer .* conflicts with a product's read",
+    ),
+    "keys loaded where others are in use": Bug(
+        file="producer.py", old="    ring.await_empty(ring_kv, place, C.stages)\n", new="", error=GluonError,
+    ),
+    "scores used before they are there": Bug(
+        file="forward.py", old="warpgroup_mma_wait(1 + (C.narrow > 0), [scores]", new="warpgroup_mma_wait(2, [scores]",
+        error=RaceError, says="the result of a product is used before",
+    ),
+    "outputs used before they are there": Bug(
+        file="forward.py", old="warpgroup_mma_wait(0, [out])", new="warpgroup_mma_wait(1, [out])",
+        error=RaceError, says="the result of a product is used before",
+    ),
+    "a word read before it is written": Bug(
+        file="producer.py", old=LAST_WORD + LAST_ARRIVAL, new=LAST_ARRIVAL + LAST_WORD, error=RaceError,
+        says="nothing orders|was never written",
+    ),
+    "an output that TMA does not see yet": Bug(
+        file="forward.py", old="    fence_async_shared()\n    if first", new="    if first", error=RaceError,
+        says="a store by TMA of buffer .* without a fence_async_shared",
+    ),
+    "a slot of Q given back while TMA reads it": Bug(
+        file="forward.py", old="            tma.store_wait(0)\n            ring.release(ring_q, q_place - 1",
+        new="            ring.release(ring_q, q_place - 1", case=case_of("mha_b2"), config=TWO_SLOTS, error=RaceError,
+        says="a load by TMA of buffer .* conflicts with a store by TMA",
+    ),
+    "a block that ends while TMA reads": Bug(
+        file="forward.py", old="    tma.store_wait(0)  # shared", new="    # shared", config=TWO_SLOTS,
+        error=GluonError, says="ends while TMA may still read",
+    ),
+}  # fmt: skip
+
+BARRIERS = {
+    "keys never given back": Bug(
+        file="forward.py", old=RELEASE + SIGN, new=SIGN, error=DeadlockError,
+        says="(?s)produce waits for parity . of mbarrier .* 2 of 2 arrivals",
+    ),
+    "more bytes expected than come": Bug(
+        file="producer.py", old=EXPECT, new=EXPECT.replace("2 *", "4 *"), error=DeadlockError,
+        says="0 of 1 arrivals and 16384 bytes",
+    ),
+    "fewer bytes expected than come": Bug(
+        file="producer.py", old=EXPECT, new=EXPECT.replace("2 *", "1 *"), error=BarrierError,
+        says="more bytes than expected",
+    ),
+    "an arrival that nobody makes": Bug(
+        file="forward.py", old=EMPTY, new=EMPTY.replace("warpgroups", "warpgroups + 1"), error=DeadlockError,
+        says=r"1 of 3 arrivals and 0 bytes to come\) \[at ring.py:\d+ in await_empty\]",
+    ),
+    "an arrival that nobody expects": Bug(
+        file="forward.py", old=EMPTY, new=EMPTY.replace("warpgroups", "warpgroups - 1"), error=GluonError,
+    ),
+    "more arrivals than there can be": Bug(
+        file="ring.py", old="mbarrier.arrive(ring[1].index(place % SLOTS))",
+        new="mbarrier.arrive(ring[1].index(place % SLOTS), count=3)", error=BarrierError,
+        says="arrives once more than expected at mbarrier",
+    ),
+    "turns that nobody passes": Bug(
+        file="forward.py", old="    _pass_turn(warpgroup, turns, C)\n    if C.loads_early", new="    if C.loads_early",
+        config=replace(PLAIN, pingpong=True), error=DeadlockError, says="in _await_turn",
+    ),
+    "a phase of the wrong parity": Bug(
+        file="ring.py", old="((place // SLOTS) & 1) ^ 1)", new="((place // SLOTS) & 1))", error=DeadlockError,
+        says="in await_empty",
+    ),
+}  # fmt: skip
+
+REFUSED = {
+    "a factor in the layout of scores": Bug(
+        file="forward.py", old="out = out * gl.convert_layout(factor, gl.SliceLayout(1, C.out))",
+        new="out = out * gl.convert_layout(factor, gl.SliceLayout(1, C.scores))", error=LayoutError,
+        says="operands have different layouts",
+    ),
+    "weights in no layout of a product's": Bug(
+        file="forward.py", old="gl.DotOperandLayout(0, C.out, 2)", new="gl.DotOperandLayout(0, C.out, 1)",
+        error=LayoutError, says="is not trivial",
+    ),
+    "keys along the wrong dimension": Bug(
+        file="scores.py", old="gl.arange(0, C.tile_n, gl.SliceLayout(0, C.scores))  # [tile_n]",
+        new="gl.arange(0, C.tile_n, gl.SliceLayout(1, C.scores))", case=CAUSAL, error=LayoutError,
+        says="got axis 0 of a slice along 1",
+    ),
+    "registers of more warps than there are": Bug(
+        file="ring.py", old="load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))",
+        new="load(gl.BlockedLayout([1], [32], [4], [0]))", config=replace(PLAIN, lazy_max=True), error=LayoutError,
+        says="of 4 warps; allowed 1",
+    ),
+    "lse beyond its tensor": Bug(
+        file="forward.py", old=", mask=(rows >= 0) & (rows < end))", new=")", case=CAUSAL, error=OutOfBoundsError,
+        says="store in program",
+    ),
+    "rows before the first are stored": Bug(
+        file="forward.py", old="    if first_query >= 0:  # a store", new="    if True:  # a store",
+        case=case_of("len_129x257_full"), error=GluonError, says="an illegal instruction",
+    ),
+    "an instruction that the interpreter does not know": Bug(
+        file="scores.py", old='"mov.b32 $0, $1;"', new='"brev.b32 $0, $1;"', error=NotImplementedError,
+        says=r"no brev\.b32",
+    ),
+}  # fmt: skip
+
+BUGS = COMPUTED | ORDERED | BARRIERS | REFUSED

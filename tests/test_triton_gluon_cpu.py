@@ -1,0 +1,92 @@
+"""The Gluon kernel interpreted: its results in every way to run it, and its bugs, planted here, each found.
+
+The parity suite runs the config that a CPU has in all cases; here are the configs that it has not.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gluon_bugs import BUGS
+from gluon_on_cpu import PLAIN, case_of, changed, check, launched
+
+from multiattn import explain, fmha
+from multiattn.plan.schedule import SCHEDULERS
+from multiattn.triton.cpu.gluon.errors import DeadlockError
+from multiattn.triton.gluon_configs import GluonConfig
+
+TIGHT = GluonConfig(tile_m=192, tile_n=32, stages=2, pingpong=True, lazy_max=True)
+SLOTS = GluonConfig(tile_m=128, tile_n=16, stages=5, q_slots=3, lazy_max=True)
+WIDE = GluonConfig(tile_m=128, tile_n=128, stages=2, q_slots=2, pingpong=True)
+CONFIGS = {
+    **{scheduler: replace(PLAIN, scheduler=scheduler) for scheduler in SCHEDULERS},
+    "tight": TIGHT,
+    "slots": SLOTS,
+    "wide": WIDE,
+}
+CASES = {
+    "full": case_of("len_129x257_full"),
+    "causal": case_of("len_203x113_causal"),
+    "more keys": case_of("len_200x329_causal", dtype="fp16"),
+    "window": case_of("window_d40_fp16"),
+    "two pieces": case_of("d72_bf16_causal"),
+    "sinks": case_of("sinks_gpt_oss"),
+    "softcap": case_of("softcap_d128_fp16"),
+    "packed": case_of("varlen_gpt_oss"),
+    "maxima outgrown": case_of("descending_full"),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_way_makes_attention(case, config):
+    check(CASES[case], CONFIGS[config])
+
+
+@pytest.mark.parametrize("config", ["dynamic", "tight", "slots"])
+@pytest.mark.parametrize("case", ["causal", "packed"])
+def test_every_order_of_partitions_gives_the_same_bits(case, config):
+    expected = launched(CASES[case], CONFIGS[config])[0]
+    for seed in range(4):
+        found = launched(CASES[case], CONFIGS[config], seed)[0]
+        assert torch.equal(found.out.nan_to_num(7.0), expected.out.nan_to_num(7.0))
+        assert torch.equal(found.lse, expected.lse)
+
+
+def test_a_caller_gets_it_by_name_alone():
+    q = torch.randn(1, 2, 70, 64, dtype=torch.bfloat16)
+    assert explain(q, q, q, backend="triton").variant == "full"
+    plan = explain(q, q, q, backend="triton", variant="warp_specialized")
+    assert plan.config.pingpong
+    assert plan.config.lazy_max
+    out = fmha(q, q, q, backend="triton", variant="warp_specialized", causal=True)
+    torch.testing.assert_close(out, fmha(q, q, q, backend="reference", causal=True), atol=2e-2, rtol=0)
+
+
+# ---------------------------------------------------------------- the tester, tested
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name, seed, tmp_path):
+    """Whatever the order of partitions, although on a GPU most of them would give the right bits in most launches."""
+    bug = BUGS[name]
+    kernel = changed(tmp_path, bug.file, (bug.old, bug.new))
+    with pytest.raises(bug.error, match=bug.says):
+        check(bug.case, bug.config, seed, kernel)
+
+
+def test_a_copy_without_a_change_is_the_kernel(tmp_path):
+    check(CASES["causal"], PLAIN, None, changed(tmp_path, "ring.py"))
+
+
+def test_a_deadlock_says_who_waits_for_what(tmp_path):
+    bug = BUGS["more bytes expected than come"]
+    with pytest.raises(DeadlockError) as caught:
+        check(bug.case, bug.config, None, changed(tmp_path, bug.file, (bug.old, bug.new)))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "every partition waits, and nothing is under way:"
+    assert [line.split(" waits for ")[0].strip() for line in lines[1:4]] == [
+        "partition 0 consume(0)", "partition 1 consume(1)", "partition 2 produce",
+    ]  # fmt: skip
+    assert "parity 0 of mbarrier 0 of buffer 5, made at forward.py" in lines[1]
