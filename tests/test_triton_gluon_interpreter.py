@@ -1,7 +1,10 @@
 """The interpreter of Gluon by small kernels: arithmetic, layouts, PTX, shared memory, TMA, partitions."""
 
+import contextlib
+
 import pytest
 import torch
+import triton
 from gluon_kernels import (
     SWIZZLED,
     add_four,
@@ -16,7 +19,10 @@ from gluon_kernels import (
     reduce,
     share,
 )
+from triton.backends.compiler import GPUTarget
+from triton.compiler.errors import CompilationError
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from multiattn.plan.support import OutOfBoundsError
@@ -55,10 +61,20 @@ def test_reductions_and_shapes():
     torch.testing.assert_close(sums, x.sum(1).repeat(2), equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", ["other layouts", "other dimension", "other warps", "other rank"])
+MISMATCHES = ("other layouts", "other dimension", "other warps", "other rank")
+
+
+@pytest.mark.parametrize("kind", MISMATCHES)
 def test_layouts_that_do_not_fit_are_refused(kind):
     with pytest.raises(LayoutError, match=r"\[at gluon_kernels.py:\d+ in mismatch\]"):
         run(mismatch, 1, torch.zeros(16, dtype=torch.int32), kind)
+
+
+@pytest.mark.parametrize("kind", [*MISMATCHES, "a condition of many", "nothing"])
+def test_gluons_compiler_refuses_the_same(kind):
+    source = GluonASTSource(mismatch, {"x": "*i32", "KIND": "constexpr"}, {(1,): kind}, {})
+    with pytest.raises((CompilationError, RuntimeError)) if kind != "nothing" else contextlib.nullcontext():
+        triton.compile(source, target=GPUTarget("cuda", 90, 32))
 
 
 def test_a_block_is_no_condition():
