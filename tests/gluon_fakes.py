@@ -1,4 +1,4 @@
-"""Parts of the Gluon kernel as Python, with NumPy in place of Gluon's language. Nothing else interprets Gluon."""
+"""Parts of the Gluon kernel as Python, with NumPy in place of Gluon's language. All of it is interpreted elsewhere."""
 
 import re
 import types

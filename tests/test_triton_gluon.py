@@ -1,7 +1,6 @@
 """The Gluon kernel for Hopper as far as it goes with no GPU: what is planned, what fits, what the compiler makes of it.
 
-Nothing runs Gluon on a CPU: what it computes is shown on a GPU, by parity and `test_gpu_hopper.py`, and its arithmetic
-by `test_triton_gluon_consumer.py`.
+What it computes is shown by parity and `test_triton_gluon_cpu.py`, interpreted, and on a GPU by `test_gpu_hopper.py`.
 """
 
 import functools
@@ -11,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from multiattn import Problem, Unsupported, explain, fmha
+from multiattn import Problem, explain
 from multiattn.inspect.facts import read_kernel
 from multiattn.mask import CAUSAL, FULL, Band
 from multiattn.operands import Operands, Options, with_score
@@ -64,10 +63,9 @@ def test_it_is_what_triton_runs_on_hopper_but_for_what_tma_cannot_read():
     assert (reason.code, reason.got) == ("alignment", "8 bytes")
 
 
-def test_a_cpu_says_that_triton_interprets_no_gluon():
-    q = torch.zeros(1, 1, 16, 64, dtype=torch.bfloat16)
-    with pytest.raises(Unsupported, match=r"arch: got cpu; allowed sm90 \(.*Triton interprets no Gluon"):
-        fmha(q, q, q, backend="triton", variant=VARIANT.name)
+def test_other_arches_are_told_where_it_runs():
+    (reason,) = explain(problem(), arch="sm80", backend="triton", variant=VARIANT.name)
+    assert str(reason).startswith("arch: got sm80; allowed cpu, sm90 (for Hopper's wgmma and TMA, and a CPU")
 
 
 def test_pieces_cover_head_dim_with_few_columns_to_spare():

@@ -1,8 +1,8 @@
 """The consumer of the Gluon kernel as Python, with NumPy in place of Gluon's language: mask, running sums, out and lse.
 
-Nothing interprets Gluon. What a warpgroup does to scores is plain arithmetic, though; the ring, its barriers and the
-tensor cores are played here: every warpgroup must release each tile of the ring once, in order, and take a turn for
-each block but the first. Layouts, PTX beside the mask's, and what runs at the same time are left to a GPU.
+Quicker than its interpreter, so that there can be many masks. What a warpgroup does to scores is plain arithmetic; the
+ring, its barriers and the tensor cores are played here: every warpgroup must release each tile of the ring once, in
+order, and take a turn for each block but the first. Layouts, PTX and what runs at the same time are the interpreter's.
 """
 
 import math
