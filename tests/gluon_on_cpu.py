@@ -34,7 +34,7 @@ def case_of(name, **changes):
 
 
 def launched(case, config=PLAIN, seed=None, kernel=None):
-    """What a launch wrote, and its plan and truth."""
+    """The outputs of a launch, its plan and the truth."""
     inputs, truth = prepare_case(case, CPU)
     plan = plan_variant(BACKEND, VARIANT, problem_of(case, inputs), by_name("cpu"), config)
     assert isinstance(plan, Plan), plan

@@ -22,7 +22,7 @@ class Barrier:
         self.bytes = 0
         self.phase = 0
         self.seen: Clock = {}
-        """What those saw who arrived in phases that ended."""
+        """All that was seen by those who arrived in phases that ended."""
         self.arriving: Clock = {}
         """The same with the phase that has not."""
 

@@ -22,7 +22,7 @@ from multiattn.triton.cpu.gluon.errors import LayoutError
 
 Shape = tuple[int, ...]
 THREADS = 32
-"""Of a warp."""
+"""In a warp."""
 
 
 @functools.cache

@@ -20,7 +20,7 @@ Clock = dict[Any, int]
 
 
 def join(clock: Clock, other: Clock) -> None:
-    """What `other` has seen `clock` has seen as well."""
+    """Let `clock` have seen all that `other` has."""
     for agent, time in other.items():
         if clock.get(agent, 0) < time:
             clock[agent] = time
@@ -38,9 +38,9 @@ class Partition:
         self.waits_for: Callable[[], str] = str
         """Says for what, and where."""
         self.products: list[Any] = []
-        """Of wgmma, under way."""
+        """Those of wgmma that are under way."""
         self.stores: list[Any] = []
-        """Of TMA, likewise."""
+        """The same of TMA."""
 
     @property
     def now(self) -> int:

@@ -20,7 +20,7 @@ from multiattn.triton.cpu.gluon.values import STORAGE, Shape, Value, needs_block
 NEVER = 1 << 62
 """Later than any step: the time of what is under way."""
 POISON = -0x21524111
-"""Of integers."""
+"""In integers that nobody has written."""
 
 
 class Write:
@@ -283,7 +283,7 @@ def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any 
 
 
 def fence_async_shared(cluster: Any = False) -> None:
-    """What the partition has written, or has seen others write, TMA and wgmma will see."""
+    """Let TMA and wgmma see all that the partition has written, or has seen others write."""
     machine, who = running(), partition()
     rest = []
     for write in machine.unfenced:

@@ -241,7 +241,7 @@ def _fence(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> 
 
 
 def _nothing(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
-    """Of no effect here."""
+    """Nothing to do here."""
 
 
 INSTRUCTIONS: dict[str, Callable[[_Threads, Sequence[str], Sequence[str]], None]] = {

@@ -68,7 +68,7 @@ def _memories(values: Iterable[Any]) -> Iterator[Memory]:
 
 
 def _argument(value: Any) -> Any:
-    """What the kernel gets: a number has the type that it has when compiled, a 1 among them."""
+    """An argument as the kernel gets it: a number has the type that it has when compiled, a 1 too."""
     if isinstance(value, tuple | list):
         return tuple(_argument(it) for it in value)
     if isinstance(value, torch.Tensor):

@@ -54,7 +54,7 @@ def _names_of(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _translated(value: Any) -> Any:
-    """What stands for a global of a kernel's module."""
+    """The value that stands for a global of a kernel's module."""
     if isinstance(value, gl.constexpr):
         return value.value
     if isinstance(value, tuple):

@@ -141,7 +141,7 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
 
 
 def made(value: Any) -> Value:
-    """What an operation came to, which is a Value."""
+    """The result of an operation, which is a Value."""
     assert isinstance(value, Value)
     return value
 
@@ -281,7 +281,7 @@ def binary(name: str, x: Any, y: Any) -> Any:
 
 
 def _operand(x: Any, dtype: Any) -> Any:
-    """What torch takes for it: a tensor of the type's dtype, or a number."""
+    """An operand as torch takes it: a tensor of the type's dtype, or a number."""
     if not isinstance(x, Value):
         return x
     if x.layout is None:

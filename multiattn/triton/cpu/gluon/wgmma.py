@@ -46,7 +46,7 @@ class Accumulator(Value):
 
     @property
     def shape(self) -> Any:
-        """Of the result."""
+        """That of the result."""
         return self.result.shape
 
 
