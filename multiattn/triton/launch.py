@@ -61,7 +61,7 @@ def _interpreter_of(plan: Plan) -> Launcher:
 
 
 INTERPRETED_PROGRAMS = 2
-"""Of a persistent kernel: they run one after another."""
+"""That a persistent kernel has: they run one after another."""
 
 
 def _run_gluon(call: Call, arguments: Sequence[Any]) -> None:

@@ -29,6 +29,8 @@ def join(clock: Clock, other: Clock) -> None:
 class Partition:
     """Warps that run one function."""
 
+    weight: int | None = None
+
     def __init__(self, name: str, warps: int, clock: Clock) -> None:
         self.name, self.warps = name, warps
         self.clock = {**clock, self: 1}
@@ -65,7 +67,7 @@ class Partition:
 
 
 class _Abandoned(BaseException):
-    """Ends a thread whose block failed elsewhere."""
+    """The end of a thread whose block failed elsewhere."""
 
 
 class Machine:
@@ -86,7 +88,6 @@ class Machine:
         """PTX's own barriers, by number."""
         self.numbers = itertools.count()
         self.failure: BaseException | None = None
-        self._weights: dict[int, int] = {}
 
     # ------------------------------------------------------------ waiting
 
@@ -145,7 +146,9 @@ class Machine:
     def _weight(self, event: Any) -> int:
         """How likely it comes next: some partitions, and some loads, are late."""
         assert self.random is not None
-        return self._weights.setdefault(id(event), self.random.choice((1, 4, 16)))
+        if event.weight is None:
+            event.weight = self.random.choice((1, 4, 16))
+        return int(event.weight)
 
     def _deadlock(self) -> str:
         lines = [f"  {it.name} waits for {it.waits_for()}" for it in self.partitions]

@@ -17,6 +17,8 @@ from multiattn.triton.cpu.gluon.values import plain
 class _Load:
     """A tile on its way to shared memory; until it lands that has NaNs."""
 
+    weight: int | None = None
+
     def __init__(self, source: MappedTensor, at: list[int], barrier: barriers.Barrier, target: View) -> None:
         self.source, self.at, self.barrier, self.target = source, at, barrier, target
         self.elements, self.inside = source.box(at, "TMA load")
