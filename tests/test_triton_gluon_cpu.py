@@ -47,7 +47,7 @@ def test_every_way_makes_attention(case, config):
 @pytest.mark.parametrize("case", ["causal", "packed"])
 def test_every_order_of_partitions_gives_the_same_bits(case, config):
     expected = launched(CASES[case], CONFIGS[config])[0]
-    for seed in range(4):
+    for seed in range(2):
         found = launched(CASES[case], CONFIGS[config], seed)[0]
         assert torch.equal(found.out.nan_to_num(7.0), expected.out.nan_to_num(7.0))
         assert torch.equal(found.lse, expected.lse)

@@ -58,7 +58,7 @@ def _full_like(input: Any, value: Any, shape: Any = None, dtype: Any = None, lay
 
 def _broadcast(input: Any, other: Any) -> tuple[Value, Value]:
     values.common_layout(input, other)
-    shape = tuple(torch.broadcast_shapes(input.shape, other.shape))
+    shape = values.broadcast_shape(input.shape, other.shape)
     return values.broadcast_to(input, shape), values.broadcast_to(other, shape)
 
 

@@ -19,7 +19,7 @@ from multiattn.plan.support import OutOfBoundsError
 from multiattn.triton.cpu.gluon import barriers, layouts, memory
 from multiattn.triton.cpu.gluon.errors import GluonError, LayoutError
 from multiattn.triton.cpu.gluon.machine import running
-from multiattn.triton.cpu.gluon.values import STORAGE, Shape, Value, common_layout, lift, plain
+from multiattn.triton.cpu.gluon.values import STORAGE, Shape, Value, broadcast_shape, common_layout, lift, plain
 
 
 class Statement(NamedTuple):
@@ -315,10 +315,10 @@ def inline_asm_elementwise(asm: Any, constraints: Any, args: Any, dtype: Any, is
     instructions = _parsed(text)
     values = [lift(it) for it in args]
     layout = common_layout(*values)
-    shape: Shape = torch.broadcast_shapes(*(it.shape for it in values)) if layout is not None else ()
+    shape = broadcast_shape(*(it.shape for it in values)) if layout is not None else ()
     pack = pack if layout is not None else 1
     has_effect = any(it.opcode.startswith(_EFFECTS) for it in instructions)
-    lanes = _Lanes(layout, tuple(shape), pack, by_thread=has_effect and layout is not None)
+    lanes = _Lanes(layout, shape, pack, by_thread=has_effect and layout is not None)
     dtypes = [plain(it) for it in (dtype if isinstance(dtype, tuple | list) else (dtype,))]
 
     outputs = [pack // _per_register(it.primitive_bitwidth, pack) for it in dtypes]
@@ -357,9 +357,7 @@ def _result(threads: _Threads, names: Sequence[str], dtype: Any, lanes: _Lanes, 
     registers = [torch.as_tensor(threads.registers.get(name, zero)) for name in names]
     if layout is None:
         return Value(registers[0].reshape(-1)[0].view(storage).item() if names[0] in threads.registers else 0, dtype)
-    shape = torch.broadcast_shapes(*(it.shape for it in registers), lanes.lanes[:-1])
-    if lanes.places is not None:
-        shape = tuple(lanes.places.shape[:1])
+    shape = lanes.lanes[:-1] if lanes.places is None else tuple(lanes.places.shape[:1])
     stacked = torch.stack([it.expand(shape) for it in registers], -1)
     if stacked.dtype != storage:
         stacked = stacked.contiguous().view(storage)

@@ -178,7 +178,7 @@ def lift(value: Any, dtype: Any = None) -> Value:
 def _common(x: Any, y: Any, name: str) -> Any:
     """The type in which two operands meet: a number takes that of the other operand, if it is of a kind that can."""
     a, b = dtype_of(x), dtype_of(y)
-    if a == b:
+    if a.name == b.name:
         dtype = a
     elif isinstance(x, Value) != isinstance(y, Value):
         dtype, number = (a, b) if isinstance(x, Value) else (b, a)
@@ -197,9 +197,12 @@ def _common(x: Any, y: Any, name: str) -> Any:
         dtype = max((a, b), key=lambda it: it.primitive_bitwidth)
     if name == "truediv" and not dtype.is_floating():
         return gl.float32
-    if dtype == gl.int1 and name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift"):
+    if dtype.name == "int1" and name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift"):
         return gl.int32
     return dtype
+
+
+_IN_WIDER = ("uint8", "uint16", "uint32")
 
 
 def _bits(dtype: Any) -> tuple[int, bool]:
@@ -208,9 +211,9 @@ def _bits(dtype: Any) -> tuple[int, bool]:
 
 def _wrapped(number: Any, dtype: Any) -> Any:
     """A Python number as a scalar of that type has it."""
-    if dtype == gl.int1:
+    if dtype.name == "int1":
         return bool(number)
-    if dtype == gl.float32:
+    if dtype.name == "fp32":
         return ctypes.c_float(number).value
     if dtype.is_floating():
         return torch.tensor(float(number), dtype=STORAGE[dtype]).item()
@@ -221,8 +224,7 @@ def _wrapped(number: Any, dtype: Any) -> Any:
 
 def _in_range(data: torch.Tensor, dtype: Any) -> torch.Tensor:
     """Elements of an unsigned type, after arithmetic in a wider one."""
-    is_wide = dtype in (gl.uint8, gl.uint16, gl.uint32)
-    return data & ((1 << dtype.primitive_bitwidth) - 1) if is_wide else data
+    return data & ((1 << dtype.primitive_bitwidth) - 1) if dtype.name in _IN_WIDER else data
 
 
 # ---------------------------------------------------------------- arithmetic
@@ -284,9 +286,7 @@ def _operand(x: Any, dtype: Any) -> Any:
     """An operand as torch takes it: a tensor of the type's dtype, or a number."""
     if not isinstance(x, Value):
         return x
-    if x.layout is None:
-        return x.data if x.dtype == dtype else cast(x, dtype).data
-    return x.data if x.dtype == dtype else cast(x, dtype).data
+    return x.data if x.dtype.name == dtype.name else cast(x, dtype).data
 
 
 def common_layout(*values: Any) -> Any:
@@ -336,7 +336,7 @@ def unary(function: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Value:
 def cast(x: Any, dtype: Any, *, bitcast: bool = False) -> Value:
     """The value in another type, rounded to nearest even, integers towards zero; or its bits."""
     x, dtype = lift(x), plain(dtype)
-    if x.dtype == dtype:
+    if x.dtype.name == dtype.name:
         return made(x)
     if x.memory is not None:
         return made(x.memory.cast_pointer(x, dtype))
@@ -431,6 +431,11 @@ def split(x: Any) -> tuple[Value, Value]:
     x = needs_block(x)
     layout = layouts.split(x.layout, x.shape)
     return Value(x.data[..., 0], x.dtype, layout), Value(x.data[..., 1], x.dtype, layout)
+
+
+def broadcast_shape(*shapes: Shape) -> Shape:
+    """The shape that blocks of one rank have together."""
+    return tuple(max(them) if min(them) else 0 for them in zip(*(it for it in shapes if it), strict=True))
 
 
 def broadcast_to(x: Any, shape: Shape) -> Value:
