@@ -1,18 +1,14 @@
-"""Packed batches in the Gluon kernel, as far as it goes with no GPU: producer and consumers as Python, with TMA played.
+"""Packed batches in the interpreted Gluon kernel, and what its compiler makes of them.
 
-The list of tiles is the interpreted kernel's. Tensor maps read and write memory as the hardware does, by coordinates
-that are outside or not and by addresses that wrap around; but a row of another sequence is an error here.
+Tensor maps read and write memory as the hardware does, by coordinates that are outside or not and by addresses that
+wrap around.
 """
 
-import functools
 import random
 import types
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from gluon_fakes import Array, Pointer, as_python, language, scores_in_python
 from packed_lists import starts
 
 from multiattn import fmha_varlen
@@ -20,158 +16,27 @@ from multiattn.inspect.facts import read_kernel
 from multiattn.mask import CAUSAL, FULL
 from multiattn.operands import Options
 from multiattn.packed import PackingSpec, ragged
+from multiattn.plan import abi
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import find_variant, plan_variant
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import Problem, problem_of
-from multiattn.score import bind_score
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import known_of
 from multiattn.triton.calls import calls_of
 from multiattn.triton.compile import export_plan
 from multiattn.triton.cpu import interpreter
+from multiattn.triton.cpu.gluon import run
+from multiattn.triton.cpu.gluon.tensors import MappedTensor
 from multiattn.triton.gluon_configs import GluonConfig
-from multiattn.triton.kernels.gluon import forward, producer, sequences
+from multiattn.triton.kernels.gluon import sequences
 from multiattn.triton.parameters import tables_of
-from multiattn.triton.score import lowered_score
 from multiattn.triton.table import Descriptor, Integer
 from multiattn.varlen import Lengths, pack, with_packing
 
 SM90 = by_name("sm90")
 VARIANT = find_variant(BACKEND, "warp_specialized")
 needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
-
-
-class Map:
-    """A tensor map of memory, which is a dense ``[T, H, D]`` of sequences that begin in the rows `starts`."""
-
-    def __init__(self, row, memory, starts):
-        self.row, self.memory, self.starts = row, memory, starts
-
-    def elements(self, at):
-        """Where the elements of a box are, -1 for those outside: ``[rows, columns]``."""
-        layout = self.row.layout
-        *outer, row, column = (int(it) for it in at)
-        assert all(0 <= it < extent for it, extent in zip(outer, layout.shape, strict=False))
-        rows, columns = row + np.arange(self.row.rows), column + np.arange(self.row.columns)
-        inside = (rows >= 0) & (rows < layout.shape[-2])
-        start = sum(it * stride for it, stride in zip(outer, layout.strides, strict=False)) * 2
-        address = [(start + int(it) * layout.strides[-2] * 2) % (1 << 64) // 2 for it in rows[inside]]
-        assert all(0 <= it < self.memory.size for it in address)
-        begin = max(it for it in self.starts if it < outer[1])  # of the sequence that ends where the coordinates say
-        assert all(begin <= it // layout.strides[-2] < outer[1] for it in address)
-        found = np.full((len(rows), len(columns)), -1)
-        found[inside] = np.array(address, dtype=np.int64).reshape(-1, 1) + columns
-        found[:, columns >= layout.shape[-1]] = -1
-        return found
-
-    def load(self, at):
-        """A box, with zeros outside."""
-        where = self.elements(at)
-        return np.where(where < 0, 0.0, self.memory.ravel()[where]).view(Array)
-
-    def store(self, at, box):
-        """Write a box. No element is written twice."""
-        where = self.elements(at)
-        written = where[where >= 0]
-        assert np.isnan(self.memory.ravel()[written]).all()
-        self.memory.ravel()[written] = box[where >= 0]
-
-
-def fakes_of(program, programs, counter, words, buffers, staged):
-    """In place of what runs at the same time: all that a producer sends stays, for consumers to find."""
-    idle = types.SimpleNamespace(
-        **dict.fromkeys(("index", "arrive", "store_wait", "wait", "expect"), lambda *arguments: None)
-    )
-
-    def atomic_add(pointer, number):
-        counter[0] += number
-        return int(counter[0] - number)
-
-    def inline(text, *rest, **options):
-        if not text.startswith("griddepcontrol"):
-            return plain.inline_asm_elementwise(text, *rest, **options)
-
-    plain = language(None)
-    told = {
-        "program_id": lambda axis: program,
-        "num_programs": lambda axis: programs,
-        "static_range": range,
-        "int32": None,
-    }
-    of_language = {**vars(plain), **told, "atomic_add": atomic_add, "inline_asm_elementwise": inline, "store": None}
-    nothing = ("await_full", "await_empty", "release", "skip", "fence_async_shared", "_await_turn", "_pass_turn")
-    return {
-        "gl": types.SimpleNamespace(**of_language),
-        **dict.fromkeys(nothing, lambda *arguments: None),
-        "await_launch_before": lambda: None,
-        "mbarrier": idle,
-        "tma": idle,
-        "write_word": lambda of, at, value: words.__setitem__(int(at), int(value)),
-        "read_word": lambda of, at: np.asarray(words[int(at)]).view(Array),
-        "tma_load": lambda source, at, full, buffer: buffers.__setitem__(buffer, source.load(at)),
-        "tma_store": lambda target, at, buffer: target.store(at, staged[buffer]),
-    }
-
-
-class Buffers:
-    """Shared memory of one piece of head_dim: a buffer is its name and number."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def index(self, at):
-        return self.name, int(at)
-
-
-def run_block(program, programs, counter, rows, C, maps, entries, lse, sinks, aux):  # noqa: N803
-    """One block: its producer to the end, then each of the consumers, with room for all that it sends."""
-    C = replace(C, q_slots=1000, stages=1 << 20)  # noqa: N806
-    names = ("seq_q", "seq_kv", "heads_q", "group", "tiles", "heads", "together", "left", "right")
-    sizes = tuple(rows[name].value for name in names)
-    words, buffers, staged = {}, {}, {}
-    fakes = fakes_of(program, programs, counter, words, buffers, staged)
-    pairs = {name: tuple(Buffers(f"{name}{piece}") for piece in "01") for name in ("q", "kv")}
-    ring = (types.SimpleNamespace(index=lambda at: None),) * 2
-    shared = (ring, ring, ring[0], ring[0], None, pairs["q"], pairs["kv"])
-    as_python(producer.produce, fakes)(maps["q"], maps["k"], maps["v"], entries, None, sizes, shared, C)
-
-    def piece_of(name, number):
-        pieces = [buffers[f"{name}{piece}", int(number)] for piece in range(1 + (C.narrow > 0))]
-        return np.concatenate(pieces, 1).view(Array)
-
-    def make_scores(queries, place, *rest):
-        return piece_of("q", queries[0].number) @ piece_of("kv", place).T
-
-    def add_values(weights, out, narrow, place, *rest):
-        values = weights @ piece_of("kv", place)
-        return out + values[:, : C.wide], narrow + values[:, C.wide :] if C.narrow > 0 else narrow
-
-    def queries_of(q_buffers, at, C):  # noqa: N803
-        def keep(piece, values):
-            staged[f"q{piece}", int(at)] = values
-
-        return tuple(
-            types.SimpleNamespace(dtype=None, number=at, store=functools.partial(keep, piece)) for piece in range(2)
-        )
-
-    def store(pointers, values, mask):
-        assert np.isnan(lse[pointers[mask]]).all()
-        lse[pointers[mask]] = values[mask]
-
-    fakes["gl"].store = store
-    fakes |= {
-        "_make_scores": make_scores,
-        "_add_values": add_values,
-        "_queries": queries_of,
-        "pack_weights": lambda weights, like: weights,
-        "keep_packed": lambda weights: weights,
-        "warpgroup_mma_wait": lambda number, values: values[0] if len(values) == 1 else tuple(values),
-    }
-    start = np.asarray(0).view(Array)
-    scale = rows["scale"] if isinstance(rows["scale"], float) else 1.0
-    for warpgroup in range(C.warpgroups):
-        as_python(forward.consume, fakes)(warpgroup, maps["out"], start, sinks, aux, scale, sizes, shared, C)
 
 
 def attend(
@@ -197,46 +62,21 @@ def attend(
     config = config or GluonConfig(tile_m=128, tile_n=16, scheduler="dynamic", lazy_max=True)
     listing, call = calls_of(plan_variant(BACKEND, VARIANT, problem, SM90, config), multiprocessors=3)
 
+    out, lse = torch.full_like(q, torch.nan), torch.full((1, heads[0], rows[0]), torch.nan)
+    counter = torch.full((4,), 5, dtype=torch.int32)  # the kernel that lists tiles sets it to 0
+    tensors = operands._replace(out=pack(out, k, v, given).q, lse=lse).named
     entries = torch.full(problem.layouts["query_list"].shape, 7777, dtype=torch.int32)
-    counter = torch.full((1,), 5, dtype=torch.int32)
-    of_cu = dict(zip(problem.cu_seqlens, (cu_q, cu_kv), strict=True))
-    interpreter.run(
-        listing.kernel, listing.table.grid, *listing.given({**of_cu, "query_list": entries, "workspace": counter})
-    )
-    arrays = {name: it.numpy().astype(np.float64) for name, it in (("q", q), ("k", k), ("v", v))}
-    arrays["out"] = np.full(q.shape, np.nan)
-    maps = {
-        name: tuple(
-            Map(row, memory, of_rows.tolist())
-            if isinstance(row := call.table.rows[f"{name}_{piece}"], Descriptor)
-            else None
-            for piece in ("map", "narrow")
-        )
-        for (name, memory), of_rows in zip(arrays.items(), (cu_q, cu_kv, cu_kv, cu_q), strict=True)
-    }
-    lse = np.full(heads[0] * rows[0], np.nan)
-    C, aux = call.table.rows["C"].value, None  # noqa: N806
-    if C.score is not None:
-        bound = bind_score(device=q.device, **{name: it for name, it in asked.items() if it is not None})
-        aux = tuple(
-            Pointer(it.numpy().ravel()) if isinstance(it, torch.Tensor) else it
-            for it in lowered_score(problem, SM90).values(bound, problem.scale)
-        )
-        C = replace(C, score=scores_in_python(C.score))  # noqa: N806
+    tensors |= {"query_list": entries, abi.WORKSPACE: counter}
     if together:
         call.table.rows["together"] = Integer(value=together)
-    listed = Pointer(entries.numpy().ravel())
-    with np.errstate(all="ignore"):
-        for program in range(call.table.grid):
-            run_block(
-                program, call.table.grid, counter.numpy(), call.table.rows, C, maps, listed, lse,
-                None if sinks is None else Pointer(sinks.numpy()), aux,
-            )  # fmt: skip
+    interpreter.run(listing.kernel, listing.table.grid, *listing.given(tensors))
+    run(call.kernel, call.table.grid, *call.given(tensors), seed=0)
+    assert counter[0] == (0 if config.counts else 5)
     truth = fmha_varlen(
         q.double(), k.double(), v.double(), cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_seqlen_q=given.max_seqlen_q,
         max_seqlen_kv=given.max_seqlen_kv, backend="reference", return_lse=True, sinks=sinks, **asked, **options,
     )  # fmt: skip
-    return torch.from_numpy(arrays["out"]), torch.from_numpy(lse).reshape(heads[0], rows[0]), truth
+    return out, lse[0], truth
 
 
 def check(pairs, *, spoilt=(), **options):
@@ -246,8 +86,8 @@ def check(pairs, *, spoilt=(), **options):
     for sequence in spoilt:
         rows = slice(cu[sequence], cu[sequence + 1])
         out[rows], lse[:, rows], truth[0][rows], truth[1][:, rows] = 0, 0, 0, 0
-    torch.testing.assert_close(out, truth[0].double(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse, truth[1].double(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out.double(), truth[0].double(), atol=4e-3, rtol=2e-3)
+    torch.testing.assert_close(lse.double(), truth[1].double(), atol=2e-5, rtol=1e-5)
 
 
 UNEVEN = ((50, 50), (0, 0), (1, 1), (200, 200), (17, 17), (130, 130))
@@ -288,14 +128,19 @@ def test_rows_of_a_ragged_map_end_with_a_sequence():
     layout = ragged(problem.layouts["q"])
     assert all(stride * 2 < 1 << 40 and stride * 2 % 16 == 0 for stride in layout.strides[:-1])
     assert all(extent < 1 << 32 for extent in layout.shape)
-    memory = types.SimpleNamespace(size=1 << 40)
     offset, rows = (1 << 29) - 7, 6
-    it = Map(Descriptor(of="q", layout=layout, rows=4, columns=8), memory, [0, offset])
+    tensor = torch.empty(1, dtype=torch.float16)
+    it = MappedTensor(
+        types.SimpleNamespace(
+            base=tensor, shape=layout.shape, strides=layout.strides, block_shape=[1, 1, 1, 4, 8], layout=None
+        )
+    )
+    it.memory.reach = lambda first, shape, strides, access: (first, shape[3], strides[3])
     for row, inside in ((0, 4), (3, 3), (6, 0)):
         at = sequences.ROWS.value, offset + rows, 2, sequences.ROWS.value - rows + row, 16
-        where = it.elements(at)
-        assert (where[:inside, 0] == ((offset + row + np.arange(inside)) * 3 + 2) * 256 + 16).all()
-        assert (where[inside:] == -1).all()
+        first, found, stride = it.box(at, "a load")[0]
+        assert (found, stride) == (inside, 3 * 256)
+        assert first == ((offset + row) * 3 + 2) * 256 + 16
 
 
 # ---------------------------------------------------------------- what the compiler makes of it
