@@ -106,11 +106,13 @@ def test_what_a_mask_leaves_out_is_undefined():
 
 def test_ptx_of_packed_elements_and_of_masks():
     x = torch.randn(64, 64)
-    packed, hidden = torch.empty(64, 64, dtype=torch.bfloat16), torch.empty(64, 64)
+    packed, hidden = torch.empty(128, 64, dtype=torch.bfloat16), torch.empty(128, 64)
     run(pack, 1, x, packed, hidden)
-    assert torch.equal(packed, x.bfloat16() * 2)
+    assert torch.equal(packed[:64], x.bfloat16() * 2)
+    assert torch.equal(packed[64:], x.bfloat16().view(64, 32, 2).flip(2).view(64, 64))
     distance = torch.arange(64)[None, :] - torch.arange(64)[:, None]
-    assert torch.equal(hidden, torch.where((distance >= 0) & (distance < 5), x, -torch.inf))
+    assert torch.equal(hidden[64:], x)
+    assert torch.equal(hidden[:64], torch.where((distance >= 0) & (distance < 5), x, -torch.inf))
 
 
 @pytest.mark.parametrize(("copies", "warps"), [(1, [8, 1]), (2, [16, 1])])

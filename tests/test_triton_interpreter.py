@@ -131,9 +131,24 @@ def test_it_works_whatever_triton_interpret_is(value):
     code = (
         "import os; os.environ['TRITON_INTERPRET'] = {!r}; import torch, multiattn\n"
         "q = torch.randn(1, 1, 20, 16).bfloat16()\n"
-        "out = multiattn.fmha(q, q, q, backend='triton')\n"
-        "torch.testing.assert_close(out.float(), multiattn.reference(q, q, q)[0], atol=2e-2, rtol=2e-2)\n"
+        "for variant in (None, 'warp_specialized'):\n"
+        "    out = multiattn.fmha(q, q, q, backend='triton', variant=variant)\n"
+        "    torch.testing.assert_close(out.float(), multiattn.reference(q, q, q)[0], atol=2e-2, rtol=2e-2)\n"
         "print([reason.got for reason in multiattn.plan.backend.get('triton').probe_compiler()])"
     )
     done = subprocess.run([sys.executable, "-c", code.format(value)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ("['TRITON_INTERPRET=1']" if value == "1" else "[]")
+
+
+@triton.jit
+def follow(out, TEXT: tl.constexpr):
+    tl.inline_asm_elementwise(TEXT, "=r", [], tl.int32, is_pure=False, pack=1)
+    tl.store(out, 1)
+
+
+def test_ptx_that_orders_launches_does_nothing_and_other_ptx_is_refused():
+    out = torch.zeros(1, dtype=torch.int32)
+    interpreter.run(follow, 1, out, "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0")
+    assert out == 1
+    with pytest.raises(NotImplementedError, match="no PTX but griddepcontrol; got 'mov"):
+        interpreter.run(follow, 1, out, "mov.b32 $0, 1;")

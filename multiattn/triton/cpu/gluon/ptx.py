@@ -138,8 +138,22 @@ def _selp(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> N
 
 
 def _mov(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
-    source = threads.registers.get(operands[1])
-    threads.write(operands[0], source if source is not None else threads.read(operands[1], parts[-1]))
+    target, source = operands
+    if source.startswith("{"):  # the first one is the lower half
+        halves = torch.broadcast_tensors(*(threads.read(it, "b16") for it in _names(source)))
+        threads.write(target, _pack(torch.stack(halves, -1)))
+    elif target.startswith("{"):
+        halves = threads.read(source, "b32").contiguous().unsqueeze(-1).view(torch.int16).unbind(-1)
+        for name, half in zip(_names(target), halves, strict=True):
+            threads.write(name, half)
+    else:
+        found = threads.registers.get(source)
+        threads.write(target, found if found is not None else threads.read(source, parts[-1]))
+
+
+def _names(text: str) -> list[str]:
+    """The registers of a vector."""
+    return [it.strip() for it in text.strip("{} ").split(",")]
 
 
 def _pack(pairs: torch.Tensor) -> torch.Tensor:
@@ -208,7 +222,7 @@ def _red(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> No
     if "global" not in parts or "add" not in parts:
         raise NotImplementedError(f"PTX: the interpreter of Gluon has no red.{'.'.join(parts)}")
     memory_, places = _address(threads, operands[0])
-    kind, values = parts[-1], [it.strip() for it in operands[1].strip("{} ").split(",")]
+    kind, values = parts[-1], _names(operands[1])
     vector = next((int(it[1:]) for it in parts if re.fullmatch(r"v\d", it)), 1)
     if vector != len(values):
         raise GluonError(f"PTX: red.{'.'.join(parts)} of {len(values)} registers")
@@ -226,7 +240,19 @@ def _red(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> No
     memory_.flat.index_put_((places,), data, accumulate=True)
 
 
+def _ld(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
+    if "global" not in parts or threads.guard is not None or operands[0].startswith("{"):
+        raise NotImplementedError(f"PTX: the interpreter of Gluon has no ld.{'.'.join(parts)}")
+    memory_, places = _address(threads, operands[1])
+    if memory_.flat.element_size() != _TYPES[parts[-1]].itemsize:
+        raise GluonError(f"PTX: ld.{'.'.join(parts)} from a tensor of {memory_.dtype}")
+    memory_.check(places, None, "ld")
+    threads.write(operands[0], memory_.flat[places])
+
+
 def _bar(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
+    if "warp" in parts:  # the threads of a partition are one
+        return
     parts = [it for it in parts if it not in ("cta", "aligned", "all")]
     if parts not in (["sync"], ["arrive"]) or len(operands) != 2:
         raise NotImplementedError(f"PTX: the interpreter of Gluon has no bar.{'.'.join(parts)} of {operands}")
@@ -254,7 +280,7 @@ INSTRUCTIONS: dict[str, Callable[[_Threads, Sequence[str], Sequence[str]], None]
     "shl": _shifted(operator.lshift), "shr": _shifted(operator.rshift),
     "tanh": _of(torch.tanh), "ex2": _of(torch.exp2), "lg2": _of(torch.log2), "rcp": _of(torch.reciprocal),
     "sqrt": _of(torch.sqrt), "rsqrt": _of(torch.rsqrt),
-    "red": _red, "bar": _bar, "barrier": _bar, "fence": _fence,
+    "ld": _ld, "red": _red, "bar": _bar, "barrier": _bar, "fence": _fence,
     "griddepcontrol": _nothing, "membar": _nothing, "nanosleep": _nothing,
 }  # fmt: skip
 _EFFECTS = ("red",)
