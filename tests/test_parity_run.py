@@ -194,6 +194,13 @@ def test_all_variants_are_contenders():
     assert contenders_of(["reference"], "all", ["forward"]) == (one,)
 
 
+def test_gluon_has_a_turn_in_every_case_on_a_cpu():
+    turns = Contender(backend="triton", in_turn=True)
+    assert contenders_of(["triton"], "turns", ["forward"]) == (turns,)
+    gluon = Contender(backend="triton", variant="warp_specialized")
+    assert contenders_of(["triton"], "turns", ["forward"], on_cpu=True) == (turns, gluon)
+
+
 # ---------------------------------------------------------------- the report
 
 

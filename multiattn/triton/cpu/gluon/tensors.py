@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
+from triton.language.core import block_type
 
 from multiattn.plan.support import OutOfBoundsError
 from multiattn.triton.cpu.gluon.errors import GluonError, LayoutError, here
@@ -199,7 +200,7 @@ class MappedTensor:
         self.strides = [int(it) for it in described.strides]
         self.block_shape = [int(it) for it in described.block_shape]
         self.layout = described.layout
-        self.block_type = gl.block_type(self.dtype, self.block_shape) if hasattr(gl, "block_type") else None
+        self.block_type = block_type(self.dtype, self.block_shape)
         self.nbytes_per_cta = math.prod(self.block_shape) * self.memory.flat.element_size()
 
     def check(self, view: Any, access: str) -> None:
