@@ -73,7 +73,8 @@ def _place(view: View) -> int:
     return int(view.data.storage_offset())
 
 
-def _at(view: Any) -> Barrier:
+def barrier_at(view: Any) -> Barrier:
+    """The mbarrier that a descriptor is of."""
     if not isinstance(view, View) or view.data.numel() != 1:
         raise BarrierError(f"got {view}; allowed one mbarrier")
     barrier = view.buffer.barriers.get(_place(view))
@@ -90,7 +91,7 @@ def init(mbarrier: View, count: Any) -> None:
     """Makes an mbarrier."""
     place = _place(mbarrier)
     if place in mbarrier.buffer.barriers:
-        raise BarrierError(f"{_at(mbarrier)} is made again")
+        raise BarrierError(f"{barrier_at(mbarrier)} is made again")
     if int(plain(count)) < 1:
         raise BarrierError(f"count: got {count}; allowed 1 and more")
     mbarrier.buffer.barriers[place] = Barrier(mbarrier, int(plain(count)))
@@ -98,28 +99,28 @@ def init(mbarrier: View, count: Any) -> None:
 
 def invalidate(mbarrier: View) -> None:
     """Ends it."""
-    _at(mbarrier)
+    barrier_at(mbarrier)
     del mbarrier.buffer.barriers[_place(mbarrier)]
 
 
 def expect(mbarrier: View, bytes_per_cta: Any = None, pred: Any = True, *, bytes: Any = None, **_: Any) -> None:
     """An arrival, with bytes to come."""
     if pred:
-        _at(mbarrier).expect(int(plain(bytes_per_cta if bytes is None else bytes)))
+        barrier_at(mbarrier).expect(int(plain(bytes_per_cta if bytes is None else bytes)))
         running().step()
 
 
 def arrive(mbarrier: View, *, count: Any = 1, pred: Any = True, **_: Any) -> None:
     """An arrival."""
     if pred:
-        _at(mbarrier).arrive(int(plain(count)))
+        barrier_at(mbarrier).arrive(int(plain(count)))
         running().step()
 
 
 def wait(mbarrier: View, phase: Any, pred: Any = True, deps: Any = ()) -> None:
     """Until the phase of a parity has ended."""
     if pred:
-        _at(mbarrier).wait(int(plain(phase)))
+        barrier_at(mbarrier).wait(int(plain(phase)))
 
 
 # ---------------------------------------------------------------- barriers by number

@@ -62,6 +62,16 @@ def _broadcast(input: Any, other: Any) -> tuple[Value, Value]:
     return values.broadcast_to(input, shape), values.broadcast_to(other, shape)
 
 
+def _convert_layout(value: Any, layout: Any, assert_trivial: Any = False) -> Value:
+    """The same block in registers of another layout."""
+    value, layout = needs_block(value), plain(layout)
+    data = value.data
+    layouts.check_registers(layout, value.shape, partition().warps)
+    if plain(assert_trivial) and not layouts.is_trivial(value.dtype, value.shape, value.layout, layout):
+        raise LayoutError(f"conversion from {value.layout} to {layout} is not trivial")
+    return Value(data, value.dtype, layout, value.memory)
+
+
 def _set_auto_layout(value: Any, layout: Any) -> Value:
     value = needs_block(value)
     return Value(value.data, value.dtype, plain(layout))
@@ -218,7 +228,7 @@ PARTS: dict[str, Any] = {
     "multiple_of": _same, "max_contiguous": _same, "max_constancy": _same,
     "arange": _arange, "full": _full, "zeros": _zeros, "full_like": _full_like,
     "zeros_like": lambda input, **more: _full_like(input, 0, **more),
-    "convert_layout": wgmma.convert_layout, "set_auto_layout": _set_auto_layout, "to_tensor": lift,
+    "convert_layout": _convert_layout, "set_auto_layout": _set_auto_layout, "to_tensor": lift,
     "expand_dims": values.expand_dims, "reshape": values.reshape, "permute": values.permute, "join": values.join,
     "split": values.split, "broadcast": _broadcast,
     "cast": lambda input, dtype, fp_downcast_rounding=None, bitcast=False: values.cast(input, dtype, bitcast=bitcast),

@@ -75,7 +75,7 @@ def async_load(
     at = tensor_desc.coordinates(coord)
     tensor_desc.check(result, "TMA load")
     machine = running()
-    machine.in_flight.append(_Load(tensor_desc, at, barriers._at(barrier), result))
+    machine.in_flight.append(_Load(tensor_desc, at, barriers.barrier_at(barrier), result))
     machine.step()
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from triton.experimental.gluon import language as gl
 
-from multiattn.triton.cpu.gluon import layouts
 from multiattn.triton.cpu.gluon.errors import GluonError, LayoutError, RaceError
 from multiattn.triton.cpu.gluon.machine import partition
 from multiattn.triton.cpu.gluon.memory import Read, View
@@ -112,13 +111,3 @@ def _end_but(number: int) -> None:
     products = partition().products
     while len(products) > number:
         products.pop(0).end()
-
-
-def convert_layout(value: Any, layout: Any, assert_trivial: Any = False) -> Value:
-    """The same block in registers of another layout."""
-    value, layout = needs_block(value), plain(layout)
-    data = value.data
-    layouts.check_registers(layout, value.shape, partition().warps)
-    if plain(assert_trivial) and not layouts.is_trivial(value.dtype, value.shape, value.layout, layout):
-        raise LayoutError(f"conversion from {value.layout} to {layout} is not trivial")
-    return Value(data, value.dtype, layout, value.memory)
