@@ -30,17 +30,17 @@ def grow(k, *, start, factor):
     return k
 
 
-def launch(config, q, k, v, **options):
+def launch(config, q, k, v, *, variant=None, **options):
     """out and lse of a config."""
-    plan = make_plan(BACKEND, Problem.of(q, k, v, **options), ARCHS["cpu"], config=config)
+    plan = make_plan(BACKEND, Problem.of(q, k, v, **options), ARCHS["cpu"], variant=variant, config=config)
     out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:3], math.nan)
     multiattn.launch(plan, q, k, v, out, lse)
     return out, lse
 
 
-def check(config, q, k, v, **options):
+def check(config, q, k, v, *, variant=None, **options):
     """Positions of NaN and inf as the reference's, and an error of at most twice the naive one's, plus one rounding."""
-    out, lse = launch(config, q, k, v, **options)
+    out, lse = launch(config, q, k, v, variant=variant, **options)
     truth, truth_lse = reference(q, k, v, compute_dtype=torch.float64, **options)
     # In fp32, with one rounding of the weights to come: in the 16 bit dtypes naive scores of this size are any numbers.
     naive, _ = reference(q, k, v, compute_dtype=torch.float32, **options)

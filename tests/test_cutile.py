@@ -188,6 +188,9 @@ def test_a_sweep_tries_what_the_rules_have(head_dim, causal):
 # ---------------------------------------------------------------- refused
 
 
+THIRD = "with split_head_dim, where three parts have fewer columns than two"
+
+
 @pytest.mark.parametrize(
     ("change", "got", "allowed"),
     [
@@ -203,6 +206,8 @@ def test_a_sweep_tries_what_the_rules_have(head_dim, causal):
         ({"scheduler": "dynamic"}, "scheduler=dynamic", "one_tile, static"),
         ({"q_in_registers": True, "arch": "sm103"}, "q_in_registers=True on sm103", "False"),
         ({"split_head_dim": True, "head_dim": 16}, "split_head_dim=True at head_dim=16", "more than 16"),
+        ({"split_head_dim": True, "split_tail": True, "head_dim": 96}, "split_tail=True at head_dim=96", THIRD),
+        ({"split_tail": True, "head_dim": 104}, "split_tail=True at head_dim=104", THIRD),
     ],
 )
 def test_configs_that_cannot_be(change, got, allowed):

@@ -15,7 +15,7 @@ from multiattn.packed import USUAL_LENGTH
 from multiattn.plan import limits
 from multiattn.plan.arch import Arch
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import NARROWEST, key_tiles, one_width, query_tiles, two_widths
+from multiattn.plan.schedule import NARROWEST, key_tiles, one_width, query_tiles, three_widths, two_widths
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.score.lower import lower
@@ -65,6 +65,8 @@ class CutileConfig(Config):
     split_head_dim: bool = False
     """Tiles of two parts in place of one as wide as head_dim (`two_widths`): 64 and 32 columns at D=96, where one has
     128. At D=256 two of 128 save none, but twice as many loads, of half the size, suit short masked problems."""
+    split_tail: bool = False
+    """The second of these parts is two, too: 64, 32 and 16 columns at D=104."""
     q_in_registers: bool = False
     """Products with keys take q from registers, in tiles of 64 rows head_dim / 4 of each thread, and read keys alone
     from shared memory. tcgen05 has no such products."""
@@ -95,10 +97,11 @@ class TwoPassConfig(OnePassConfig):
     dq_heads_together: int = 1
 
 
-def widths_of(problem: Problem, config: CutileConfig) -> tuple[int, int]:
-    """Columns of a tile as wide as head_dim, and of a second one, 0 where there is none."""
-    widths = two_widths(problem.head_dim) if config.split_head_dim else None
-    return widths or (one_width(problem.head_dim), 0)
+def widths_of(problem: Problem, config: CutileConfig) -> tuple[int, int, int]:
+    """Columns of a tile as wide as head_dim, of a second and a third one, 0 where there is none."""
+    three = three_widths(problem.head_dim) if config.split_head_dim and config.split_tail else None
+    two = two_widths(problem.head_dim) if config.split_head_dim else None
+    return three or (*(two or (one_width(problem.head_dim), 0)), 0)
 
 
 def begins_at_diagonal(problem: Problem, config: CutileConfig) -> bool:
@@ -316,6 +319,11 @@ def why_not_forward(problem: Problem, arch: Arch, config: CutileConfig) -> tuple
             not config.split_head_dim or two_widths(problem.head_dim) is not None,
             f"split_head_dim=True at head_dim={problem.head_dim}",
             f"more than {NARROWEST}",
+        ),
+        (
+            not config.split_tail or (config.split_head_dim and three_widths(problem.head_dim) is not None),
+            f"split_tail=True at head_dim={problem.head_dim}",
+            "with split_head_dim, where three parts have fewer columns than two",
         ),
         (not (config.q_in_registers and arch.name in TCGEN05), f"q_in_registers=True on {arch.name}", "False"),
         _grid(f"tile_m={config.tile_m}", query_tiles(problem, config.tile_m), problem),

@@ -154,7 +154,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> tu
     grid = configs.grid_of(problem, config, together, multiprocessors, linear=linear)
     if grid is None:
         raise ValueError(f"no grid for {plan}")
-    tile_d, tail_d = configs.widths_of(problem, config)
+    tile_d, tail_d, last_d = configs.widths_of(problem, config)
     launch = KernelLaunch(
         kernel="forward",
         is_64bit=abi.flag(assumed, emitted, "int64", needs_64bit(problem)),
@@ -175,6 +175,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> tu
         constants=ForwardConstants(
             tile_d=tile_d,
             tail_d=tail_d,
+            last_d=last_d,
             banded=problem.is_banded,
             two_sided=problem.is_two_sided,
             masked=masked,

@@ -96,6 +96,13 @@ def two_widths(head_dim: int) -> tuple[int, int] | None:
     return (first, one_width(head_dim - first)) if first >= NARROWEST else None
 
 
+def three_widths(head_dim: int) -> tuple[int, int, int] | None:
+    """The first of `two_widths`, and those of the rest; None where they are no fewer columns than two tiles."""
+    first = one_width(head_dim) // 2
+    rest = saving_widths(head_dim - first) if first >= NARROWEST else None
+    return (first, *rest) if rest is not None else None
+
+
 def saving_widths(head_dim: int) -> tuple[int, int] | None:
     """`two_widths` where they are fewer columns than one tile; else None. Of D=96 64 and 32 are a quarter less."""
     widths = two_widths(head_dim)

@@ -32,7 +32,10 @@ class ForwardConstants:
     tile_d: int
     """head_dim rounded up to a power of two, with `tail_d` half of that; loads fill up with zeros, stores clip it."""
     tail_d: int
-    """The rest of head_dim, rounded up to a power of two, where it is a part of its own (`parts`); else 0."""
+    """The rest of head_dim, rounded up to a power of two, where it is a part of its own (`parts`); else 0.
+    With `last_d` half of that."""
+    last_d: int
+    """What is left of head_dim then, rounded up to a power of two, where it is a third part; else 0."""
     banded: bool
     two_sided: bool
     """Both bounds of the mask are numbers that a launch gives (`reach`)."""
@@ -181,6 +184,7 @@ class SplitKeysConstants:
     score: Any = None
     """As the forward's."""
     tail_d = 0
+    last_d = 0
     blocks = None
     packed = False
     ragged_queries = False

@@ -1,8 +1,8 @@
-"""Tiles as wide as head_dim: one, whose width must be a power of two, or two side by side.
+"""Tiles as wide as head_dim: one, whose width must be a power of two, or two or three side by side.
 
 At D=96 a tile of 128 columns is a quarter zeros, at D=160 one of 256 three eighths; parts of 64 and 32, and of 128 and
-32 columns have none. At D=256 two of 128 save no column, but the first product waits for half as much. With
-``const.tail_d`` what has head_dim columns is `Parts`, else one tile.
+32 columns have none, and parts of 64, 32 and 16 none at D=112. At D=256 two of 128 save no column, but the first
+product waits for half as much. With ``const.tail_d`` what has head_dim columns is `Parts`, else one tile.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ from typing import Any
 import cuda.tile as ct
 
 from multiattn.cutile.kernels import lists
-from multiattn.cutile.kernels.tiles import ZERO, ConstBool, load_part
+from multiattn.cutile.kernels.tiles import ZERO, ConstInt, load_part
 
 APPROX = ct.RoundingMode.APPROX
+FIRST, TAIL, LAST = range(3)
 
 SUMS = 8
 """Partial sums of a row, added up after the loops: each thread sums the columns it has, and no block of keys costs a
@@ -22,36 +23,41 @@ reduction across threads. H200, 2026-11-21, N=4096 full: +2 % at D=128 and +1 % 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The first ``tile_d`` columns, and ``tail_d`` more."""
+    """The first ``tile_d`` columns, ``tail_d`` more, and ``last_d`` more; None for a third part that there is not."""
 
     first: Any
     tail: Any
+    last: Any = None
 
 
 @ct.function
-def width(const: Any, tail: ConstBool) -> Any:
+def width(const: Any, part: ConstInt) -> Any:
     """Columns of a part."""
-    if tail:
+    if part == FIRST:
+        return const.tile_d
+    if part == TAIL:
         return const.tail_d
-    return const.tile_d
+    return const.last_d
 
 
 @ct.function
-def column(const: Any, tail: ConstBool) -> Any:
+def column(const: Any, part: ConstInt) -> Any:
     """Where a part begins, in parts as wide as it."""
-    if tail:
+    if part == FIRST:
+        return 0
+    if part == TAIL:
         return const.tile_d // const.tail_d
-    return 0
+    return (const.tile_d + const.tail_d) // const.last_d
 
 
 # ---------------------------------------------------------------- loads
 
 
 @ct.function
-def load_q_part(const: Any, place: Any, q: Any, tail: ConstBool) -> Any:
+def load_q_part(const: Any, place: Any, q: Any, part: ConstInt) -> Any:
     """A part of the tile's queries ``[tile_m, width]``, with the sign of the scale."""
-    index = (place.batch, place.head, place.tile, column(const, tail))
-    tile = load_part(const, q, index, const.tile_m, width(const, tail), None)
+    index = (place.batch, place.head, place.tile, column(const, part))
+    tile = load_part(const, q, index, const.tile_m, width(const, part), None)
     if const.sign != 1:
         tile = tile * const.sign
     if const.q_in_registers:
@@ -63,36 +69,38 @@ def load_q_part(const: Any, place: Any, q: Any, tail: ConstBool) -> Any:
 @ct.function
 def load_q(const: Any, place: Any, q: Any) -> Any:
     """The tile's queries ``[tile_m, head_dim]``, with the sign of the scale."""
-    first = load_q_part(const, place, q, False)
+    first = load_q_part(const, place, q, FIRST)
+    if const.last_d > 0:
+        return Parts(first=first, tail=load_q_part(const, place, q, TAIL), last=load_q_part(const, place, q, LAST))
     if const.tail_d > 0:
-        return Parts(first=first, tail=load_q_part(const, place, q, True))
+        return Parts(first=first, tail=load_q_part(const, place, q, TAIL))
     return first
 
 
 @ct.function
-def load_rows(const: Any, place: Any, array: Any, block: Any, latency: Any, tail: ConstBool) -> Any:
+def load_rows(const: Any, place: Any, array: Any, block: Any, latency: Any, part: ConstInt) -> Any:
     """A part of a block of keys or values ``[tile_n, width]``."""
     loaded = lists.inside(const, block, place.seq_kv, const.tile_n)
-    index = (place.batch, place.head_kv, loaded, column(const, tail))
-    return load_part(const, array, index, const.tile_n, width(const, tail), latency)
+    index = (place.batch, place.head_kv, loaded, column(const, part))
+    return load_part(const, array, index, const.tile_n, width(const, part), latency)
 
 
 @ct.function
-def load_k(const: Any, place: Any, k: Any, block: Any, tail: ConstBool) -> Any:
+def load_k(const: Any, place: Any, k: Any, block: Any, part: ConstInt) -> Any:
     """A part of a block of keys, transposed: ``[width, tile_n]``."""
     if not const.k_transposed:
-        return ct.transpose(load_rows(const, place, k, block, const.k_latency, tail))
+        return ct.transpose(load_rows(const, place, k, block, const.k_latency, part))
     loaded = lists.inside(const, block, place.seq_kv, const.tile_n)
     tile = ct.load(
         k,
-        (place.batch, place.head_kv, column(const, tail), loaded),
-        (1, 1, width(const, tail), const.tile_n),
+        (place.batch, place.head_kv, column(const, part), loaded),
+        (1, 1, width(const, part), const.tile_n),
         order=(0, 1, 3, 2),
         padding_mode=ZERO,
         latency=const.k_latency,
         allow_tma=const.tma,
     )
-    return tile.reshape((width(const, tail), const.tile_n))
+    return tile.reshape((width(const, part), const.tile_n))
 
 
 # ---------------------------------------------------------------- products
@@ -103,20 +111,35 @@ def multiply_keys(const: Any, place: Any, q: Any, k: Any, block: Any) -> Any:
     """Q K^T of one block of keys, ``[tile_m, tile_n]`` in fp32."""
     none = ct.full((const.tile_m, const.tile_n), 0.0, dtype=ct.float32)
     if const.tail_d > 0:
-        s = ct.mma(q.first, load_k(const, place, k, block, False), none)
-        return ct.mma(q.tail, load_k(const, place, k, block, True), s)
-    return ct.mma(q, load_k(const, place, k, block, False), none)
+        s = ct.mma(q.first, load_k(const, place, k, block, FIRST), none)
+        s = ct.mma(q.tail, load_k(const, place, k, block, TAIL), s)
+        if const.last_d > 0:
+            s = ct.mma(q.last, load_k(const, place, k, block, LAST), s)
+        return s
+    return ct.mma(q, load_k(const, place, k, block, FIRST), none)
+
+
+@ct.function
+def add_values_part(const: Any, place: Any, v: Any, p: Any, acc: Any, block: Any, part: ConstInt) -> Any:
+    """A part of acc and P V of one block of keys."""
+    return ct.mma(p, load_rows(const, place, v, block, const.v_latency, part), acc)
 
 
 @ct.function
 def add_values(const: Any, place: Any, v: Any, p: Any, acc: Any, block: Any) -> Any:
     """acc and P V of one block of keys."""
+    if const.last_d > 0:
+        return Parts(
+            first=add_values_part(const, place, v, p, acc.first, block, FIRST),
+            tail=add_values_part(const, place, v, p, acc.tail, block, TAIL),
+            last=add_values_part(const, place, v, p, acc.last, block, LAST),
+        )
     if const.tail_d > 0:
         return Parts(
-            first=ct.mma(p, load_rows(const, place, v, block, const.v_latency, False), acc.first),
-            tail=ct.mma(p, load_rows(const, place, v, block, const.v_latency, True), acc.tail),
+            first=add_values_part(const, place, v, p, acc.first, block, FIRST),
+            tail=add_values_part(const, place, v, p, acc.tail, block, TAIL),
         )
-    return ct.mma(p, load_rows(const, place, v, block, const.v_latency, False), acc)
+    return add_values_part(const, place, v, p, acc, block, FIRST)
 
 
 # ---------------------------------------------------------------- output
@@ -127,13 +150,18 @@ def zeros(const: Any) -> Any:
     """An output of zeros ``[tile_m, head_dim]``, fp32."""
     first = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
     if const.tail_d > 0:
-        return Parts(first=first, tail=ct.full((const.tile_m, const.tail_d), 0.0, dtype=ct.float32))
+        tail, last = ct.full((const.tile_m, const.tail_d), 0.0, dtype=ct.float32), None
+        if const.last_d > 0:
+            last = ct.full((const.tile_m, const.last_d), 0.0, dtype=ct.float32)
+        return Parts(first=first, tail=tail, last=last)
     return first
 
 
 @ct.function
 def scaled(const: Any, acc: Any, alpha: Any) -> Any:
     """acc times alpha ``[tile_m, 1]``."""
+    if const.last_d > 0:
+        return Parts(first=acc.first * alpha, tail=acc.tail * alpha, last=acc.last * alpha)
     if const.tail_d > 0:
         return Parts(first=acc.first * alpha, tail=acc.tail * alpha)
     return acc * alpha
@@ -149,19 +177,22 @@ def partial_sums(const: Any, tile: Any) -> Any:
 def added_up(const: Any, acc: Any) -> Any:
     """Partial sums of the output's rows, ``[tile_m, SUMS]``."""
     if const.tail_d > 0:
-        return partial_sums(const, acc.first) + partial_sums(const, acc.tail)
+        sums = partial_sums(const, acc.first) + partial_sums(const, acc.tail)
+        if const.last_d > 0:
+            sums = sums + partial_sums(const, acc.last)
+        return sums
     return partial_sums(const, acc)
 
 
 @ct.function
-def store_part(const: Any, place: Any, out: Any, acc: Any, l: Any, tail: ConstBool) -> None:
+def store_part(const: Any, place: Any, out: Any, acc: Any, l: Any, part: ConstInt) -> None:
     """Normalise a part by l ``[tile_m, 1]``, and store it."""
     if const.approximate_division:
         o = ct.truediv(acc, l, flush_to_zero=True, rounding_mode=APPROX)
     else:
         o = ct.truediv(acc, l)
-    o = o.astype(out.dtype).reshape((1, 1, const.tile_m, width(const, tail)))
-    ct.store(out, (place.batch, place.head, place.tile, column(const, tail)), o, allow_tma=const.tma)
+    o = o.astype(out.dtype).reshape((1, 1, const.tile_m, width(const, part)))
+    ct.store(out, (place.batch, place.head, place.tile, column(const, part)), o, allow_tma=const.tma)
 
 
 @ct.function
@@ -169,7 +200,9 @@ def store_out(const: Any, place: Any, out: Any, acc: Any, l: Any) -> None:
     """Normalise and store; a row that saw no key has ``l = 0`` and ``acc = 0``."""
     l = ct.where(l == 0.0, 1.0, l)
     if const.tail_d > 0:
-        store_part(const, place, out, acc.first, l, False)
-        store_part(const, place, out, acc.tail, l, True)
+        store_part(const, place, out, acc.first, l, FIRST)
+        store_part(const, place, out, acc.tail, l, TAIL)
+        if const.last_d > 0:
+            store_part(const, place, out, acc.last, l, LAST)
     else:
-        store_part(const, place, out, acc, l, False)
+        store_part(const, place, out, acc, l, FIRST)

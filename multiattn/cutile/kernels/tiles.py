@@ -8,6 +8,7 @@ import cuda.tile as ct
 from multiattn.cutile.kernels import lists
 
 ConstBool = ct.Constant[bool]
+ConstInt = ct.Constant[int]
 # head_dim is static: else a D that is no multiple of 16 is loaded element by element on sm80 to sm89 (seen in the SASS
 # at D=40: 288 LDG; static: 24 LDGSTS).
 Array32 = Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(3,))]
