@@ -300,6 +300,21 @@ def _between() -> tuple[Cell, ...]:
     )
 
 
+def _headdims() -> tuple[Cell, ...]:
+    """Every head_dim from 40 on at N=4k, and a few in fp16, at a length that no tile divides, and with shared keys."""
+    plain = Cell(batch=4, heads=1, seq=4096, head_dim=64, dtype="bf16", causal=False, layout="bshd")
+
+    def sized(head_dim: int, **more: Any) -> Cell:
+        return replace(plain, head_dim=head_dim, heads=round(HIDDEN / head_dim), **more)
+
+    full = (
+        *(sized(head_dim) for head_dim in range(40, 257, 8)),
+        *(sized(head_dim, **more) for head_dim in (40, 88, 112, 208) for more in ({"dtype": "fp16"}, {"seq": 3000})),
+        *(replace(sized(head_dim), heads=heads, heads_kv=heads // 4) for head_dim, heads in ((40, 48), (112, 16))),
+    )
+    return tuple(replace(cell, causal=causal) for cell in full for causal in (False, True))
+
+
 def _features() -> tuple[Cell, ...]:
     """Masks and scores beyond the causal mask, one sequence at a time, forward and then backward."""
     plain = Cell(batch=1, heads=16, seq=4096, head_dim=128, dtype="bf16", causal=True, layout="bshd")
@@ -334,6 +349,7 @@ SUITES: Mapping[str, tuple[Cell, ...]] = MappingProxyType(
         "standard": _standard(),
         "between": _between(),
         "heldout": _heldout(),
+        "headdims": _headdims(),
         # Of the cuTile FMHA scaling analysis (DGX Spark playbook): what chains of rungs are climbed on.
         "seed": tuple(
             Cell(batch=4, heads=32, seq=seq, head_dim=128, dtype="fp16", causal=True, layout="bhsd")

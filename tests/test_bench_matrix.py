@@ -39,6 +39,9 @@ def test_the_suites_are_the_promised_products():
     assert not set(held_out) & set(standard), "nothing was tuned for what is held out"
     assert not {cell.head_dim for cell in SUITES["between"]} & {cell.head_dim for cell in held_out}
     assert {(cell.heads_text, cell.seq) for cell in held_out if cell.heads_kv} == {("16/2", 2048), ("16/2", 8192)}
+    plain = [cell for cell in SUITES["headdims"] if (cell.dtype, cell.seq, cell.heads_kv) == ("bf16", 4096, None)]
+    assert [(cell.head_dim, cell.causal) for cell in plain] == [(it, on) for it in range(40, 257, 8) for on in (0, 1)]
+    assert {(cell.dtype, cell.seq) for cell in SUITES["headdims"]} == {("bf16", 4096), ("fp16", 4096), ("bf16", 3000)}
 
 
 def test_a_direction_is_part_of_a_cell():
