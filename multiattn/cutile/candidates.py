@@ -12,7 +12,7 @@ from multiattn.cutile.ladder import STEPS
 from multiattn.plan.arch import GPUS, Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import saving_widths
+from multiattn.plan.schedule import saving_widths, three_widths
 from multiattn.problem import Problem
 
 L2_BYTES = max(gpu.l2_mib or 0 for gpu in GPUS if gpu.arch == "sm90") << 20
@@ -44,7 +44,7 @@ _LAZY: tuple[tuple[CutileConfig, ...], ...] = ((
     *_lazy(64, 128, 2, None, "ahead", "plain*", "plain", "pilot*"),
     *_lazy(64, 64, 2, None, "plain", "plain*", "pairs", "pairs*", "apart", "apart*"),
     *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "apart*"),
-    *_lazy(128, 128, 1, 8, "plain", "pairs", "pilot"),
+    *_lazy(128, 128, 1, 8, "plain", "pairs", "pilot", "pilot_pairs"),
     *(replace(way, q_in_registers=True) for way in _lazy(64, 64, 2, None, "plain*", "pairs*")),
     *(replace(way, q_in_registers=True) for way in _lazy(128, 128, 1, 8, "plain", "pilot")),
     CutileConfig(tile_m=64, tile_n=128, occupancy=2),
@@ -54,8 +54,13 @@ _LAZY: tuple[tuple[CutileConfig, ...], ...] = ((
     CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8),
     CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8),
 ))  # fmt: skip
-_LAZY_96 = (*_lazy(64, 64, 3, None, "plain", "pilot"), *_lazy(128, 64, 2, 8, "plain"))
+_LAZY_96 = (
+    *_lazy(64, 64, 3, None, "plain", "pilot"), *_lazy(128, 64, 2, 8, "plain"), *_lazy(128, 64, 2, None, "plain"),
+)  # fmt: skip
 """Two parts of 64 and 32 columns, or fewer, leave room for another block an SM; one of 128 columns does not."""
+_LAZY_112 = _lazy(128, 64, 2, None, "plain", "pilot")
+_LAZY_208 = (*_lazy(128, 64, 1, 8, "ahead"), *_lazy(128, 128, 1, 8, "plain", "pilot"))
+"""In three parts, of up to 128 columns and beyond."""
 _LAZY_192: tuple[CutileConfig, ...] = _lazy(128, 128, 1, 8, "plain", "plain*", "pairs", "pilot", "ahead")
 """Two parts of 128 and 64 columns, or fewer, leave these the registers; one of 256 columns does not."""
 _BLACKWELL: tuple[_Hints, ...] = (
@@ -81,6 +86,9 @@ def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
         ways = (*ways[:3], *split)
     elif problem.head_dim > 128:
         ways = (*ways, *(replace(way, split_head_dim=True) for way in ways if way.pipeline == "ahead"))
+    if three_widths(problem.head_dim) is not None:
+        more = _LAZY_208 if problem.head_dim > 128 else _LAZY_112
+        ways = (*ways, *(replace(way, split_head_dim=True, split_tail=True) for way in more))
     return [
         replace(way, k_latency=k_latency, v_latency=v_latency, heads_together=heads)
         for way in ways

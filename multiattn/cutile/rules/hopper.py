@@ -14,7 +14,7 @@ from multiattn.plan.config import COMPILED, Rule
 
 FULL, BANDED = False, True
 
-_21, _23, _24 = "H200 2026-11-21, ", "H200 2026-11-23, ", "H200 2026-11-24, "
+_21, _23, _24, _26 = (f"H200 2026-11-{day}, " for day in (21, 23, 24, 26))
 _25 = "H100 2026-11-25, lengths from 64 to 8k: "
 
 _64X64 = CutileConfig(tile_m=64, tile_n=64, occupancy=2, lazy_max=True)
@@ -22,7 +22,10 @@ _64X64 = CutileConfig(tile_m=64, tile_n=64, occupancy=2, lazy_max=True)
 _64X128 = CutileConfig(tile_m=64, tile_n=128, occupancy=2, lazy_max=True)
 """For full problems of 128 columns, but for the order of tiles and blocks."""
 _128X64 = CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8, lazy_max=True)
-"""For the widest head_dims, and split, two blocks an SM, for D=72; but for the order of tiles and blocks."""
+"""For the widest head_dims, and with two blocks an SM for D=40, 56 and, split, 72; but for the order of tiles and
+blocks."""
+_BY_4_WARPS = CutileConfig(tile_m=128, tile_n=64, occupancy=2, lazy_max=True, split_head_dim=True)
+"""For D=88 and 104, but for the order of tiles: two blocks an SM, each of one warpgroup with the registers of two."""
 _128X128 = CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, lazy_max=True)
 """For long banded problems, D=104 and 120, and split for others between powers of two, but for the order of tiles."""
 _ONLINE_128X128 = replace(_128X128, lazy_max=False)
@@ -35,6 +38,10 @@ _AHEAD_128X128 = replace(_128X128, split_head_dim=True, pipeline="ahead", **_LEA
 
 
 _ONLY_COMPILED = COMPILED + "loads have a warp of their own, which they have not with the rule of [B, H, S, D]"
+
+
+_UNALIGNED: dict[str, Any] = {"whole_sectors": False, "packed": False, "scored": False}
+"""Of rules for rows that are no whole sectors. Nobody has timed them in packed batches or with scores changed."""
 
 
 def _rule(head_dims: tuple[int, int], banded: bool | None, config: Any, *, why: str, **conditions: Any) -> Rule[Any]:
@@ -72,6 +79,28 @@ of these kernels a warp that does the loads; without one the loop itself issues 
 
 FORWARD: tuple[Rule[CutileConfig], ...] = (
     *_PACKED,
+    _rule((33, 64), FULL, replace(_128X64, occupancy=2, heads_together=4), **_UNALIGNED,
+          why=_26 + "D=40 N=4k: 317 TFLOPS; 64x64, four blocks an SM, 171, 128x128 316"),
+    _rule((33, 64), BANDED, replace(_128X64, occupancy=2, heads_together=4), **_UNALIGNED,
+          why=_26 + "D=40 N=4k: 296 TFLOPS; 8 heads together 289; 64x64, four blocks an SM, 162"),
+    _rule((81, 96), FULL, replace(_BY_4_WARPS, heads_together=2), **_UNALIGNED, seq_max=1448,
+          why=_26 + "D=88 N=1k: 428 TFLOPS; 128x128 a block ahead 393, but at 4k 471 for 460"),
+    _rule((81, 96), FULL, replace(_BY_4_WARPS, heads_together=2), **_UNALIGNED, seq_min=11586,
+          why=_26 + "D=88 N=16k: 475 TFLOPS; 128x128 a block ahead 448"),
+    _rule((81, 96), BANDED, replace(_BY_4_WARPS, heads_together=8, **_NO_LATENCIES), whole_sectors=False,
+          why=_26 + "D=88 N=4k: 479 TFLOPS; latencies of 2 and 4 460, and 128x128 by 8 warps 405 for 484"),
+    _rule((97, 112), FULL, replace(_BY_4_WARPS, split_tail=True, heads_together=4), **_UNALIGNED, seq_max=1448,
+          why=_26 + "D=104 N=1k: 448 TFLOPS; 128x128 in pairs with a pilot 433, one by one 382"),
+    _rule((97, 112), BANDED, replace(_BY_4_WARPS, split_tail=True, heads_together=8), **_UNALIGNED, seq_max=5792,
+          why=_26 + "D=104 N=4k: 471 TFLOPS; 128x128 in pairs 462, one by one 442, but at 16k 522 for 475"),
+    _rule((97, 128), FULL, replace(_128X128, heads_together=2, pipeline="pilot_pairs"), whole_sectors=False,
+          dtype="bf16", why=_26 + "D=120 N=4k: 604 TFLOPS; in pairs 563; D=104 509 for 465 one by one"),
+    _rule((97, 128), FULL, replace(_128X128, heads_together=2, pipeline="pairs"), whole_sectors=False, packed=False,
+          why=_26 + "fp16 D=104 N=4k: 501 TFLOPS; 128x64 by 4 warps in three parts 486, one by one 469"),
+    _rule((113, 128), BANDED, replace(_128X128, heads_together=8, pipeline="pairs"), **_UNALIGNED, seq_min=2897,
+          seq_max=5792, why=_26 + "D=120 N=4k: 550 TFLOPS; with a pilot 529, one by one with q in registers 515"),
+    _rule((97, 112), FULL, replace(_128X128, heads_together=2), whole_sectors=True, packed=False, scored=False,
+          seq_min=1449, why=_26 + "D=112 N=4k: 584 and 558 TFLOPS; 64x128 a block ahead 532 and 524"),
     _rule((1, 64), FULL, replace(_64X64, occupancy=4, heads_together=8, scheduler="static"), seq_max=512,
           why=_23 + "N=512: 443 TFLOPS; 4 heads together 428"),
     _rule((1, 64), FULL, replace(_64X64, occupancy=4, heads_together=4),
@@ -90,10 +119,8 @@ FORWARD: tuple[Rule[CutileConfig], ...] = (
           why=_23 + "D=80 N=16k: 523 TFLOPS; 128x64, two blocks an SM, 515"),
     _rule((65, 80), BANDED, replace(_128X64, occupancy=2, heads_together=8, split_head_dim=True), whole_sectors=False,
           why="a guess, as full problems of D=72"),
-    _rule((81, 96), BANDED, replace(_128X128, heads_together=8, split_head_dim=True), whole_sectors=False,
-          why=_23 + "D=88 N=4k: 382 TFLOPS; without latencies 374"),
-    _rule((97, 128), FULL, replace(_128X128, heads_together=2), whole_sectors=False,
-          why=_23 + "D=104 N=8k: 487 TFLOPS; 64x64 in pairs 287"),
+    _rule((97, 128), FULL, replace(_128X128, heads_together=2), whole_sectors=False, packed=True, dtype="fp16",
+          why=COMPILED + "loads have a warp of their own, which they have not in pairs"),
     _rule((97, 128), BANDED, replace(_128X128, heads_together=8), whole_sectors=False, seq_max=4095,
           why=_23 + "D=104 N=2k: 381 TFLOPS; 64x64 in pairs 252"),
     _rule((97, 128), FULL, replace(_64X128, heads_together=8, scheduler="static", pipeline="pilot"), dtype="bf16",
@@ -117,6 +144,8 @@ FORWARD: tuple[Rule[CutileConfig], ...] = (
           why=_23 + "bf16 N=16k: 643 TFLOPS; one by one 618"),
     _rule((161, 192), FULL, replace(_AHEAD_128X128, heads_together=2, pipeline="pilot"), dtype="bf16", seq_max=724,
           why=_24 + "D=192 N=512: 1.080 of a block ahead, which with 8 heads has 1.049"),
+    _rule((177, 192), FULL, replace(_128X128, heads_together=2, split_head_dim=True), **_UNALIGNED, seq_min=725,
+          why=_26 + "D=184 N=4k: 595 TFLOPS; a block ahead, which spills, 570; at D=192 663 for 687"),
     _rule((129, 192), FULL, replace(_AHEAD_128X128, heads_together=2),
           why=_23 + "D=144 N=8k: 636 TFLOPS; not a block ahead 606"),
     _rule((129, 192), BANDED, replace(_AHEAD_128X128, heads_together=8), dtype="bf16",
@@ -135,6 +164,9 @@ FORWARD: tuple[Rule[CutileConfig], ...] = (
           why=_23 + "N=1k: 465 TFLOPS; 8 heads together 459"),
     _rule((193, 256), BANDED, replace(_AHEAD_256, heads_together=8), dtype="bf16", seq_max=2896,
           why=_23 + "N=2k: 584 TFLOPS; one tile, a pilot in pairs, 563"),
+    _rule((193, 208), BANDED, replace(_AHEAD_256, heads_together=4, split_tail=True), dtype="bf16", packed=False,
+          scored=False, seq_min=2897, seq_max=5792,
+          why=_26 + "D=200 N=4k: 569 TFLOPS, D=208 597; in two parts 544, 583"),
     _rule((193, 256), BANDED, replace(_AHEAD_256, heads_together=4), dtype="bf16", seq_max=5792,
           why=_23 + "N=4k: 654 TFLOPS; one tile, a pilot in pairs, 647"),
     _rule((193, 256), BANDED, replace(_128X64, heads_together=2, pipeline="pairs", **_NO_LATENCIES), dtype="bf16",
