@@ -12,7 +12,7 @@ import torch
 
 from multiattn.cutile import configs, decode_configs, rules
 from multiattn.cutile.candidates import backward_candidates, forward_candidates
-from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
+from multiattn.cutile.configs import CutileConfig, OnePassConfig, StoredConfig, TwoPassConfig
 from multiattn.cutile.decode_configs import SplitKeysConfig
 from multiattn.cutile.kernels.constants import SMALLEST_TILE
 from multiattn.cutile.ladder import STEPS
@@ -154,6 +154,15 @@ BACKEND = Backend(
     ),
     backward=Op(
         variants=(
+            Variant(
+                name="stored",
+                summary="a pass over the keys for dk and dv that stores ds, for some heads at a time, and dq of that",
+                capability=Capability(arches=("cpu", "sm90")),
+                config_type=StoredConfig,
+                rules=rules.STORED_RULES,
+                workspace=configs.stored_bytes,
+                fits=configs.why_not_backward,
+            ),
             _backward_variant(
                 "atomic",
                 "one pass over the keys, dq added up in fp32 by atomics (TMA reductions where there are)",

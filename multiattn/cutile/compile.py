@@ -26,7 +26,7 @@ from multiattn.cutile.arrays import ArrayArgument
 from multiattn.cutile.bind import bind_proven, for_most_heads
 from multiattn.cutile.claims import tile_ir
 from multiattn.cutile.configs import PIPELINES, CutileConfig
-from multiattn.cutile.kernels import backward, decode, forward, packed
+from multiattn.cutile.kernels import backward, decode, forward, packed, stored
 from multiattn.cutile.kernels.constants import KernelConstants
 from multiattn.cutile.kernels.tiles import IN_64_BITS
 from multiattn.cutile.launches import KernelLaunch, Scalar
@@ -57,6 +57,7 @@ def get_kernel(launch: KernelLaunch) -> Any:
 _MODULES: Mapping[str, Any] = {
     **{"forward": forward, "list_tiles": packed},
     **dict.fromkeys(("split_keys", "merge_splits"), decode),
+    **dict.fromkeys(("deltas", "stored_key_grads", "stored_query_grads"), stored),
 }
 """Where the kernels are that are not the backward's."""
 

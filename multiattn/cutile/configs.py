@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from multiattn.cutile.kernels.constants import SMALLEST_TILE
+from multiattn.layout import Layout, row_major
 from multiattn.packed import USUAL_LENGTH
 from multiattn.plan import limits
 from multiattn.plan.arch import Arch
@@ -95,6 +96,38 @@ class TwoPassConfig(OnePassConfig):
     dq_num_worker_warps: int | None = None
     dq_latency: int = 4
     dq_heads_together: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredConfig(TwoPassConfig):
+    """With ds stored by the kernel that owns keys, which comes first; `dq_tile_m` is a multiple of `tile_m`."""
+
+
+STORED_BYTES = 1 << 30
+"""The most memory for ds. A launch has as many heads as it holds: 16 at N=4096 and 2 at N=16384."""
+
+
+def stored_layout(problem: Problem, config: StoredConfig) -> Layout:
+    """The layout of ds of the heads of one launch: ``[heads, tiles of dq, Skv, dq_tile_m]``."""
+    heads = heads_at_a_time(problem, config) * problem.group
+    shape = (heads, -(-problem.seq_q // config.dq_tile_m), problem.seq_kv, config.dq_tile_m)
+    return Layout(shape, row_major(shape), problem.torch_dtype)
+
+
+def heads_at_a_time(problem: Problem, config: StoredConfig) -> int:
+    """Heads of keys of one launch: a divisor of those of a batch entry, or those of several; 0 if memory holds none."""
+    tiles = -(-problem.seq_q // config.dq_tile_m)
+    of_head = problem.group * tiles * config.dq_tile_m * max(problem.seq_kv, 1) * problem.torch_dtype.itemsize
+    most = min(STORED_BYTES // max(of_head, 1), problem.batch * problem.heads_kv)
+    if most >= problem.heads_kv:
+        return most // problem.heads_kv * problem.heads_kv
+    return max((it for it in range(1, most + 1) if problem.heads_kv % it == 0), default=0)
+
+
+def stored_bytes(problem: Problem, config: Config | None) -> int:
+    """As `Variant.workspace`, with delta."""
+    assert isinstance(config, StoredConfig)
+    return problem.layouts["delta"].size_bytes + stored_layout(problem, config).size_bytes
 
 
 def widths_of(problem: Problem, config: CutileConfig) -> tuple[int, int, int]:
@@ -341,6 +374,10 @@ def why_not_backward(problem: Problem, arch: Arch, config: OnePassConfig) -> tup
     if isinstance(config, TwoPassConfig):
         checks += limits.field_checks(config, _BACKWARD_FIELDS, "dq_")
         checks.append(_grid(f"dq_tile_m={config.dq_tile_m}", query_tiles(problem, config.dq_tile_m), problem))
+    if isinstance(config, StoredConfig):
+        whole, fits = config.dq_tile_m % config.tile_m == 0, heads_at_a_time(problem, config) > 0
+        checks.append((whole, f"dq_tile_m={config.dq_tile_m}", f"multiples of tile_m={config.tile_m}"))
+        checks.append((fits, f"ds of a head of {problem}", f"{STORED_BYTES >> 20} MiB"))
     return limits.failed(checks)
 
 

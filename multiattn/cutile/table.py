@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.cutile import configs, decode_configs, decode_table
-from multiattn.cutile.arrays import ArrayArgument, array_of, captured_of, gradients_of, lists_of
-from multiattn.cutile.configs import CutileConfig, OnePassConfig, Together, TwoPassConfig
+from multiattn.cutile.arrays import ArrayArgument, any_size_of, array_of, captured_of, gradients_of, lists_of
+from multiattn.cutile.configs import CutileConfig, OnePassConfig, StoredConfig, Together, TwoPassConfig
 from multiattn.cutile.decode_configs import SplitKeysConfig
 from multiattn.cutile.kernels.constants import (
     BackwardConstants,
@@ -40,6 +41,7 @@ from multiattn.validate import LOG2_E
 
 AREAS: Mapping[str, tuple[str, ...]] = {
     "atomic": ("delta", "dq_sum"),
+    "stored": ("delta",),
     "two_pass": ("delta",),
     **dict.fromkeys((*STEPS, decode_configs.NAME), ()),
 }
@@ -63,6 +65,8 @@ def areas_of(plan: Plan) -> tuple[str, ...]:
 def own_areas_of(plan: Plan) -> Mapping[str, Layout]:
     """Those whose sizes a config decides, with their layouts."""
     config = plan.config
+    if isinstance(config, StoredConfig):
+        return {"ds": configs.stored_layout(plan.problem, config)}
     return decode_configs.areas_of(plan.problem, config.splits) if isinstance(config, SplitKeysConfig) else {}
 
 
@@ -81,6 +85,8 @@ def launches_of(
         return decode_table.launches_of(plan, emitted or {})
     if plan.direction == "forward":
         return _forward(plan, multiprocessors or most_multiprocessors(plan.arch), emitted or {})
+    if isinstance(plan.config, StoredConfig):
+        return _stored(plan, plan.config, has_dlse)
     return _one_pass(plan, has_dlse) if "dq_sum" in AREAS[plan.variant] else _two_passes(plan, has_dlse)
 
 
@@ -251,6 +257,9 @@ _NAMES: Mapping[str, str] = {
     "row_deltas": "out dout dlse delta dq_sum",
     "all_grads": "q k v lse dout delta dq_sum dk dv captured listed dcaptured score_factor grad_factor reach derived",
     "round_query_grads": "dq_sum dq grad_factor",
+    "deltas": "out dout dlse delta",
+    "stored_key_grads": "q k v lse dout delta ds dk dv score_factor grad_factor first",
+    "stored_query_grads": "k ds dq grad_factor first",
 }
 """The parameters of each kernel, in order: arrays, a tuple of them, then numbers."""
 
@@ -287,6 +296,38 @@ def _one_pass(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
         _of_keys(plan, config, "all_grads"),
         _backward(plan, "round_query_grads", tiles, rows),
     )
+
+
+def _stored(plan: Plan, config: StoredConfig, has_dlse: bool) -> tuple[KernelLaunch, ...]:
+    """Delta, then dk and dv and after them dq, of as many heads at a time as there is memory for the ds of."""
+    problem, tile_d = plan.problem, one_width(plan.problem.head_dim)
+    rows = -(-problem.seq_q // configs.ROW_TILE) * problem.heads_q * problem.batch
+    delta = RowDeltaConstants(tile_m=configs.ROW_TILE, tile_d=tile_d, has_dlse=has_dlse)
+    launches = [_backward(plan, "deltas", rows, delta, configs.ROW_OCCUPANCY)]
+    at_a_time, group = configs.heads_at_a_time(problem, config), problem.group
+    of_keys, of_queries = -(-problem.seq_kv // config.tile_n), -(-problem.seq_q // config.dq_tile_m)
+    in_entry = min(at_a_time, problem.heads_kv)
+    key_constants = BackwardConstants(
+        **_products(plan, QUERIES_OF_KEYS, config.tile_m, config.tile_n),
+        heads_together=configs.divisor_near(config.heads_together, in_entry),
+        latency=config.latency,
+    )
+    query_constants = BackwardConstants(
+        **_products(plan, KEYS_OF_QUERIES, config.dq_tile_m, config.dq_tile_n),
+        heads_together=configs.divisor_near(config.dq_heads_together, in_entry * group),
+        latency=config.dq_latency,
+    )
+    hints, dq_hints = (config.occupancy, config.num_worker_warps), (config.dq_occupancy, config.dq_num_worker_warps)
+    heads = problem.batch * problem.heads_kv
+    for begin in range(0, heads, max(at_a_time, 1)):
+        count = min(at_a_time, heads - begin)
+        first = (begin * of_keys, begin * group)
+        of_all = _backward(plan, "stored_key_grads", of_keys * count, key_constants, *hints)
+        launches.append(replace(of_all, scalars={**of_all.scalars, "first": first}))
+        first = (begin * group * of_queries, begin * group)
+        of_all = _backward(plan, "stored_query_grads", of_queries * count * group, query_constants, *dq_hints)
+        launches.append(replace(of_all, scalars={**of_all.scalars, "first": first}))
+    return tuple(launches)
 
 
 def _of_keys(plan: Plan, config: OnePassConfig, kernel: str) -> KernelLaunch:
@@ -354,6 +395,7 @@ def _backward(
         "derived": derived,
     }
     operands = {name: name for name in names if name in problem.layouts}
+    own = own_areas_of(plan) if isinstance(plan.config, StoredConfig) else {}
     if "dlse" in operands and not getattr(constants, "has_dlse", False):
         operands["dlse"] = "lse"
     return KernelLaunch(
@@ -362,7 +404,13 @@ def _backward(
         occupancy=occupancy,
         num_worker_warps=num_worker_warps,
         grid=grid,
-        arrays={name: array_of(assumed, {}, problem, operand) for name, operand in operands.items()},
+        arrays={
+            name: any_size_of(assumed, {}, problem, name, own[name])
+            if name in own
+            else array_of(assumed, {}, problem, operands[name])
+            for name in names
+            if name in own or name in operands
+        },
         optional=optional,
         scalars={name: scalars[name] for name in names if name in scalars},
         constants=constants,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
+from multiattn.cutile.configs import CutileConfig, OnePassConfig, StoredConfig, TwoPassConfig
 from multiattn.cutile.ladder import STEPS
 from multiattn.cutile.rules import ampere, blackwell, hopper
 from multiattn.cutile.rules.decode import SPLIT_KEYS as SPLIT_KEYS
@@ -29,6 +29,16 @@ TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
         why=_INTERPRETED,
     ),
     *(*hopper.TWO_PASS, *blackwell.TWO_PASS, *ampere.TWO_PASS),
+)
+
+STORED_RULES: tuple[Rule[StoredConfig], ...] = (
+    Rule(
+        arches=("cpu",),
+        config=StoredConfig(tile_m=32, tile_n=32, dq_tile_m=32, dq_tile_n=32),
+        why=_INTERPRETED,
+        only_named=True,
+    ),
+    *hopper.STORED,
 )
 
 ATOMIC_RULES: tuple[Rule[OnePassConfig], ...] = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
+from multiattn.cutile.configs import CutileConfig, OnePassConfig, StoredConfig, TwoPassConfig
 from multiattn.plan.config import COMPILED, Rule
 
 FULL, BANDED = False, True
@@ -239,3 +239,9 @@ ATOMIC: tuple[Rule[OnePassConfig], ...] = (
     _rule((129, 256), None, _keys(64, 64, heads_together=4), only_named=True,
           why=_21 + "N=1024: two passes are faster full and as fast with the mask"),
 )  # fmt: skip
+
+STORED: tuple[Rule[StoredConfig], ...] = (
+    _rule((1, 64), None, StoredConfig(tile_m=64, tile_n=128, num_worker_warps=8, dq_tile_m=64, dq_occupancy=2), why="a guess", only_named=True),
+    _rule((65, 128), None, StoredConfig(tile_m=64, tile_n=128, num_worker_warps=8, heads_together=4, dq_tile_m=64, dq_occupancy=2, dq_heads_together=4), why="a guess"),
+    _rule((129, 256), None, StoredConfig(tile_m=64, tile_n=64, num_worker_warps=8, heads_together=4, dq_tile_m=64, dq_heads_together=4), why="a guess"),
+)
