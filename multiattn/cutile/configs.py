@@ -375,8 +375,8 @@ def why_not_backward(problem: Problem, arch: Arch, config: OnePassConfig) -> tup
         checks += limits.field_checks(config, _BACKWARD_FIELDS, "dq_")
         checks.append(_grid(f"dq_tile_m={config.dq_tile_m}", query_tiles(problem, config.dq_tile_m), problem))
     if isinstance(config, StoredConfig):
-        whole, fits = config.dq_tile_m % config.tile_m == 0, heads_at_a_time(problem, config) > 0
-        checks.append((whole, f"dq_tile_m={config.dq_tile_m}", f"multiples of tile_m={config.tile_m}"))
+        whole, fits = config.dq_tile_m >= config.tile_m, heads_at_a_time(problem, config) > 0
+        checks.append((whole, f"dq_tile_m={config.dq_tile_m}", f"tile_m={config.tile_m} and more"))
         checks.append((fits, f"ds of a head of {problem}", f"{STORED_BYTES >> 20} MiB"))
     return limits.failed(checks)
 
