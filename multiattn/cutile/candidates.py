@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from multiattn.cutile import decode_configs
-from multiattn.cutile.configs import TCGEN05, CutileConfig, OnePassConfig, TwoPassConfig
+from multiattn.cutile.configs import TCGEN05, CutileConfig, OnePassConfig, StoredConfig, TwoPassConfig
 from multiattn.cutile.ladder import STEPS
 from multiattn.plan.arch import GPUS, Arch
 from multiattn.plan.backend import Variant
@@ -163,6 +163,10 @@ _OTHERS: _Tiles = (
 )
 
 
+_OF_STORED: tuple[_Hints, ...] = ((128, 64, 1, 8), (64, 64, 1, None))
+"""Tiles of the kernel that owns queries, where ds is stored."""
+
+
 def backward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[OnePassConfig]:
     """Configs worth timing: tiles with the occupancies and warps that suit them, each with two orders of heads."""
     if not arch.is_gpu:
@@ -170,9 +174,12 @@ def backward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Seque
     is_hopper = arch.name == "sm90"
     keys, queries = _HOPPER[_row(problem)] if is_hopper else _OF_TCGEN05 if arch.name in TCGEN05 else _OTHERS
     ways = [{**_fields(tile), "latency": it} for tile in keys for it in ((4, 2) if is_hopper else (4, 1))]
-    if variant.deterministic:  # two passes: each way to own keys with the first to own queries, then the others
+    if variant.config_type is StoredConfig:
+        pairs = [(way, tile) for way in ways for tile in _OF_STORED]
+        configs: list[OnePassConfig] = [StoredConfig(**way, **_fields(tile, "dq_")) for way, tile in pairs]
+    elif variant.deterministic:  # two passes: each way to own keys with the first to own queries, then the others
         pairs = [(way, queries[0]) for way in ways] + [(ways[0], tile) for tile in queries[1:]]
-        configs: list[OnePassConfig] = [TwoPassConfig(**way, **_fields(tile, "dq_")) for way, tile in pairs]
+        configs = [TwoPassConfig(**way, **_fields(tile, "dq_")) for way, tile in pairs]
     else:
         configs = [OnePassConfig(**way) for way in ways]
     configs += [_together(config, 4) for config in configs]
