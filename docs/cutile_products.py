@@ -16,7 +16,9 @@ import cuda.tile as ct
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, export_kernel
 
 M, N, D, STEPS = 64, 64, 64, 64
-SHOWN = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(HGMMA\S*|WARPGROUP\.\S+|MUFU\.EX2|BAR\.\S+)(.*?);", re.M)
+SHOWN = re.compile(
+    r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(HGMMA\S*|WARPGROUP\.\S+|MUFU\.EX2|BAR\.\S+)(.*?);", re.M
+)
 
 
 def apart(a: ct.Array, b: ct.Array, c: ct.Array, out: ct.Array) -> None:
@@ -57,7 +59,9 @@ def sass_of(function: Any) -> str:
         ct.bfloat16, 2, index_dtype=ct.int32, stride_lower_bound_incl=0, alias_groups=(), may_alias_internally=False,
         shape_divisible_by=(128, 64), stride_constant=(None, 1), stride_divisible_by=(64, 1), base_addr_divisible_by=128,
     )  # fmt: skip
-    signature = KernelSignature([array] * 4, CallingConvention.cutile_python_v2()).with_mangled_symbol(function.__name__)
+    signature = KernelSignature([array] * 4, CallingConvention.cutile_python_v2()).with_mangled_symbol(
+        function.__name__
+    )
     buffer = io.BytesIO()
     kernel = ct.kernel(function, num_worker_warps=8)
     export_kernel(kernel, [signature], buffer, gpu_code="sm_90", output_format="cubin")

@@ -68,6 +68,18 @@ def test_two_kernels_give_the_same_bits_in_every_order_of_blocks(variant, launch
     assert [it.name for it in BACKEND.backward.variants if not it.deterministic] == ["atomic"]
 
 
+@both_masks
+@pytest.mark.parametrize("how", ["dq_transposed", "delta_first"])
+def test_products_of_one_pass_may_be_otherwise(how, causal):
+    q, k, v, dout = make_tensors(batch=2, heads_q=4, heads_kv=2, head_dim=40)
+    problem = Problem.of(q, k, v, causal=causal)
+    check(plan_of("atomic", problem, OnePassConfig(tile_m=16, tile_n=32, **{how: True})), q, k, v, dout)
+    (reason,) = find_variant(BACKEND, "two_pass", "backward").fits(
+        problem, CPU, TwoPassConfig(**{how: True}, tile_m=16, tile_n=32)
+    )
+    assert reason.allowed == "False"
+
+
 # ---------------------------------------------------------------- launches
 
 

@@ -24,9 +24,7 @@ both_masks = pytest.mark.parametrize("causal", [False, True])
 
 
 def plan_of(problem, config=CONFIG, arch="cpu"):
-    return make_plan(
-        BACKEND, problem, ARCHS[arch], direction="backward", variant="stored", config=config, probe=False
-    )
+    return make_plan(BACKEND, problem, ARCHS[arch], direction="backward", variant="stored", config=config, probe=False)
 
 
 def bytes_of_heads(heads, seq_q, seq_kv):

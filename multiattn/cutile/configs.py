@@ -84,6 +84,10 @@ class OnePassConfig(Config):
     num_worker_warps: int | None = None
     latency: int = 4
     heads_together: int = 1
+    dq_transposed: bool = False
+    """A block's share of dq is made as ``k^T ds^T``, both from shared memory, and turned around as it is handed over."""
+    delta_first: bool = False
+    """The product dp begins with -delta, not with zeros."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -372,6 +376,8 @@ def why_not_backward(problem: Problem, arch: Arch, config: OnePassConfig) -> tup
         _grid(f"rows in tiles of {ROW_TILE}", query_tiles(problem, ROW_TILE), problem),
     ]
     if isinstance(config, TwoPassConfig):
+        only_one = config.dq_transposed or config.delta_first
+        checks.append((not only_one, "dq_transposed or delta_first in two kernels", "False"))
         checks += limits.field_checks(config, _BACKWARD_FIELDS, "dq_")
         checks.append(_grid(f"dq_tile_m={config.dq_tile_m}", query_tiles(problem, config.dq_tile_m), problem))
     if isinstance(config, StoredConfig):

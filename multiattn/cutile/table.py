@@ -339,6 +339,8 @@ def _of_keys(plan: Plan, config: OnePassConfig, kernel: str) -> KernelLaunch:
         gradients=problem.score.gradients if problem.score is not None else (),
         heads_together=configs.divisor_near(config.heads_together, problem.heads_kv),
         latency=config.latency,
+        dq_transposed=config.dq_transposed,
+        delta_first=config.delta_first,
     )
     tiles = key_tiles(problem, config.tile_n)
     return _backward(plan, kernel, tiles, constants, config.occupancy, config.num_worker_warps)

@@ -203,8 +203,12 @@ def add_queries(
     wants_gradients = scores.wants_gradients(const)
     if slope is not None and not wants_gradients:
         p = p * slope  # now, so that the next product finds the registers of one of them free
-    dp = ct.mma(values, douts.transpose(), none)  # [tile_n, tile_m]
-    ds = p * (dp - d)
+    if const.delta_first:
+        less = ct.mma(values, douts.transpose(), none - d)  # [tile_n, tile_m]
+        ds = p * less
+    else:
+        dp = ct.mma(values, douts.transpose(), none)  # [tile_n, tile_m]
+        ds = p * (dp - d)
     if wants_gradients:
         scores.add_gradients(const, place, raw, ds, key_tile, given.dcaptured)
         if slope is not None:
@@ -212,9 +216,13 @@ def add_queries(
     if const.ragged and dq_sum is not None:  # a key beyond the end: its own rows are not stored, but dq sums over it
         ds = ct.where(tiles.is_key(const, place, key_tile), ds, 0.0)
     ds = ds.astype(keys.dtype)
+    if const.dq_transposed:  # before dk: tileiras keeps this order
+        nothing = ct.full((const.tile_d, const.tile_m), 0.0, dtype=ct.float32)
+        share = ct.mma(keys.transpose(), ds, nothing).transpose()
     dk = ct.mma(ds, queries, sums.dk)
     if dq_sum is not None:
-        share = ct.mma(ds.transpose(), keys, ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32))
+        if not const.dq_transposed:
+            share = ct.mma(ds.transpose(), keys, ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32))
         dq_sum.atomic_store_add((*rows, 0), share.reshape((1, 1, const.tile_m, const.tile_d)))
     return KeyGradSums(dk=dk, dv=dv)
 

@@ -107,6 +107,9 @@ class BackwardConstants:
     """
     packed: bool = False
     """As the forward's."""
+    dq_transposed: bool = False
+    delta_first: bool = False
+    """Both as in `OnePassConfig`."""
     spanning = False
 
 

@@ -45,9 +45,7 @@ def find_keys(const: Any, q: Any, k: Any, first: Any) -> Any:
     head_of_all = section * const.heads_together + rest % const.heads_together
     batch, head = head_of_all // heads, head_of_all % heads
     tile = rest // const.heads_together
-    return Place(
-        batch=batch, head=head, head_kv=head, tile=tile, seq_q=q.shape[2], seq_kv=seq_kv, reach=(), aux=()
-    )
+    return Place(batch=batch, head=head, head_kv=head, tile=tile, seq_q=q.shape[2], seq_kv=seq_kv, reach=(), aux=())
 
 
 @ct.function

@@ -241,7 +241,31 @@ ATOMIC: tuple[Rule[OnePassConfig], ...] = (
 )  # fmt: skip
 
 STORED: tuple[Rule[StoredConfig], ...] = (
-    _rule((1, 64), None, StoredConfig(tile_m=64, tile_n=128, num_worker_warps=8, dq_tile_m=64, dq_occupancy=2), why="a guess", only_named=True),
-    _rule((65, 128), None, StoredConfig(tile_m=64, tile_n=128, num_worker_warps=8, heads_together=4, dq_tile_m=64, dq_occupancy=2, dq_heads_together=4), why="a guess"),
-    _rule((129, 256), None, StoredConfig(tile_m=64, tile_n=64, num_worker_warps=8, heads_together=4, dq_tile_m=64, dq_heads_together=4), why="a guess"),
+    _rule(
+        (1, 64),
+        None,
+        StoredConfig(tile_m=64, tile_n=128, num_worker_warps=8, dq_tile_m=64, dq_occupancy=2),
+        why="a guess",
+        only_named=True,
+    ),
+    _rule(
+        (65, 128),
+        None,
+        StoredConfig(
+            tile_m=64,
+            tile_n=128,
+            num_worker_warps=8,
+            heads_together=4,
+            dq_tile_m=64,
+            dq_occupancy=2,
+            dq_heads_together=4,
+        ),
+        why="a guess",
+    ),
+    _rule(
+        (129, 256),
+        None,
+        StoredConfig(tile_m=64, tile_n=64, num_worker_warps=8, heads_together=4, dq_tile_m=64, dq_heads_together=4),
+        why="a guess",
+    ),
 )
