@@ -57,11 +57,11 @@ def sass_of(function: Any) -> str:
     """The machine code of a kernel for row-major bf16 arrays."""
     array = ArrayConstraint(
         ct.bfloat16, 2, index_dtype=ct.int32, stride_lower_bound_incl=0, alias_groups=(), may_alias_internally=False,
-        shape_divisible_by=(128, 64), stride_constant=(None, 1), stride_divisible_by=(64, 1), base_addr_divisible_by=128,
+        shape_divisible_by=(128, 64), stride_constant=(None, 1), stride_divisible_by=(64, 1),
+        base_addr_divisible_by=128,
     )  # fmt: skip
-    signature = KernelSignature([array] * 4, CallingConvention.cutile_python_v2()).with_mangled_symbol(
-        function.__name__
-    )
+    convention = CallingConvention.cutile_python_v2()
+    signature = KernelSignature([array] * 4, convention).with_mangled_symbol(function.__name__)
     buffer = io.BytesIO()
     kernel = ct.kernel(function, num_worker_warps=8)
     export_kernel(kernel, [signature], buffer, gpu_code="sm_90", output_format="cubin")

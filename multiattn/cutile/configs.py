@@ -85,7 +85,7 @@ class OnePassConfig(Config):
     latency: int = 4
     heads_together: int = 1
     dq_transposed: bool = False
-    """A block's share of dq is made as ``k^T ds^T``, both from shared memory, and turned around as it is handed over."""
+    """A block's share of dq is made as ``k^T ds^T``, from shared memory, and turned around as it is handed over."""
     delta_first: bool = False
     """The product dp begins with -delta, not with zeros."""
 

@@ -397,7 +397,7 @@ def _backward(
         "derived": derived,
     }
     operands = {name: name for name in names if name in problem.layouts}
-    own = own_areas_of(plan) if isinstance(plan.config, StoredConfig) else {}
+    areas = own_areas_of(plan) if isinstance(plan.config, StoredConfig) else {}
     if "dlse" in operands and not getattr(constants, "has_dlse", False):
         operands["dlse"] = "lse"
     return KernelLaunch(
@@ -407,11 +407,11 @@ def _backward(
         num_worker_warps=num_worker_warps,
         grid=grid,
         arrays={
-            name: any_size_of(assumed, {}, problem, name, own[name])
-            if name in own
+            name: any_size_of(assumed, {}, problem, name, areas[name])
+            if name in areas
             else array_of(assumed, {}, problem, operands[name])
             for name in names
-            if name in own or name in operands
+            if name in areas or name in operands
         },
         optional=optional,
         scalars={name: scalars[name] for name in names if name in scalars},

@@ -2,10 +2,10 @@
 
 `stored_key_grads` is `backward.key_grads` that also writes each block of ``ds^T``, rounded as its own product takes it;
 `stored_query_grads` then has a single product left, ``dq = ds @ k``. Two passes make scores and dp twice, and one pass
-adds dq up by atomics, for which its warps wait for each other in every block. Memory for a whole ds grows with the square
-of the length: so both kernels run in turns, for as many heads at a time as `configs.STORED_BYTES` hold.
+adds dq up by atomics, for which its warps wait for each other in every block. A whole ds grows with the square of the
+length: so both kernels run in turns, for as many heads at a time as `configs.STORED_BYTES` hold.
 
-ds is ``[heads, tiles of dq, Skv, dq_tile_m]``, so that what blocks of either kernel write and read lies close together.
+ds is ``[heads, tiles of dq, Skv, dq_tile_m]``, so that what blocks of either kernel write and read is close together.
 """
 
 from collections.abc import Callable
