@@ -49,7 +49,7 @@ def _parts(plan: Plan, config: TritonSplitConfig) -> KernelTable:
     written = _RESULTS[:2] if constants.whole else _RESULTS[2:]
 
     def number(value: int) -> Integer:
-        return Integer(value=value, specialised=False)
+        return Integer(value=value)
 
     paging: dict[str, Parameter] = dict.fromkeys(("page_keys", "table_stride"), Constant(value=None))
     if cache is not None and cache.page is not None:
@@ -65,10 +65,7 @@ def _parts(plan: Plan, config: TritonSplitConfig) -> KernelTable:
         "heads": {"heads_q": Integer(value=problem.heads_q), "group": Integer(value=problem.group)},
         "tiles": number(-(-problem.rows // config.tile_m)),
         "splits": number(config.splits),
-        **{
-            f"{name}_strides": stride_rows(name, known[name].strides[:3], unit, specialised=False)
-            for name in ("q", "k", "v")
-        },
+        **{f"{name}_strides": stride_rows(name, known[name].strides[:3], unit) for name in ("q", "k", "v")},
         "out_strides": _out_strides(problem),
         **paging,
         **reach_rows(problem),
@@ -130,7 +127,7 @@ def _merge(plan: Plan, config: TritonSplitConfig) -> KernelTable:
     }
     rows: dict[str, Parameter] = {
         **{name: Tensor(of=name) for name in ("partial_out", "partial_lse", "out", "lse")},
-        **{name: Integer(value=value, specialised=False) for name, value in sizes.items()},
+        **{name: Integer(value=value) for name, value in sizes.items()},
         "out_strides": _out_strides(problem),
         "sinks": sinks_row(problem),
         "cu_seqlens_q": _index(problem, "cu_seqlens_q"),
@@ -157,4 +154,4 @@ def _out_strides(problem: Problem) -> Parameter:
     layout = problem.layouts["out"]
     pairs = zip(layout.shape[:3], layout.strides[:3], strict=True)
     strides = tuple(0 if size == 1 else stride for size, stride in pairs)
-    return stride_rows("out", strides, OUT_VECTOR, specialised=False)
+    return stride_rows("out", strides, OUT_VECTOR)

@@ -66,7 +66,8 @@ class Assumed(NamedTuple):
     alignment: int
     """Bytes that divide every address and stride of q, k and v."""
     flag: bool
-    """Offsets inside a tile may pass 2^31 elements; for Gluon, the last block of keys is not full."""
+    """Offsets inside a tile may pass 2^31 elements; for Gluon, the last block of keys is not full, and no
+    band masks it."""
 
 
 FLAGS = {False: "wide", True: "ragged"}
@@ -77,8 +78,8 @@ def assumed_of(plan: Plan) -> Assumed:
     """The fewest assumptions that code can make for the tensors of a Plan."""
     problem, config = plan.problem, plan.config
     if isinstance(config, GluonConfig):
-        is_ragged = problem.packing is not None or problem.seq_kv % config.tile_n != 0
-        return Assumed(alignment=problem.alignment, flag=is_ragged)
+        has_end = problem.packing is not None or problem.seq_kv % config.tile_n != 0
+        return Assumed(alignment=problem.alignment, flag=has_end and not problem.is_banded)
     return Assumed(alignment=problem.alignment, flag=_is_far(problem, _config_of(plan), plan.direction == "backward"))
 
 
@@ -166,7 +167,7 @@ def _tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0, counts: b
         "query_list": Tensor(of="query_list") if query_tile else Constant(value=None),
         "key_list": Tensor(of="key_list") if key_tile else Constant(value=None),
         "counter": Tensor(of=abi.WORKSPACE) if counts else Constant(value=None),
-        **{name: Integer(value=value, specialised=False) for name, value in sizes.items()},
+        **{name: Integer(value=value) for name, value in sizes.items()},
         "C": Constant(value=constants),
     }
     grid = groups * parts * sum(map(bool, (query_tile, key_tile)))
@@ -207,19 +208,20 @@ def _table(
     grid = key_tiles(tiled, constants.tile_n) if by_keys else query_tiles(tiled, constants.tile_m)
     heads = {
         "heads_q": Integer(value=problem.heads_q),
-        "group": Integer(value=problem.group),
+        # Around the loop over queries a loop over the heads of a group would spill 44 times in it (sm90, D=128).
+        "group": Integer(value=problem.group, specialised=by_keys and problem.group == 1),
         "batch_heads": Integer(value=problem.batch * (problem.heads_kv if by_keys else problem.heads_q)),
     }
     fixed: dict[str, Parameter] = {
         **heads,
         "heads": heads,
-        "seq_q": Integer(value=problem.seq_q, specialised=False),
-        "seq_kv": Integer(value=problem.seq_kv, specialised=False),
+        "seq_q": Integer(value=problem.seq_q),
+        "seq_kv": Integer(value=problem.seq_kv),
         "scale": factor_row(problem, problem.scale_log2 if constants.step.exp2 else problem.scale_log2 / LOG2_E),
         "score_factor": factor_row(problem, problem.score_factor),
         "grad_factor": problem.grad_factor,
         "dlse": Tensor(of="dlse" if has_dlse else "lse"),
-        "dlse_rows": Integer(value=problem.seq_q if has_dlse else 0, specialised=False),
+        "dlse_rows": Integer(value=problem.seq_q if has_dlse else 0),
         **reach_rows(problem),
         "sinks": sinks_row(problem),
         "aux": aux_row(problem, constants.score),
@@ -230,7 +232,7 @@ def _table(
     }
     if constants.packed:
         fixed["entries"] = Tensor(of="key_list" if by_keys else "query_list")
-        fixed["tiles"] = Integer(value=grid // heads["batch_heads"].value, specialised=False)
+        fixed["tiles"] = Integer(value=grid // heads["batch_heads"].value)
     if not constants.one_pass:
         fixed["dq_sum"] = Constant(value=None)
 
@@ -380,7 +382,7 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
         "heads": problem.batch * problem.heads_q,
         "together": heads_side_by_side(problem),
     }
-    rows |= {name: Integer(value=value, specialised=False) for name, value in sizes.items()}
+    rows |= {name: Integer(value=value) for name, value in sizes.items()}
     rows |= reach_rows(problem)
     rows["C"] = Constant(value=GluonConstants.of(problem, config, ragged=assumed.flag, score=lowered))
     blocks = query_tiles(problem, config.tile_m)

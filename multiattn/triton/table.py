@@ -41,10 +41,13 @@ class Descriptor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Integer:
-    """An integer, in 32 bits where they hold it. `specialised`: whether code may depend on its value."""
+    """An integer, in 32 bits where they hold it. `specialised`: whether code may depend on its value.
+
+    Code of lengths, batches and numbers of heads does not, nor of strides, which are their products: all share it.
+    """
 
     value: int
-    specialised: bool = True
+    specialised: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,9 +91,7 @@ def reach_rows(problem: Problem) -> dict[str, Parameter]:
     """`left` and `right` of a two-sided mask: numbers that no code depends on."""
     if not problem.is_two_sided:
         return dict.fromkeys(("left", "right"), Constant(value=None))
-    return {
-        side: Integer(value=it, specialised=False) for side, it in zip(("left", "right"), problem.reach, strict=True)
-    }
+    return {side: Integer(value=it) for side, it in zip(("left", "right"), problem.reach, strict=True)}
 
 
 def sinks_row(problem: Problem) -> Parameter:
@@ -100,7 +101,7 @@ def sinks_row(problem: Problem) -> Parameter:
 
 def factor_row(problem: Problem, value: float) -> float | Integer:
     """A factor of scores. That after an expression is 1, as code may know."""
-    return Integer(value=1) if problem.has_score and value == 1.0 else value
+    return Integer(value=1, specialised=True) if problem.has_score and value == 1.0 else value
 
 
 def aux_row(problem: Problem, lowered: LoweredScore | None) -> Parameter:
@@ -112,15 +113,20 @@ def aux_row(problem: Problem, lowered: LoweredScore | None) -> Parameter:
 
 
 def item_row(value: float | int | str, problem: Problem) -> Scalar:
-    """An item of `aux`. No code for a packed batch depends on a stride, which may be the length of a sequence."""
+    """An item of `aux`. Code may depend on a stride of 1, whose elements are side by side, and on no other.
+
+    Others may be lengths or numbers of heads, as may every stride of a packed batch.
+    """
     if isinstance(value, str):
         return Tensor(of=value, is_aligned=False)
-    return value if isinstance(value, float) else Integer(value=value, specialised=problem.packing is None)
+    if isinstance(value, float):
+        return value
+    return Integer(value=value, specialised=value == 1 and problem.packing is None)
 
 
-def stride_rows(name: str, strides: tuple[int, ...], unit: int, *, specialised: bool = True) -> dict[str, Integer]:
-    """Strides of a tensor, in units of so many elements."""
+def stride_rows(name: str, strides: tuple[int, ...], unit: int) -> dict[str, Integer]:
+    """Strides of a tensor, in units of so many elements: no code depends on more of them than that unit."""
     if any(stride % unit for stride in strides):
         raise ValueError(f"strides_{name}: got {strides}; allowed multiples of {unit} elements, as is assumed")
     pairs = zip(("batch", "head", "row"), strides, strict=True)
-    return {f"{name}_{dim}": Integer(value=stride // unit, specialised=specialised) for dim, stride in pairs}
+    return {f"{name}_{dim}": Integer(value=stride // unit) for dim, stride in pairs}
