@@ -226,7 +226,19 @@ TWO_PASS: tuple[Rule[TwoPassConfig], ...] = (
           why=_21 + "350 TFLOPS, 0.90 ms for the queries; in 64x64 0.98"),
 )  # fmt: skip
 
+_26 = "H200 2026-11-26, "
+_PLAIN: dict[str, Any] = {"scored": False, "packed": False}
+_SHARED: dict[str, Any] = {"heads_together": 4, "dq_transposed": True}
+
 ATOMIC: tuple[Rule[OnePassConfig], ...] = (
+    _rule((1, 64), FULL, _keys(128, 128, delta_first=True, **_SHARED), seq_min=1024, **_PLAIN,
+          why=_26 + "413 TFLOPS, 402 at N=16k, 343 at N=1k; dq as it was 375, two passes 346, 340, 315"),
+    _rule((1, 64), BANDED, _keys(128, 128, **_SHARED), seq_min=2048, **_PLAIN,
+          why=_26 + "380 TFLOPS, 416 at N=16k, 314 at N=2k; two passes 335, 350, 300"),
+    _rule((65, 128), FULL, _keys(64, 128, delta_first=True, **_SHARED), seq_min=2048, **_PLAIN,
+          why=_26 + "428 TFLOPS, 429 at N=16k, 384 at N=2k; two passes 417, 389, 380"),
+    _rule((65, 128), BANDED, _keys(64, 128, delta_first=True, **_SHARED), seq_min=8192, **_PLAIN,
+          why=_26 + "N=16k: 432 TFLOPS; two passes 394"),
     _rule((1, 64), FULL, _keys(128, 128, heads_together=4), seq_min=2048, why=_21 + "393 TFLOPS; 64x128 369"),
     _rule((129, 256), FULL, _keys(64, 64), seq_min=2048, why=_21 + "406 TFLOPS; two passes 392"),
     _rule((129, 256), BANDED, _keys(64, 64, heads_together=4), seq_min=2048,
@@ -240,32 +252,23 @@ ATOMIC: tuple[Rule[OnePassConfig], ...] = (
           why=_21 + "N=1024: two passes are faster full and as fast with the mask"),
 )  # fmt: skip
 
+
+def _stored(keys: tuple[int, int], **hints: Any) -> StoredConfig:
+    """A config that stores ds: tiles of 128 queries for dq, 8 warps for both kernels."""
+    tile_m, tile_n = keys
+    return StoredConfig(tile_m=tile_m, tile_n=tile_n, num_worker_warps=8, dq_tile_m=128, **_WARPS_8, **_FOURS, **hints)
+
+
 STORED: tuple[Rule[StoredConfig], ...] = (
-    _rule(
-        (1, 64),
-        None,
-        StoredConfig(tile_m=64, tile_n=128, num_worker_warps=8, dq_tile_m=64, dq_occupancy=2),
-        why="a guess",
-        only_named=True,
-    ),
-    _rule(
-        (65, 128),
-        None,
-        StoredConfig(
-            tile_m=64,
-            tile_n=128,
-            num_worker_warps=8,
-            heads_together=4,
-            dq_tile_m=64,
-            dq_occupancy=2,
-            dq_heads_together=4,
-        ),
-        why="a guess",
-    ),
-    _rule(
-        (129, 256),
-        None,
-        StoredConfig(tile_m=64, tile_n=64, num_worker_warps=8, heads_together=4, dq_tile_m=64, dq_heads_together=4),
-        why="a guess",
-    ),
-)
+    _rule((129, 256), FULL, _stored((64, 64)),
+          why=_26 + "513 TFLOPS, 519 at N=16k, 383 at N=512; one pass 361, 396, 264"),
+    _rule((129, 256), BANDED, _stored((64, 64)),
+          why=_26 + "482 TFLOPS, 530 at N=16k, 258 at N=512; one pass 334, 360, 169, two there 205"),
+    _rule((65, 128), BANDED, _stored((64, 128)), seq_max=8191,
+          why=_26 + "418 TFLOPS, 218 at N=512; two passes 377, 204"),
+    _rule((65, 128), BANDED, _stored((64, 128)), only_named=True,
+          why=_26 + "N=16k: 1.070 of two passes, where one pass has 1.096"),
+    _rule((65, 128), FULL, _stored((64, 128)), only_named=True, why=_26 + "370 TFLOPS; two passes 406"),
+    _rule((1, 64), None, _stored((64, 128)), only_named=True,
+          why=_26 + "a prototype: 350 TFLOPS full, 342 with the mask; one pass 382, two passes 338 with the mask"),
+)  # fmt: skip
