@@ -52,8 +52,7 @@ def emit(folder, name, *, host=None, arch="sm90", variant=None, whole=None, **si
     variant = variant or VARIANTS.get(name)
     plan = make_plan(get(name), whole or problem(**sizes), ARCHS[arch], variant=variant, probe=False)
     module = import_module(f"multiattn.{name}.bind")
-    emitted = module.for_most_heads(plan) if name == "cutile" else plan
-    binding = module.bind(emitted, IMAGES[name] if name in IMAGES else launches_of(plan)[0].image())
+    binding = module.bind(plan, IMAGES[name] if name in IMAGES else launches_of(plan)[0].image())
     threads = max(128, binding.image.threads)
     kernel = Exported(
         kernel="entry",

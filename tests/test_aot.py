@@ -16,6 +16,7 @@ import torch
 from aot_fakes import BOX, emit, problem
 
 from multiattn import aot
+from multiattn.cutile.configs import together_of
 from multiattn.operands import Operands
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
@@ -48,33 +49,20 @@ def test_one_kernel_runs_many_problems(name, sizes, tmp_path):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("emitted", "heads_q"), [(4, 4), (4, 8), (2, 6), (3, 6), (8, 64)])
-def test_a_grid_has_as_many_heads_side_by_side_as_the_code(emitted, heads_q, causal, tmp_path):
-    """Not as many as the heads at hand would allow: a block finds its tile by the number in its code."""
+@pytest.mark.parametrize(("emitted", "heads_q"), [(4, 4), (4, 8), (2, 6), (3, 5), (6, 4), (64, 11)])
+def test_code_runs_any_number_of_heads_with_as_many_side_by_side_as_suit_them(emitted, heads_q, causal, tmp_path):
     sizes = {"heads_kv": 1, "seq_q": 1024, "causal": causal}
     emit(tmp_path, "cutile", heads_q=emitted, **sizes)
     kernel = aot.load(tmp_path)
     config = kernel.plan.config
-    assert config.heads_together >= 4
     assert config.scheduler == "one_tile"
-    together = math.gcd(config.heads_together, emitted)
-    binding = kernel._try_binding(problem(heads_q=heads_q, **sizes))
-    assert binding.grid == (1024 // config.tile_m * together, heads_q // together, 2)
-
-
-def test_code_with_heads_of_several_batch_entries_together_runs_what_its_number_divides():
-    """As where it is launched at once: code that is emitted has none (`for_most_heads`)."""
-    from multiattn.cutile.bind import IMAGE, bind
-
-    sizes = {"heads_kv": 1, "seq_q": 1024, "causal": True}
-    plan = make_plan(get("cutile"), problem(heads_q=6, **sizes), ARCHS["sm90"], probe=False)
-    emitted = bind(plan, IMAGE).constants
-    assert emitted["spanning"] == "True"
-    others = {
-        heads: bind(replace(plan, problem=problem(heads_q=heads, **sizes)), IMAGE, emitted) for heads in (6, 12, 4)
-    }
-    assert [other.constants == emitted for other in others.values()] == [True, True, False]
-    assert others[12].grid == (1024 // plan.config.tile_m * 12, 2, 1)
+    wanted = problem(heads_q=heads_q, **sizes)
+    binding = kernel._try_binding(wanted)
+    assert binding.constants == kernel.entry["launch"]["constants"]
+    together = together_of(wanted, config)
+    assert binding.grid[0] == 1024 // config.tile_m * together.heads
+    assert math.prod(binding.grid) == 1024 // config.tile_m * heads_q * 2
+    assert abi.Number(kind="i32", value=together.heads) in binding.arguments
 
 
 SQUARE = {"seq_q": 128, "seq_kv": 128, "causal": True}
@@ -85,7 +73,7 @@ SQUARE = {"seq_q": 128, "seq_kv": 128, "causal": True}
     [
         ("triton", {}, {"scale": -1.0}, "scale_sign: got -1; allowed 1"),
         ("cutile", {}, {"scale": 0.0}, "scale_sign: got 0; allowed 1"),
-        ("cutile", {"seq_q": 128}, {"seq_q": 101}, "q_seq: got any; allowed multiple of 16"),
+        ("cutile", {}, {"head_dim": 56}, "head_dim: got 56; allowed 64"),
         ("cutile", {"seq_kv": 128}, {"seq_kv": 101}, "masked: got True; allowed False"),
         ("cutile", SQUARE, {"seq_q": 64, "seq_kv": 96}, "seq_kv_less_seq_q: got any; allowed multiple of 64"),
         ("cuda", {}, {"dtype": "fp16"}, "dtype: got fp16; allowed bf16"),

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -44,10 +45,10 @@ def test_as_many_heads_together_as_divide_them(wanted, heads, got):
 @pytest.mark.parametrize(
     ("wanted", "batch", "heads", "got"),
     [
-        (8, 4, 16, Together(heads=8)), (32, 1, 8, Together(heads=8)), (32, 32, 8, Together(heads=32, spanning=True)),
-        (16, 16, 8, Together(heads=16, spanning=True)), (15, 16, 8, Together(heads=8)), (8, 2, 11, Together(heads=11)),
-        (8, 64, 1, Together(heads=8, spanning=True)), (32, 3, 8, Together(heads=8)),
-        (32, 6, 8, Together(heads=16, spanning=True)),
+        (8, 4, 16, Together(heads=8)), (32, 1, 8, Together(heads=8)), (32, 32, 8, Together(heads=32, entries=4)),
+        (16, 16, 8, Together(heads=16, entries=2)), (15, 16, 8, Together(heads=8)), (8, 2, 11, Together(heads=11)),
+        (8, 64, 1, Together(heads=8, entries=8)), (32, 3, 8, Together(heads=8)),
+        (32, 6, 8, Together(heads=16, entries=2)),
         (32, 1009, 8, Together(heads=8)), (1, 5, 7, Together(heads=1)),
     ],
 )  # fmt: skip
@@ -55,7 +56,7 @@ def test_heads_together_are_of_several_batch_entries_where_one_has_too_few(wante
     problem = Problem.contiguous(batch=batch, heads_q=heads, seq_q=64, head_dim=64, causal=True)
     config = CutileConfig(tile_m=64, tile_n=64, heads_together=wanted)
     assert configs.together_of(problem, config) == got
-    assert not configs.together_of(replace(problem, band=FULL), config).spanning
+    assert configs.together_of(replace(problem, band=FULL), config).entries == 1
 
 
 @pytest.mark.parametrize("linear", [False, True])
@@ -69,6 +70,17 @@ def test_every_order_of_tiles_covers_every_tile(heads_together, causal, linear, 
     check(config, q, k, v, causal=causal)  # the interpreter raises if two blocks own one tile
 
 
+def test_a_product_and_a_shift_divide():
+    made = random.Random(0)
+    most = configs.MAX_QUOTIENT - 1
+    for divisor in (*range(1, 2000), *(made.randrange(1, most) for _ in range(2000)), most):
+        factor, shift = configs.reciprocal(divisor)
+        assert 0 < factor < 2**31
+        near = most // divisor * divisor
+        for number in (0, 1, divisor - 1, divisor, most, near, near - 1, made.randrange(most)):
+            assert number * factor >> shift == number // divisor
+
+
 def test_grids_of_many_blocks():
     one, config = Together(heads=1), CutileConfig(tile_m=64, tile_n=64)
     few = Problem.contiguous(batch=70_000, heads_q=4, seq_q=64, head_dim=8)
@@ -79,6 +91,7 @@ def test_grids_of_many_blocks():
     assert x <= configs.MAX_GRID_X
     assert configs.is_linear(few, config, one)
     assert not configs.is_linear(replace(few, batch=60_000), config, one)
+    assert configs.is_linear(replace(few, batch=2**15, heads_q=2**14), config, Together(heads=1))
     assert configs.factor_grid(2**31 - 1) is None  # a prime
     assert configs.factor_grid(2**31 - 2**16) is not None
     assert configs.factor_grid(2**31) is None  # which a kernel would number in 32 bits
@@ -102,7 +115,8 @@ def test_64_bit_exactly_when_an_offset_or_a_stride_needs_it(sizes, exceeds):
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)
     binding = bind(plan)
     assert binding.constants["int64"] == str(exceeds)
-    narrow = [it.value for it in binding.arguments if isinstance(it, abi.Number) and it.kind == "i32"]
+    of_arrays = binding.arguments[: 4 * 9 + 7]
+    narrow = [it.value for it in of_arrays if isinstance(it, abi.Number) and it.kind == "i32"]
     assert bool(narrow) != exceeds
     assert all(value <= abi.INT32_MAX for value in narrow)
 

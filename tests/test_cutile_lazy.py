@@ -280,14 +280,18 @@ def test_a_static_grid_fills_the_device():
     assert grid_of(replace(problem, batch=1, heads_q=1), static, one, 132, linear=True) == (16, 1, 1)
     assert grid_of(problem, LAZY, one, 132, linear=True) == (32 * 64, 1, 1)
     assert grid_of(problem, LAZY, Together(heads=4), 132, linear=False) == (32 * 4, 2, 8)
-    assert grid_of(problem, LAZY, Together(heads=16, spanning=True), 132, linear=False) == (32 * 16, 4, 1)
-    assert is_linear(problem, static, one)
+    assert grid_of(problem, LAZY, Together(heads=16, entries=2), 132, linear=False) == (32 * 16, 1, 4)
+    assert not is_linear(problem, static, one)
     assert not is_linear(problem, LAZY, one)
     assert [most_multiprocessors(ARCHS[name]) for name in ("sm90", "cpu")] == [132, 1]
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], config=static, probe=False)
     (launch,) = launches_of(plan)
     assert launch.grid == (264, 1, 1)  # of the largest product, as there is no device here
-    assert (launch.constants.static_grid, launch.constants.linear_grid, launch.constants.headroom) == (True, True, 16.0)
+    assert (launch.constants.static_grid, launch.constants.linear_grid, launch.constants.headroom) == (
+        True,
+        False,
+        16.0,
+    )
 
 
 def test_rungs_below_full_have_neither():

@@ -123,7 +123,7 @@ def test_cutile_hands_over_address_extents_and_strides_of_each_array():
     q = kernel.binding.arguments[:9]
     assert q[0] == abi.Pointer(tensor="q")
     assert [number.value for number in q[1:]] == [2, 2, 128, 64, 128 * 128, 64, 128, 1]
-    assert len(kernel.binding.arguments) == 4 * 9 + 7 + 1
+    assert len(kernel.binding.arguments) == 4 * 9 + 7 + 1 + 10  # arrays, lse, the scale, and the order of tiles
     assert cubin.host_of(kernel.cubin) == "x86_64"
     entry = entry_of(kernel)
     assert entry.param_bytes > entry.slots[-1].offset + 4 + 3 * 128  # tensor maps that no caller hands over
@@ -143,7 +143,7 @@ def test_cutile_refuses_what_its_tile_ir_does_not_take():
     with pytest.raises(ValueError, match=r"arrays: argument 4 is .*128.*; the Tile IR has 64"):
         bind.prove(replace(binding, arguments=tuple(changed)), text)
     with pytest.raises(ValueError, match=r"the Tile IR assumes .*which nothing tells"):
-        bind.prove(replace(binding, constants={**binding.constants, "q_seq": "any"}), text)
+        bind.prove(replace(binding, constants={**binding.constants, "q_row_stride": "any"}), text)
     with pytest.raises(ValueError, match="parameters: got "):
         bind.prove(replace(binding, arguments=binding.arguments[:-1]), text)
     swapped = re.sub(r"shape = \[(%\w+), (%\w+)", r"shape = [\2, \1", text, count=1)

@@ -13,7 +13,7 @@ from multiattn.problem import Problem
 from multiattn.score import LoweredScore
 
 ALIGNMENT = 16
-"""A compiler is told of strides and addresses that are multiples of 16 bytes, and of extents that are of 16."""
+"""A compiler is told of strides and addresses that are multiples of 16 bytes."""
 SINKS_ALIGNMENT = 4
 """Bytes, as of any fp32 tensor."""
 _GIVEN = ("q", "k", "v")
@@ -52,33 +52,31 @@ def extents_of(tensor: str) -> tuple[str, ...]:
     return EXTENTS[1:2] if tensor == "sinks" else EXTENTS
 
 
-def array_of(assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, tensor: str) -> ArrayArgument:
-    """An array; enters what is assumed of it: of a packed batch what is true of any number of rows."""
+def array_of(
+    assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, tensor: str, *, vector_unit: int = 1
+) -> ArrayArgument:
+    """An array of a problem, as `any_size_of`; of a packed batch what is true of any number of rows."""
     layout = known = problem.layouts[tensor]
     if problem.packing is not None:
         known = replace(problem, seq_q=1, seq_kv=1).layouts[tensor]
-
-    def divisor(name: str, value: int, unit: int) -> int:
-        return abi.multiple(assumed, emitted, f"{tensor}_{name}", unit if value % unit == 0 else 1, value)
-
-    alignment = problem.alignment if tensor in _GIVEN else SINKS_ALIGNMENT if tensor == "sinks" else ALIGNMENT
-    in_elements = ALIGNMENT // layout.dtype.itemsize
-    return ArrayArgument(
-        tensor=tensor,
-        layout=layout,
-        alignment=divisor("alignment", alignment, alignment),
-        extents=tuple(divisor(name, it, ALIGNMENT) for name, it in zip(extents_of(tensor), known.shape, strict=False)),
-        strides=tuple(divisor(name, it, in_elements) for name, it in zip(STRIDES, known.strides[:-1], strict=False)),
-        overlaps=abi.flag(assumed, emitted, f"{tensor}_overlaps", 0 in layout.strides),
-    )
+    return replace(any_size_of(assumed, emitted, problem, tensor, known, vector_unit=vector_unit), layout=layout)
 
 
 def any_size_of(
-    assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, tensor: str, layout: Layout
+    assumed: dict[str, str],
+    emitted: Mapping[str, str],
+    problem: Problem,
+    tensor: str,
+    layout: Layout,
+    *,
+    vector_unit: int = 1,
 ) -> ArrayArgument:
-    """An array of which no extent is assumed anything, so that code is for any batch, length and number of heads."""
+    """An array of which no extent is assumed anything, so that code is for any batch, length and number of heads.
+
+    `vector_unit`: what its strides are multiples of, where rows are one number, as their length is a stride.
+    """
     known = {name: abi.multiple(assumed, emitted, f"{tensor}_{name}", 1, 1) for name in extents_of(tensor)}
-    unit = 1 if len(layout.shape) == len(known) else ALIGNMENT // layout.dtype.itemsize  # rows of one number are any
+    unit = vector_unit if len(layout.shape) == len(known) else ALIGNMENT // layout.dtype.itemsize
 
     def divisor(name: str, value: int, wanted: int) -> int:
         return abi.multiple(assumed, emitted, f"{tensor}_{name}", wanted if value % wanted == 0 else 1, value)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from multiattn.cutile.arrays import STRIDES, VECTORS, extents_of
 from multiattn.cutile.claims import read_claims
-from multiattn.cutile.configs import CutileConfig
 from multiattn.cutile.launches import IMAGE, KernelLaunch
 from multiattn.cutile.table import launches_of
 from multiattn.plan import abi
@@ -33,17 +31,6 @@ def bind(plan: Plan, image: abi.Image = IMAGE, emitted: Mapping[str, str] | None
     """
     *_, launch = launches_of(plan, emitted=emitted)  # of a packed batch behind that of its list
     return replace(launch.binding, image=image)
-
-
-def for_most_heads(plan: Plan) -> Plan:
-    """A forward Plan whose code is to be emitted, with no more heads together than divide both.
-
-    Else code for 6 heads would serve multiples of 6 only, or only certain batches, and not all even numbers of heads.
-    """
-    config = plan.config
-    assert isinstance(config, CutileConfig)
-    heads_together = math.gcd(config.heads_together, plan.problem.heads_q)
-    return replace(plan, config=replace(config, heads_together=heads_together))
 
 
 # ---------------------------------------------------------------- held against what tileiras was given

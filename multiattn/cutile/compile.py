@@ -23,7 +23,7 @@ from cuda.tile._compile import compile_cubin
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, ScalarConstraint, export_kernel
 
 from multiattn.cutile.arrays import ArrayArgument
-from multiattn.cutile.bind import bind_proven, for_most_heads
+from multiattn.cutile.bind import bind_proven
 from multiattn.cutile.claims import tile_ir
 from multiattn.cutile.configs import PIPELINES, CutileConfig
 from multiattn.cutile.kernels import backward, decode, forward, packed, stored
@@ -206,8 +206,6 @@ def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
     A backward is one without dlse. ValueError where the Binding of a forward kernel is not what its Tile IR and its
     cubin take.
     """
-    if isinstance(plan.config, CutileConfig):
-        plan = for_most_heads(plan)
     return tuple(_export(plan, launch, kinds) for launch in launches_of(plan))
 
 

@@ -232,6 +232,8 @@ Grid = tuple[int, int, int]
 MAX_GRID_X = 2**24 - 1  # cuda.tile's own limit for each dimension
 MAX_GRID_Y = 2**16 - 1  # CUDA's
 MAX_BLOCKS = 2**31 - 1
+MAX_QUOTIENT = 2**29
+"""More than any number that is divided by a `reciprocal`."""
 GRID_ALLOWED = "a grid within 2^24 x 2^16, and fewer than 2^31 blocks"
 
 
@@ -245,6 +247,15 @@ def factor_grid(blocks: int) -> Grid | None:
     return None
 
 
+def reciprocal(divisor: int) -> tuple[int, int]:
+    """A factor of 31 bits, and a shift: ``n * factor >> shift`` is ``n // divisor`` for n below `MAX_QUOTIENT`.
+
+    Granlund and Montgomery, "Division by Invariant Integers using Multiplication" (1994), Theorem 4.2.
+    """
+    shift = 29 + divisor.bit_length()
+    return -(-(1 << shift) // divisor), shift
+
+
 def divisor_near(wanted: int, heads: int) -> int:
     """The number of heads that advance together: of those that divide `heads` the nearest by ratio, else the smaller.
 
@@ -256,10 +267,10 @@ def divisor_near(wanted: int, heads: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """How many heads advance together; `spanning`: those of several whole batch entries."""
+    """How many heads advance together; `entries`: those of so many whole batch entries, a power of two."""
 
     heads: int
-    spanning: bool = False
+    entries: int = 1
 
 
 def together_of(problem: Problem, config: CutileConfig) -> Together:
@@ -267,30 +278,28 @@ def together_of(problem: Problem, config: CutileConfig) -> Together:
 
     A banded section ends with its short tiles, and the next begins with long ones. Where a section is a fraction of
     what runs at one time, the last long ones begin late, and most SMs wait for them. The number of entries is a power
-    of two, so that batches of many sizes share code.
+    of two.
     """
     fit = config.heads_together // problem.heads_q if problem.is_banded else 0
     entries = math.gcd(1 << fit.bit_length() >> 1, problem.batch) if fit else 1
     if entries == 1:
         return Together(heads=divisor_near(config.heads_together, problem.heads_q))
-    return Together(heads=entries * problem.heads_q, spanning=True)
+    return Together(heads=entries * problem.heads_q, entries=entries)
 
 
 def is_linear(problem: Problem, config: CutileConfig, together: Together) -> bool:
-    """True if the grid numbers the tiles of all heads: its blocks take several, or it is too large in y or z."""
+    """True if the grid can only number the tiles of all heads: it is too large in x, y or z, or has too many heads."""
     if problem.packing is not None:
         return False
     x, y, z = _grid_by_head(problem, config, together)
-    return config.scheduler == "static" or x > MAX_GRID_X or max(y, z) > MAX_GRID_Y
+    return x > MAX_GRID_X or max(y, z) > MAX_GRID_Y or problem.batch * problem.heads_q >= MAX_QUOTIENT
 
 
 def _grid_by_head(problem: Problem, config: CutileConfig, together: Together) -> Grid:
     if problem.packing is not None:
         return grid_of_list(query_tiles(problem, config.tile_m), problem.heads_q, together.heads)
     x = -(-problem.seq_q // config.tile_m) * together.heads
-    if together.spanning:
-        return x, problem.batch * problem.heads_q // together.heads, 1
-    return x, problem.heads_q // together.heads, problem.batch
+    return x, problem.heads_q * together.entries // together.heads, problem.batch // together.entries
 
 
 def grid_of_list(tiles: int, heads: int, together: int) -> Grid:
@@ -317,13 +326,10 @@ def grid_of(
     problem: Problem, config: CutileConfig, together: Together, multiprocessors: int, *, linear: bool
 ) -> Grid | None:
     """Blocks in x, y and z on a device of so many SMs; None if there are too many. `linear`: of code that numbers."""
-    if not linear:
-        return _grid_by_head(problem, config, together)
     tiles = query_tiles(problem, config.tile_m)
-    grid = factor_grid(tiles)
-    if grid is not None and config.scheduler == "static":
+    if config.scheduler == "static" and factor_grid(tiles) is not None:
         return min(tiles, multiprocessors * (config.occupancy or 1)), 1, 1
-    return grid
+    return factor_grid(tiles) if linear else _grid_by_head(problem, config, together)
 
 
 # ---------------------------------------------------------------- what fits

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from multiattn.cutile.arrays import ArrayArgument, captured_of
-from multiattn.cutile.configs import Grid
+from multiattn.cutile.configs import Grid, Together, reciprocal
 from multiattn.cutile.kernels.constants import KernelConstants
 from multiattn.operands import CAPTURED
 from multiattn.plan import abi
@@ -128,3 +128,12 @@ def aux_of(
 def reach_of(problem: Problem) -> tuple[int, ...]:
     """The numbers of a two-sided mask; other kernels have none."""
     return problem.reach if problem.is_two_sided else ()
+
+
+def order_of(problem: Problem, together: Together, heads: int | None = None) -> tuple[int, ...]:
+    """The numbers of a kernel's `Order`. `heads`: those whose tiles it has, if they are not those of q."""
+    heads = problem.heads_q if heads is None else heads
+    of_entry = together.heads // together.entries
+    numbers = (together.entries.bit_length() - 1, of_entry, heads // of_entry)
+    divisors = itertools.chain.from_iterable(map(reciprocal, (heads, problem.group)))
+    return (together.heads, *reciprocal(together.heads), *numbers, *divisors)

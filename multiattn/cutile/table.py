@@ -29,6 +29,7 @@ from multiattn.cutile.launches import (
     aux_of,
     lowered_of,
     needs_64bit,
+    order_of,
     reach_of,
 )
 from multiattn.layout import Layout
@@ -53,6 +54,9 @@ LISTS: Mapping[str, tuple[str, ...]] = {
 }
 """Those that a packed batch adds."""
 
+COLUMN_UNIT = 4
+"""Rows of fp32 numbers, of a multiple of which TMA reads parts. Without it a backward takes 3 to 13 % longer (H200
+2026-11-26, N=4096, D=64 to 256), so that other lengths of queries have code of their own."""
 DIAGONAL = "seq_kv_less_seq_q"
 """Name of the difference of lengths, which a kernel that begins at the diagonal takes for a multiple of tile_m."""
 
@@ -153,8 +157,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> tu
     lazy_max = configs.keeps_maxima(problem, config)
     if problem.is_two_sided:  # one code for every window: how wide it is may ask for another, but none is wrong
         lazy_max = abi.settle(assumed, emitted, "lazy_max", str(lazy_max), lambda there: True) == "True"
-    together = _together(assumed, emitted, problem, configs.together_of(problem, config))
-    grouped = abi.flag(assumed, emitted, "grouped", problem.heads_q != problem.heads_kv)
+    together = configs.together_of(problem, config)
     tma = not abi.flag(assumed, emitted, "no_tma", not configs.has_positive_strides(problem))
     linear = abi.flag(assumed, emitted, "linear_grid", configs.is_linear(problem, config, together))
     grid = configs.grid_of(problem, config, together, multiprocessors, linear=linear)
@@ -176,6 +179,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> tu
         scalars={
             "scale": problem.scale_log2 if step.exp2 else problem.scale_log2 / LOG2_E,
             "reach": reach_of(problem),
+            "numbers": order_of(problem, together),
             "derived": derived,
         },
         constants=ForwardConstants(
@@ -185,10 +189,7 @@ def _forward(plan: Plan, multiprocessors: int, emitted: Mapping[str, str]) -> tu
             banded=problem.is_banded,
             two_sided=problem.is_two_sided,
             masked=masked,
-            heads_together=together.heads,
-            spanning=together.spanning,
             has_sinks=problem.has_sinks,
-            grouped=grouped,
             linear_grid=linear,
             sign=problem.scale_sign,
             tma=tma,
@@ -239,27 +240,19 @@ def _listed_rows(problem: Problem, names: Sequence[str], size: int) -> int:
     return problem.lists_of(names).columns * size
 
 
-def _together(assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, wanted: Together) -> Together:
-    """As many heads together as the code has, whatever these tensors would ask for: both numbers must divide theirs."""
-    heads, pairs = (1, wanted.heads) if wanted.spanning else (wanted.heads, 1)
-    spanning = abi.settle(assumed, emitted, "spanning", str(wanted.spanning), lambda there: True) == "True"
-    heads = abi.multiple(assumed, emitted, "heads_q", heads, problem.heads_q)
-    pairs = abi.multiple(assumed, emitted, "batch_heads", pairs, problem.batch * problem.heads_q)
-    return Together(heads=pairs if spanning else heads, spanning=spanning)
-
-
 # ---------------------------------------------------------------- backward
 
 
 _NAMES: Mapping[str, str] = {
-    "query_grads": "q k v out lse dout dlse delta dq captured listed score_factor grad_factor reach derived",
-    "key_grads": "q k v lse dout delta dk dv captured listed dcaptured score_factor grad_factor reach derived",
+    "query_grads": "q k v out lse dout dlse delta dq captured listed score_factor grad_factor reach numbers derived",
+    "key_grads": "q k v lse dout delta dk dv captured listed dcaptured score_factor grad_factor reach numbers derived",
     "row_deltas": "out dout dlse delta dq_sum",
-    "all_grads": "q k v lse dout delta dq_sum dk dv captured listed dcaptured score_factor grad_factor reach derived",
+    "all_grads": """
+        q k v lse dout delta dq_sum dk dv captured listed dcaptured score_factor grad_factor reach numbers derived""",
     "round_query_grads": "dq_sum dq grad_factor",
     "deltas": "out dout dlse delta",
-    "stored_key_grads": "q k v lse dout delta ds dk dv score_factor grad_factor first",
-    "stored_query_grads": "k ds dq grad_factor first",
+    "stored_key_grads": "q k v lse dout delta ds dk dv score_factor grad_factor numbers first",
+    "stored_query_grads": "k ds dq grad_factor numbers first",
 }
 """The parameters of each kernel, in order: arrays, a tuple of them, then numbers."""
 
@@ -270,14 +263,14 @@ def _two_passes(plan: Plan, has_dlse: bool) -> tuple[KernelLaunch, ...]:
     config = configs.within_blocks(problem, config)
     constants = QueryGradsConstants(
         **_products(plan, KEYS_OF_QUERIES, config.dq_tile_m, config.dq_tile_n),
-        heads_together=configs.divisor_near(config.dq_heads_together, problem.heads_q),
+        ragged=not problem.is_banded and _has_ragged_keys(problem, config.dq_tile_n),
         latency=config.dq_latency,
         has_dlse=has_dlse,
     )
     tiles, hints = query_tiles(problem, config.dq_tile_m), (config.dq_occupancy, config.dq_num_worker_warps)
     return (
         *_tile_lists(plan, query_tile=config.dq_tile_m, key_tile=config.tile_n),
-        _backward(plan, "query_grads", tiles, constants, *hints),
+        _backward(plan, "query_grads", tiles, constants, *hints, heads_together=config.dq_heads_together),
         _of_keys(plan, config, "key_grads"),
     )
 
@@ -308,24 +301,24 @@ def _stored(plan: Plan, config: StoredConfig, has_dlse: bool) -> tuple[KernelLau
     of_keys, of_queries = -(-problem.seq_kv // config.tile_n), -(-problem.seq_q // config.dq_tile_m)
     in_entry = min(at_a_time, problem.heads_kv)
     key_constants = BackwardConstants(
-        **_products(plan, QUERIES_OF_KEYS, config.tile_m, config.tile_n),
-        heads_together=configs.divisor_near(config.heads_together, in_entry),
-        latency=config.latency,
+        **_products(plan, QUERIES_OF_KEYS, config.tile_m, config.tile_n), ragged=False, latency=config.latency
     )
     query_constants = BackwardConstants(
-        **_products(plan, KEYS_OF_QUERIES, config.dq_tile_m, config.dq_tile_n),
-        heads_together=configs.divisor_near(config.dq_heads_together, in_entry * group),
-        latency=config.dq_latency,
+        **_products(plan, KEYS_OF_QUERIES, config.dq_tile_m, config.dq_tile_n), ragged=False, latency=config.dq_latency
     )
+    together = configs.divisor_near(config.heads_together, in_entry)
+    dq_together = configs.divisor_near(config.dq_heads_together, in_entry * group)
     hints, dq_hints = (config.occupancy, config.num_worker_warps), (config.dq_occupancy, config.dq_num_worker_warps)
     heads = problem.batch * problem.heads_kv
     for begin in range(0, heads, max(at_a_time, 1)):
         count = min(at_a_time, heads - begin)
         first = (begin * of_keys, begin * group)
-        of_all = _backward(plan, "stored_key_grads", of_keys * count, key_constants, *hints)
+        number = of_keys * count
+        of_all = _backward(plan, "stored_key_grads", number, key_constants, *hints, heads_together=together)
         launches.append(replace(of_all, scalars={**of_all.scalars, "first": first}))
         first = (begin * group * of_queries, begin * group)
-        of_all = _backward(plan, "stored_query_grads", of_queries * count * group, query_constants, *dq_hints)
+        number = of_queries * count * group
+        of_all = _backward(plan, "stored_query_grads", number, query_constants, *dq_hints, heads_together=dq_together)
         launches.append(replace(of_all, scalars={**of_all.scalars, "first": first}))
     return tuple(launches)
 
@@ -335,30 +328,29 @@ def _of_keys(plan: Plan, config: OnePassConfig, kernel: str) -> KernelLaunch:
     problem = plan.problem
     constants = BackwardConstants(
         **_products(plan, QUERIES_OF_KEYS, config.tile_m, config.tile_n),
+        ragged=kernel == "all_grads" and (problem.packing is not None or problem.seq_kv % config.tile_n != 0),
         ragged_queries=_has_ragged_queries(problem, config.tile_m),
         gradients=problem.score.gradients if problem.score is not None else (),
-        heads_together=configs.divisor_near(config.heads_together, problem.heads_kv),
         latency=config.latency,
         dq_transposed=config.dq_transposed,
         delta_first=config.delta_first,
     )
     tiles = key_tiles(problem, config.tile_n)
-    return _backward(plan, kernel, tiles, constants, config.occupancy, config.num_worker_warps)
+    hints = (config.occupancy, config.num_worker_warps)
+    return _backward(plan, kernel, tiles, constants, *hints, heads_together=config.heads_together)
 
 
 def _products(plan: Plan, names: Sequence[str], tile_m: int, tile_n: int) -> dict[str, Any]:
     """The constants of a kernel with products that follow from its tile; `names`: its lists of a block mask."""
     problem = plan.problem
-    own_keys = problem.packing is not None or problem.seq_kv % tile_n != 0
     return {
         "tile_m": tile_m,
         "tile_n": tile_n,
         "tile_d": one_width(problem.head_dim),
         "banded": problem.is_banded,
         "two_sided": problem.is_two_sided,
-        "ragged": _has_ragged_keys(problem, tile_n) if names == KEYS_OF_QUERIES else own_keys,
         "tma": configs.has_positive_strides(problem),
-        "tma_columns": problem.packing is None and problem.seq_q % 4 == 0,
+        "tma_columns": problem.packing is None and problem.seq_q % COLUMN_UNIT == 0,
         "score": lowered_of(plan),
         "blocks": _tiles_of_blocks(problem, names, tile_m, tile_n),
         "packed": problem.packing is not None,
@@ -372,13 +364,16 @@ def _backward(
     constants: KernelConstants,
     occupancy: int | None = None,
     num_worker_warps: int | None = None,
+    *,
+    heads_together: int = 1,
 ) -> KernelLaunch:
     """One launch. Without a dlse a kernel is given lse in its place, and does not read it."""
     problem, names = plan.problem, _NAMES[kernel].split()
     grid = configs.factor_grid(tiles)
+    heads = problem.heads_kv if "dk" in names else problem.heads_q
+    together = configs.divisor_near(heads_together, heads)
     if isinstance(constants, BackwardConstants) and constants.packed:
-        heads = problem.heads_kv if "dcaptured" in names else problem.heads_q
-        grid = configs.grid_of_list(tiles, heads, constants.heads_together)
+        grid = configs.grid_of_list(tiles, heads, together)
     if grid is None:
         raise ValueError(f"no grid of {tiles} blocks")
     assumed = {"dtype": problem.dtype}
@@ -394,8 +389,10 @@ def _backward(
         "score_factor": problem.score_factor,
         "grad_factor": problem.grad_factor,
         "reach": reach_of(problem),
+        "numbers": order_of(problem, Together(heads=together), heads),
         "derived": derived,
     }
+    columns = getattr(constants, "tma_columns", False)
     operands = {name: name for name in names if name in problem.layouts}
     areas = own_areas_of(plan) if isinstance(plan.config, StoredConfig) else {}
     if "dlse" in operands and not getattr(constants, "has_dlse", False):
@@ -409,7 +406,7 @@ def _backward(
         arrays={
             name: any_size_of(assumed, {}, problem, name, areas[name])
             if name in areas
-            else array_of(assumed, {}, problem, operands[name])
+            else array_of(assumed, {}, problem, operands[name], vector_unit=COLUMN_UNIT if columns else 1)
             for name in names
             if name in areas or name in operands
         },

@@ -108,9 +108,11 @@ def _where(condition: Any, x: Any, y: Any) -> Tile:
     return Tile(torch.where(as_tile(condition).data, a, b), dtype)
 
 
-def _astype(x: Any, dtype: Any, *, rounding_mode: Any = None) -> Tile:
+def _astype(x: Any, dtype: Any, *, rounding_mode: Any = None) -> Tile | int:
     if rounding_mode not in (None, ct.RoundingMode.RN):
         raise NotImplementedError(f"astype with {rounding_mode} has no rule in the interpreter")
+    if isinstance(x, int) and not torch_dtype(dtype).is_floating_point:
+        return x  # a number of a launch, or of a block: an integer of any width
     tile = as_tile(x)
     return Tile(tile.data.to(torch_dtype(dtype)), tile_dtype(dtype))
 

@@ -23,7 +23,7 @@ import cuda.tile as ct
 
 from multiattn.cutile.kernels import lists, packed, scores, tiles
 from multiattn.cutile.kernels.constants import BackwardConstants, QueryGradsConstants, RowConstants, RowDeltaConstants
-from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Derived, Place, Reach, Tuple32, Vectors32
+from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Derived, Numbers, Place, Reach, Tuple32, Vectors32
 from multiattn.validate import LOG2_E
 
 
@@ -138,20 +138,20 @@ def query_grads_sequence(
 
 
 @ct.function
-def find_key_tile(const: Any, q: Any, k: Any, reach: Any, aux: Any) -> Any:
+def find_key_tile(const: Any, q: Any, k: Any, reach: Any, order: Any, aux: Any) -> Any:
     """Where the tile of keys lives that a block takes; it has no head of queries of its own.
 
-    `heads_together` heads (a divisor of the heads of k) advance together. Banded: the first tiles, which most queries
+    `Order.together` heads (a divisor of the heads of k) advance together. Banded: the first tiles, which most queries
     see, go first.
     """
     heads = k.shape[1]
     tiles = ct.cdiv(k.shape[2], const.tile_n)
     block = ct.bid(1) * ct.num_blocks(0) + ct.bid(0)
-    section = block // (tiles * const.heads_together)
-    rest = block % (tiles * const.heads_together)
-    batch_head = section * const.heads_together + rest % const.heads_together
+    section = block // (tiles * order.together)
+    rest = block % (tiles * order.together)
+    tile = rest // order.together
+    batch_head = section * order.together + rest % order.together
     batch, head = batch_head // heads, batch_head % heads
-    tile = rest // const.heads_together
     return Place(
         batch=batch, head=head, head_kv=head, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2], reach=reach, aux=aux
     )
@@ -266,11 +266,11 @@ def add_listed(const: Any, mine: Any, group: Any, keys: Any, values: Any, given:
 
 @ct.function
 def key_grads_block(
-    const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any, reach: Any, aux: Any,
-    listed: Any,
+    const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any, reach: Any, order: Any,
+    aux: Any, listed: Any,
 ) -> None:  # fmt: skip
     """One block: a tile of dk and of dv, summed over the queries of the group's heads."""
-    mine = replace(find_key_tile(const, given.q, k, reach, aux), lists=listed)
+    mine = replace(find_key_tile(const, given.q, k, reach, order, aux), lists=listed)
     key_grads_tile(const, mine, k, v, given, dq_sum, dk, dv, grad_factor)
 
 
@@ -301,11 +301,11 @@ def key_grads_tile(
 
 @ct.function
 def key_grads_sequence(
-    const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any, reach: Any, aux: Any,
-    entries: Any,
+    const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any, reach: Any, order: Any,
+    aux: Any, entries: Any,
 ) -> None:  # fmt: skip
     """`key_grads_block` of a packed batch."""
-    mine = packed.find_place(const, given.q, k, entries, const.tile_n, reach, aux, False)
+    mine = packed.find_place(const, given.q, k, entries, const.tile_n, reach, order, aux, True)
     if mine.sequence.number >= 0:
         given = replace(
             given,
@@ -339,15 +339,15 @@ def query_grads_kernel(const: QueryGradsConstants) -> Callable[..., None]:
     def query_grads(
         q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, dout: Array32, dlse: Vectors32,
         delta: Vectors32, dq: Array32, captured: Tuple32, listed: Tuple32, score_factor: float,
-        grad_factor: float, reach: Reach, derived: Derived,
+        grad_factor: float, reach: Reach, numbers: Numbers, derived: Derived,
     ) -> None:  # fmt: skip
-        aux = derived + captured
+        aux, order = derived + captured, tiles.order_of(numbers)
         if const.packed:
-            place = packed.find_place(const, q, k, listed[0], const.tile_m, reach, aux, True)
+            place = packed.find_place(const, q, k, listed[0], const.tile_m, reach, order, aux, False)
             if place.sequence.number >= 0:
                 query_grads_sequence(const, place, q, k, v, out, lse, dout, dlse, delta, dq, score_factor, grad_factor)
         else:
-            place = replace(tiles.find_place(const, q, k, reach, aux), lists=listed)
+            place = replace(tiles.find_place(const, q, k, reach, order, aux), lists=listed)
             query_grads_tile(const, place, q, k, v, out, lse, dout, dlse, delta, dq, score_factor, grad_factor)
 
     return query_grads
@@ -359,14 +359,14 @@ def key_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
     def key_grads(
         q: Array32, k: Array32, v: Array32, lse: Vectors32, dout: Array32, delta: Vectors32, dk: Array32, dv: Array32,
         captured: Tuple32, listed: Tuple32, dcaptured: Tuple32, score_factor: float, grad_factor: float, reach: Reach,
-        derived: Derived,
+        numbers: Numbers, derived: Derived,
     ) -> None:  # fmt: skip
         given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor, dcaptured=dcaptured)
-        aux = derived + captured
+        aux, order = derived + captured, tiles.order_of(numbers)
         if const.packed:
-            key_grads_sequence(const, k, v, given, None, dk, dv, grad_factor, reach, aux, listed[0])
+            key_grads_sequence(const, k, v, given, None, dk, dv, grad_factor, reach, order, aux, listed[0])
         else:
-            key_grads_block(const, k, v, given, None, dk, dv, grad_factor, reach, aux, listed)
+            key_grads_block(const, k, v, given, None, dk, dv, grad_factor, reach, order, aux, listed)
 
     return key_grads
 
@@ -377,14 +377,14 @@ def all_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
     def all_grads(
         q: Array32, k: Array32, v: Array32, lse: Vectors32, dout: Array32, delta: Vectors32, dq_sum: Array32,
         dk: Array32, dv: Array32, captured: Tuple32, listed: Tuple32, dcaptured: Tuple32,
-        score_factor: float, grad_factor: float, reach: Reach, derived: Derived,
+        score_factor: float, grad_factor: float, reach: Reach, numbers: Numbers, derived: Derived,
     ) -> None:  # fmt: skip
         given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor, dcaptured=dcaptured)
-        aux = derived + captured
+        aux, order = derived + captured, tiles.order_of(numbers)
         if const.packed:
-            key_grads_sequence(const, k, v, given, dq_sum, dk, dv, grad_factor, reach, aux, listed[0])
+            key_grads_sequence(const, k, v, given, dq_sum, dk, dv, grad_factor, reach, order, aux, listed[0])
         else:
-            key_grads_block(const, k, v, given, dq_sum, dk, dv, grad_factor, reach, aux, listed)
+            key_grads_block(const, k, v, given, dq_sum, dk, dv, grad_factor, reach, order, aux, listed)
 
     return all_grads
 

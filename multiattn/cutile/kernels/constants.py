@@ -41,14 +41,9 @@ class ForwardConstants:
     """Both bounds of the mask are numbers that a launch gives (`reach`)."""
     masked: bool
     """Some block of keys needs a mask: the problem is banded, or the last block is not full."""
-    heads_together: int
-    spanning: bool
-    """Those are heads of several batch entries."""
     has_sinks: bool
-    grouped: bool
-    """Heads of q share those of k."""
     linear_grid: bool
-    """Tiles are numbered, as a static grid needs it; else a block's place is its place in the grid."""
+    """There are so many tiles that a grid can only number them; else a block's place is its place in the grid."""
     sign: int
     """The scale's sign: 1, -1 or 0."""
     k_latency: int | None
@@ -89,8 +84,7 @@ class BackwardConstants:
     banded: bool
     two_sided: bool
     ragged: bool
-    """The last block of keys is not full."""
-    heads_together: int
+    """The last block of keys is not full, and what is beyond its end would count: where no band hides it, or for dq."""
     latency: int
     """How far ahead the loop's loads are issued."""
     tma: bool
@@ -103,14 +97,13 @@ class BackwardConstants:
     gradients: tuple[int, ...] = ()
     """Slots of the captured tensors that want a gradient."""
     blocks: BlockTiles | None = None
-    """Those of a block mask. With `ragged` its last block of keys is not full, with `ragged_queries` that of queries.
-    """
+    """Those of a block mask. With `ragged_queries` its last block of queries is not full."""
     packed: bool = False
     """As the forward's."""
     dq_transposed: bool = False
     delta_first: bool = False
     """Both as in `OnePassConfig`."""
-    spanning = False
+    linear_grid = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ import cuda.tile as ct
 
 from multiattn.cutile.kernels import lists, packed, parts, scores, tiles
 from multiattn.cutile.kernels.constants import SMALLEST_TILE, ForwardConstants
-from multiattn.cutile.kernels.tiles import Array32, ConstBool, Derived, Reach, Tuple32, Vectors32
+from multiattn.cutile.kernels.tiles import Array32, ConstBool, Derived, Numbers, Reach, Tuple32, Vectors32
 
 LOWEST = -3.4028234663852886e38
 """Row maximum before any key: finite, so that a row of -inf scores computes ``exp2(-inf)`` and never ``inf - inf``."""
@@ -423,26 +423,28 @@ def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
 
     def forward(
         q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, sinks: Tuple32, captured: Tuple32,
-        listed: Tuple32, scale: float, reach: Reach, derived: Derived,
+        listed: Tuple32, scale: float, reach: Reach, numbers: Numbers, derived: Derived,
     ) -> None:  # fmt: skip
-        aux = derived + captured
+        aux, order = derived + captured, tiles.order_of(numbers)
         if const.packed:
-            place = packed.find_place(const, q, k, listed[0], const.tile_m, reach, aux, const.grouped)
+            place = packed.find_place(const, q, k, listed[0], const.tile_m, reach, order, aux, False)
             if place.sequence.number >= 0:
                 forward_sequence(const, place, q, k, v, out, lse, sinks, scale)
         elif const.static_grid:
             total = ct.cdiv(q.shape[2], const.tile_m) * q.shape[1] * q.shape[0]
             # Divided once: else each of the three roles that warps take would divide for each tile, and its next load
             # would wait for that.
-            number = tiles.digits_of(const, q, ct.bid(0))
-            step = tiles.digits_of(const, q, ct.num_blocks(0))
+            number = tiles.digits_of(const, q, ct.bid(0), order)
+            step = tiles.digits_of(const, q, ct.num_blocks(0), order)
             for _ in range(ct.bid(0), total, ct.num_blocks(0)):
-                place = tiles.place_tile(const, q, k, reach, aux, number, True, const.grouped)
+                place = tiles.place_tile(const, q, k, reach, order, aux, number, True)
                 forward_tile(const, place, q, k, v, out, lse, sinks, listed, scale)
-                number = tiles.add_digits(const, q, number, step)
+                number = tiles.add_digits(const, q, number, step, order)
         elif const.linear_grid:
-            forward_tile(const, tiles.find_place(const, q, k, reach, aux), q, k, v, out, lse, sinks, listed, scale)
+            place = tiles.find_place(const, q, k, reach, order, aux)
+            forward_tile(const, place, q, k, v, out, lse, sinks, listed, scale)
         else:
-            forward_tile(const, tiles.place_in_grid(const, q, k, reach, aux), q, k, v, out, lse, sinks, listed, scale)
+            place = tiles.place_in_grid(const, q, k, reach, order, aux)
+            forward_tile(const, place, q, k, v, out, lse, sinks, listed, scale)
 
     return forward

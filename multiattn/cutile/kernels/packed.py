@@ -12,7 +12,7 @@ from typing import Any
 import cuda.tile as ct
 
 from multiattn.cutile.kernels.constants import ListTilesConstants
-from multiattn.cutile.kernels.tiles import ConstBool, Place, Reach, Tuple32, shared_head
+from multiattn.cutile.kernels.tiles import ConstBool, Place, Reach, Tuple32, quotient, shared_head
 
 FIELDS = 8
 """Numbers of an entry."""
@@ -34,20 +34,25 @@ def field(entries: Any, entry: Any, number: Any) -> Any:
 
 
 @ct.function
-def find_place(const: Any, q: Any, k: Any, entries: Any, own: Any, reach: Any, aux: Any, grouped: ConstBool) -> Any:
+def find_place(
+    const: Any, q: Any, k: Any, entries: Any, own: Any, reach: Any, order: Any, aux: Any, owns_keys: ConstBool
+) -> Any:
     """Where the tile lives that a block takes, `own` rows of its sequence. Heads are those of k where it owns keys.
 
-    Entries times `heads_together` heads are x of the grid, sections of heads y.
+    Entries times heads that advance together are x of the grid, sections of heads y.
     """
-    entry = ct.bid(0) // const.heads_together
-    head = ct.bid(1) * const.heads_together + ct.bid(0) % const.heads_together
+    entry = quotient(const, ct.bid(0), order.together, order.by_together)
+    head = ct.bid(1) * order.together + (ct.bid(0) - entry * order.together)
+    head_kv = head
+    if not owns_keys:
+        head_kv = shared_head(const, q, k, head, order)
     sequence = Sequence(
         number=field(entries, entry, 0), offset_q=field(entries, entry, 2), offset_kv=field(entries, entry, 4)
     )
     return Place(
         batch=0,
         head=head,
-        head_kv=shared_head(q, k, head, grouped),
+        head_kv=head_kv,
         tile=field(entries, entry, 1) // own,
         seq_q=field(entries, entry, 3),
         seq_kv=field(entries, entry, 5),

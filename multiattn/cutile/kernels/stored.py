@@ -17,7 +17,7 @@ import cuda.tile as ct
 from multiattn.cutile.kernels import backward, tiles
 from multiattn.cutile.kernels.backward import KeyGradSums
 from multiattn.cutile.kernels.constants import BackwardConstants, RowDeltaConstants
-from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Place, Vectors32
+from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Numbers, Place, Vectors32
 
 First = tuple[int, ...]
 """The number of the first tile of a launch, of those of all heads; and that of its first head of queries."""
@@ -36,15 +36,15 @@ def slot_of(q: Any, place: Any, first: Any) -> Any:
 
 
 @ct.function
-def find_keys(const: Any, q: Any, k: Any, first: Any) -> Any:
+def find_keys(const: Any, q: Any, k: Any, order: Any, first: Any) -> Any:
     """`backward.find_key_tile` of a launch that begins at any head."""
     heads, seq_kv = k.shape[1], k.shape[2]
-    in_section = ct.cdiv(seq_kv, const.tile_n) * const.heads_together
+    in_section = ct.cdiv(seq_kv, const.tile_n) * order.together
     number = number_of(first)
     section, rest = number // in_section, number % in_section
-    head_of_all = section * const.heads_together + rest % const.heads_together
+    head_of_all = section * order.together + rest % order.together
     batch, head = head_of_all // heads, head_of_all % heads
-    tile = rest // const.heads_together
+    tile = rest // order.together
     return Place(batch=batch, head=head, head_kv=head, tile=tile, seq_q=q.shape[2], seq_kv=seq_kv, reach=(), aux=())
 
 
@@ -105,10 +105,10 @@ def stored_key_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
 
     def stored_key_grads(
         q: Array32, k: Array32, v: Array32, lse: Vectors32, dout: Array32, delta: Vectors32, ds: Array32,
-        dk: Array32, dv: Array32, score_factor: float, grad_factor: float, first: First,
+        dk: Array32, dv: Array32, score_factor: float, grad_factor: float, numbers: Numbers, first: First,
     ) -> None:  # fmt: skip
         given = backward.Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor, dcaptured=())
-        mine = find_keys(const, q, k, first)
+        mine = find_keys(const, q, k, tiles.order_of(numbers), first)
         index = (mine.batch, mine.head_kv, mine.tile, 0)
         keys = tiles.load_tile(const, k, index, const.tile_n, 2)
         values = tiles.load_tile(const, v, index, const.tile_n, 2)
@@ -138,9 +138,12 @@ def stored_key_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
 def stored_query_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
     """dq, of the ds that the other one has left."""
 
-    def stored_query_grads(k: Array32, ds: Array32, dq: Array32, grad_factor: float, first: First) -> None:
-        number = tiles.digits_of(const, dq, number_of(first))
-        place = tiles.place_tile(const, dq, k, (), (), number, False, True)
+    def stored_query_grads(
+        k: Array32, ds: Array32, dq: Array32, grad_factor: float, numbers: Numbers, first: First
+    ) -> None:
+        order = tiles.order_of(numbers)
+        number = tiles.digits_of(const, dq, number_of(first), order)
+        place = tiles.place_tile(const, dq, k, (), order, (), number, False)
         slot = slot_of(dq, place, first)
         acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
         blocks = tiles.key_blocks(const, place)

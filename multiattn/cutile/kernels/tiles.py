@@ -23,6 +23,8 @@ IN_64_BITS = {Array32: Array64, Vectors32: Vectors64, Tuple32: Tuple64}
 
 Reach = tuple[int, ...]
 """`Place.reach`: two numbers or none."""
+Numbers = tuple[int, ...]
+"""Those of an `Order`."""
 Derived = tuple[float, ...]
 """With arrays behind them, `Place.aux`."""
 
@@ -68,30 +70,52 @@ class Blocks:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Order:
+    """The order of tiles, in numbers that only a launch knows. Tiles of a section of heads advance together."""
+
+    together: Any
+    """Heads of a section, of all its batch entries."""
+    by_together: Any
+    entries: Any
+    """log2 of the batch entries of a section: a power of two."""
+    heads: Any
+    """Heads of one of these."""
+    sections: Any
+    """Sections that have all heads of an entry."""
+    by_heads: Any
+    by_group: Any
+    """Heads of q that share one of k."""
+
+
+@ct.function
+def order_of(numbers: Any) -> Any:
+    """The order, of the numbers that a launch gives (`multiattn.cutile.launches.order_of`)."""
+    return Order(
+        together=numbers[0], by_together=numbers[1:3], entries=numbers[3], heads=numbers[4], sections=numbers[5],
+        by_heads=numbers[6:8], by_group=numbers[8:10],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class Digits:
-    """A tile's number, as one counts tiles: those of a section of `heads_together` heads, sections, batch entries.
+    """A tile's number, as one counts tiles: heads of a section, tiles of a head, sections of heads, and of entries."""
 
-    Where sections span batch entries, they are counted by themselves, as entries of one section each.
-    """
-
+    member: Any
     tile: Any
     section: Any
     batch: Any
 
 
 @ct.function
-def count_sections(const: Any, q: Any) -> Any:
-    """Sections of an entry."""
-    if const.spanning:
-        return 1
-    return q.shape[1] // const.heads_together
+def quotient(const: Any, number: Any, divisor: Any, by: Any) -> Any:
+    """``number // divisor``, of a divisor that only a launch knows; `by` is what stands for it.
 
-
-@ct.function
-def batch_and_head(q: Any, number: Any) -> Any:
-    """Both, of a number that counts the heads of all batch entries."""
-    batch = number // q.shape[1]
-    return batch, number - batch * q.shape[1]
+    A division takes 40 instructions that wait for each other, and no load begins before the place is known. A product
+    and a shift do for numbers below 2^29, of which a grid that numbers all tiles may have more.
+    """
+    if const.linear_grid:
+        return number // divisor
+    return ct.astype((ct.astype(number, ct.int64) * by[0]) >> by[1], ct.int32)
 
 
 @ct.function
@@ -103,29 +127,27 @@ def batch_of(const: Any, place: Any) -> Any:
 
 
 @ct.function
-def shared_head(q: Any, k: Any, head: Any, grouped: ConstBool) -> Any:
-    """The head of k that a head of q reads; not grouped: of as many heads."""
-    if grouped:
-        return head // (q.shape[1] // k.shape[1])
-    return head
+def shared_head(const: Any, q: Any, k: Any, head: Any, order: Any) -> Any:
+    """The head of k that a head of q reads."""
+    return quotient(const, head, q.shape[1] // k.shape[1], order.by_group)
 
 
 @ct.function
-def find_place(const: Any, q: Any, k: Any, reach: Any, aux: Any) -> Any:
+def find_place(const: Any, q: Any, k: Any, reach: Any, order: Any, aux: Any) -> Any:
     """The tile of queries that a block owns, in a grid that numbers the tiles of all heads."""
-    return place_tile(
-        const, q, k, reach, aux, digits_of(const, q, ct.bid(1) * ct.num_blocks(0) + ct.bid(0)), False, True
-    )
+    number = digits_of(const, q, ct.bid(1) * ct.num_blocks(0) + ct.bid(0), order)
+    return place_tile(const, q, k, reach, order, aux, number, False)
 
 
 @ct.function
-def digits_of(const: Any, q: Any, number: Any) -> Any:
+def digits_of(const: Any, q: Any, number: Any, order: Any) -> Any:
     """The digits of a tile's number; those of all heads count on from 0."""
-    tiles = ct.cdiv(q.shape[2], const.tile_m) * const.heads_together
-    sections = count_sections(const, q)
+    tiles = ct.cdiv(q.shape[2], const.tile_m) * order.together
     section = number // tiles
-    batch = section // sections
-    return Digits(tile=number - section * tiles, section=section - batch * sections, batch=batch)
+    rest = number - section * tiles
+    tile = rest // order.together
+    batch = section // order.sections
+    return Digits(member=rest - tile * order.together, tile=tile, section=section - batch * order.sections, batch=batch)
 
 
 @ct.function
@@ -135,69 +157,64 @@ def carry_of(digit: Any, base: Any) -> Any:
 
 
 @ct.function
-def add_digits(const: Any, q: Any, number: Any, step: Any) -> Any:
+def add_digits(const: Any, q: Any, number: Any, step: Any, order: Any) -> Any:
     """The digits of a sum, without dividing: of two numbers that both have theirs."""
-    tiles = ct.cdiv(q.shape[2], const.tile_m) * const.heads_together
-    sections = count_sections(const, q)
-    tile = number.tile + step.tile
-    carry = carry_of(tile, tiles)
-    section = number.section + step.section + carry
-    into_batch = carry_of(section, sections)
+    tiles = ct.cdiv(q.shape[2], const.tile_m)
+    member = number.member + step.member
+    into_tile = carry_of(member, order.together)
+    tile = number.tile + step.tile + into_tile
+    into_section = carry_of(tile, tiles)
+    section = number.section + step.section + into_section
+    into_batch = carry_of(section, order.sections)
     return Digits(
-        tile=tile - carry * tiles,
-        section=section - into_batch * sections,
+        member=member - into_tile * order.together,
+        tile=tile - into_section * tiles,
+        section=section - into_batch * order.sections,
         batch=number.batch + step.batch + into_batch,
     )
 
 
 @ct.function
 def place_tile(
-    const: Any, q: Any, k: Any, reach: Any, aux: Any, number: Any, static_grid: ConstBool, grouped: ConstBool
+    const: Any, q: Any, k: Any, reach: Any, order: Any, aux: Any, number: Any, static_grid: ConstBool
 ) -> Any:
     """Where the tile of queries of a number, in digits, lives.
 
-    `heads_together` heads (a divisor of the heads of q, or a multiple) advance together, so that blocks that run at one
-    time share keys in L2. Banded: the last tiles, which see most keys, go first, and the short ones fill the tail. Of a
-    static grid each section of heads begins one tile further than the one before: a block takes every n-th tile, and
-    where n is a multiple of a section's tiles all of a block's would else be of one length.
+    Heads of a section advance together, so that blocks that run at one time share keys in L2. Banded: the last
+    tiles, which see most keys, go first, and the short ones fill the tail. Of a static grid each section of heads
+    begins one tile further than the one before: a block takes every n-th tile, and where n is a multiple of a section's
+    tiles all of a block's would else be of one length.
     """
-    tiles = ct.cdiv(q.shape[2], const.tile_m)
-    tile = number.tile // const.heads_together
+    tile = number.tile
     if const.banded:
+        tiles = ct.cdiv(q.shape[2], const.tile_m)
         if static_grid:
-            tile = (tile + number.batch * count_sections(const, q) + number.section) % tiles
+            tile = (tile + number.batch * order.sections + number.section) % tiles
         tile = tiles - 1 - tile
-    number_in_section = number.tile % const.heads_together
-    if const.spanning:
-        batch, head = batch_and_head(q, number.batch * const.heads_together + number_in_section)
-    else:
-        batch, head = number.batch, number.section * const.heads_together + number_in_section
-    head_kv = shared_head(q, k, head, grouped)
+    own = number.member >> order.entries
+    head = number.section * order.heads + own
+    batch = (number.batch << order.entries) + (number.member - (own << order.entries))
     return Place(
-        batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2], reach=reach, aux=aux
-    )
+        batch=batch, head=head, head_kv=shared_head(const, q, k, head, order), tile=tile, seq_q=q.shape[2],
+        seq_kv=k.shape[2], reach=reach, aux=aux,
+    )  # fmt: skip
 
 
 @ct.function
-def place_in_grid(const: Any, q: Any, k: Any, reach: Any, aux: Any) -> Any:
-    """The tile that a block owns, in the order of `place_tile`: the tiles of a section in x, sections in y, batch in z.
-
-    A division by a number that only a launch knows takes 40 instructions that wait for each other, and no load begins
-    before the place is known. Here the only ones are those for heads that share keys, and for sections that span batch
-    entries: these are y, and z is 1.
-    """
-    tile = ct.bid(0) // const.heads_together
+def place_in_grid(const: Any, q: Any, k: Any, reach: Any, order: Any, aux: Any) -> Any:
+    """The tile that a block owns, in about the order of `place_tile`: tiles of a section in x, sections in y and z."""
+    tile = quotient(const, ct.bid(0), order.together, order.by_together)
+    member = ct.bid(0) - tile * order.together
     if const.banded:
         tile = ct.cdiv(q.shape[2], const.tile_m) - 1 - tile
-    number = ct.bid(1) * const.heads_together + ct.bid(0) % const.heads_together
-    if const.spanning:
-        batch, head = batch_and_head(q, number)
-    else:
-        batch, head = ct.bid(2), number
-    head_kv = shared_head(q, k, head, const.grouped)
+    heads = q.shape[1]
+    batch_head = (ct.bid(2) * ct.num_blocks(1) + ct.bid(1)) * order.together + member
+    batch = quotient(const, batch_head, heads, order.by_heads)
+    head = batch_head - batch * heads
     return Place(
-        batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2], reach=reach, aux=aux
-    )
+        batch=batch, head=head, head_kv=shared_head(const, q, k, head, order), tile=tile, seq_q=q.shape[2],
+        seq_kv=k.shape[2], reach=reach, aux=aux,
+    )  # fmt: skip
 
 
 @ct.function
