@@ -24,7 +24,7 @@ from cutile_checks import make_inputs
 
 from multiattn.cutile.bind import bind_proven
 from multiattn.cutile.claims import tile_ir
-from multiattn.cutile.compile import get_kernel, get_signature, make_cubin
+from multiattn.cutile.compile import get_kernel, get_signature, make_cubins
 
 BACKEND = get("cutile")
 BATCH, HEADS, SEQ_Q, SEQ_KV = 2, 2, 113, 203
@@ -231,5 +231,5 @@ def test_what_is_compiled_takes_what_is_bound():
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant="two_pass", probe=False)
     for launch in launches_of(plan):
         signature = get_signature(launch)
-        cubin = make_cubin(launch, signature, plan.arch)
+        (cubin,) = make_cubins([launch], plan.arch)
         bind_proven(launch, tile_ir(cubin), abi.read_entry(cubin, signature.symbol))

@@ -1,6 +1,7 @@
 """The cuTile kernel through tileiras, for every arch, with no GPU."""
 
 import re
+import threading
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,9 @@ from multiattn.problem import problem_of
 
 pytest.importorskip("cuda.tile")
 
+from cuda.tile._cext import default_tile_context
+
+from multiattn.cutile import compile
 from multiattn.cutile.compile import get_signature
 from multiattn.cutile.table import launches_of
 from multiattn.plan.cubin import read_entry
@@ -100,3 +104,21 @@ def test_a_gradient_that_each_score_adds_to_can_be_compiled(variant):
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant=variant, probe=False)
     assert plan.config.tile_m * plan.config.tile_n > 16 * 32 * plan.config.num_worker_warps
     assert BACKEND.backward.export(plan, ())
+
+
+@needs_compiler
+def test_tileiras_compiles_the_kernels_of_a_launch_at_one_time(monkeypatch):
+    """Each waits for the other, although cuTile's lock is of all compilation."""
+    problem = Problem.contiguous(batch=1, heads_q=2, seq_q=64, head_dim=16)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant="two_pass", probe=False)
+    known, together = compile.private.compile_cubin, threading.Barrier(2, timeout=60)
+
+    def compile_cubin(*args, **options):
+        together.wait()
+        return known(*args, **options)
+
+    monkeypatch.setattr(compile.private, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(default_tile_context.config, "cache_dir", None)
+    cubins = compile.make_cubins(launches_of(plan), plan.arch)
+    assert [cubin[:4] for cubin in cubins] == [b"\x7fELF"] * 2
+    assert compile.private.compile_cubin is compile_cubin

@@ -23,7 +23,7 @@ pytest.importorskip("cuda.tile")
 from cutile_checks import make_inputs
 
 from multiattn.cutile import bind, claims
-from multiattn.cutile.compile import get_kernel, get_signature, make_cubin
+from multiattn.cutile.compile import get_kernel, get_signature, make_cubins
 from multiattn.run.execute import gradients_of_captured
 
 BACKEND = get("cutile")
@@ -156,7 +156,7 @@ def test_only_what_wants_a_gradient_has_a_sum_and_code_for_it():
 def test_what_is_compiled_takes_what_is_bound(score, variant):
     (launch,) = launches(variant, **SCORES[score]())
     signature = get_signature(launch)
-    cubin = make_cubin(launch, signature, ARCHS["sm90"])
+    (cubin,) = make_cubins([launch], ARCHS["sm90"])
     text = claims.tile_ir(cubin)
     binding = bind.bind_proven(launch, text, abi.read_entry(cubin, signature.symbol))
     (place,) = (at for at, it in enumerate(binding.arguments) if it == abi.Pointer(tensor="dcaptured0"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
 from multiattn.problem import options_of, problem_of
-from multiattn.triton import BACKEND
+from multiattn.triton import BACKEND, launch
 from multiattn.triton.bind import bind, checked_binding
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.compile import specialise
@@ -98,6 +99,7 @@ def prepare_with(monkeypatch, plan, kernels):
     monkeypatch.setattr("multiattn.run.launch._warned", set())
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     for call, kernel in zip(calls_of(plan), kernels, strict=True):
         monkeypatch.setattr(call.kernel, "warmup", lambda *arguments, kernel=kernel, **options: kernel)
     return BACKEND.op(plan.direction).prepare(plan), driver, kernels
@@ -193,6 +195,18 @@ def test_a_release_that_is_not_known_goes_through_triton_and_says_so_once(monkey
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         BACKEND.forward.prepare(plan)
+
+
+def test_kernels_of_a_launch_are_compiled_at_one_time(monkeypatch):
+    """Each waits for the others, in a thread that has the launch's device."""
+    kernels = compiled("two_pass")
+    together, devices = threading.Barrier(len(kernels), timeout=60), []
+    kernel = SimpleNamespace(warmup=lambda *_, **__: together.wait())
+    calls = [SimpleNamespace(kernel=kernel, table=it.table, stubs=tuple) for it in calls_of(plan_of("two_pass")[0])]
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    assert len(calls) > 1
+    assert sorted(launch._compiled(calls, 3)) == [*range(len(calls))]
+    assert devices == [3] * len(calls)
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,18 @@ import functools
 import io
 import os
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import cuda.tile as ct
 import torch
+from cuda.tile import _compile as private
 from cuda.tile._cext import default_tile_context
 from cuda.tile._compile import compile_cubin
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, ScalarConstraint, export_kernel
@@ -35,6 +38,7 @@ from multiattn.cutile.table import launches_of
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
+from multiattn.run.fork import hold_across_fork
 
 KINDS = ("tileir", "tileirbc")
 """Tile IR as text, and as the bytecode that tileiras takes."""
@@ -189,12 +193,45 @@ def compile_limit() -> AbstractContextManager[None]:
     return limit
 
 
-def make_cubin(launch: KernelLaunch, signature: Any, arch: Arch) -> bytes:
-    """Compile within the limit of compilation, or find it in cuTile's cache on disk, as `ct.launch` would."""
+def make_cubins(launches: Sequence[KernelLaunch], arch: Arch) -> list[bytes]:
+    """Compile kernels, or find them in cuTile's cache on disk, as `ct.launch` would, within the limit of compilation.
+
+    While tileiras compiles one the next is traced.
+    """
+    if len(launches) < 2:
+        with compile_limit():
+            return [_make_cubin(launch, arch) for launch in launches]
+    with _at_once, compile_limit(), _without_lock(), ThreadPoolExecutor(len(launches)) as threads:
+        return list(threads.map(lambda launch: _make_cubin(launch, arch), launches))
+
+
+_at_once = threading.Lock()
+hold_across_fork(_at_once)
+
+
+def _make_cubin(launch: KernelLaunch, arch: Arch) -> bytes:
     buffer, gpu_code = io.BytesIO(), arch.name.replace("sm", "sm_")
-    with compile_limit():
-        export_kernel(get_kernel(launch), [signature], buffer, gpu_code=gpu_code, output_format="cubin")
+    export_kernel(get_kernel(launch), [get_signature(launch)], buffer, gpu_code=gpu_code, output_format="cubin")
     return buffer.getvalue()
+
+
+@contextmanager
+def _without_lock() -> Iterator[None]:
+    """Lets go of cuTile's lock, which is of all compilation, while tileiras runs, a process of its own."""
+    lock = private._compiler_lock
+
+    def compile_unlocked(*args: Any, **options: Any) -> Any:
+        lock.release()
+        try:
+            return known(*args, **options)
+        finally:
+            lock.acquire()
+
+    known, private.compile_cubin = private.compile_cubin, compile_unlocked
+    try:
+        yield
+    finally:
+        private.compile_cubin = known
 
 
 # ---------------------------------------------------------------- exported

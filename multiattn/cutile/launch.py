@@ -7,7 +7,7 @@ and arguments are made once, of the launch's description (`table`), which is hel
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,12 @@ import torch
 from multiattn.cutile import cpu
 from multiattn.cutile.bind import bind_proven
 from multiattn.cutile.claims import tile_ir
-from multiattn.cutile.compile import compile_limit, get_kernel, get_signature, make_cubin
+from multiattn.cutile.compile import compile_limit, get_kernel, get_signature, make_cubins
 from multiattn.cutile.launches import KernelLaunch
 from multiattn.cutile.table import areas_of, launches_of, own_areas_of
 from multiattn.layout import Layout
 from multiattn.plan import abi
+from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Launcher, Plan
 from multiattn.run import driver
 from multiattn.run.launch import (
@@ -71,12 +72,17 @@ class _Code:
 _known: dict[tuple[object, ...], _Code] = {}
 
 
+def code_key(launch: KernelLaunch, arch: Arch) -> tuple[object, ...]:
+    """The key of a kernel's code, which plans of many lengths, batches and numbers of heads share."""
+    return arch.name, repr(get_signature(launch)), launch.occupancy, launch.num_worker_warps
+
+
 def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     is_static = getattr(plan.config, "scheduler", None) == "static"  # a grid that is made for the device
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if is_static else None
     launches = launches_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
     try:
-        kernels = [_load(plan, launch, device) for launch in launches]
+        kernels = _load(plan, launches, device)
     except ValueError as error:
         warn_of_release(f"cuda-tile {ct.__version__}", error, "ct.launch")
         return through_cutile(plan, multiprocessors)
@@ -87,27 +93,30 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     return DriverLauncher(loaded, device, fresh_areas(plan.problem, areas_of(plan), device, more))
 
 
-def _load(plan: Plan, launch: KernelLaunch, device: int) -> LoadedKernel | None:
-    """A kernel, compiled now unless its code is known; None where its host code is another machine's.
+def _load(plan: Plan, launches: Sequence[KernelLaunch], device: int) -> list[LoadedKernel | None]:
+    """The kernels, compiled now unless their code is known; None where host code is another machine's.
 
     ValueError for a cubin that says less, or something else, than those of the releases that are known.
     """
-    signature = get_signature(launch)
-    # Plans of many lengths share code.
-    key = (plan.arch.name, repr(signature), launch.occupancy, launch.num_worker_warps)
-    if key not in _known:
-        cubin = make_cubin(launch, signature, plan.arch)
+    by_key = {code_key(launch, plan.arch): launch for launch in launches}
+    unknown = {key: launch for key, launch in by_key.items() if key not in _known}
+    for (key, launch), cubin in zip(unknown.items(), make_cubins([*unknown.values()], plan.arch), strict=True):
+        symbol = get_signature(launch).symbol
         _known[key] = _Code(
-            entry=abi.read_entry(cubin, signature.symbol),
+            entry=abi.read_entry(cubin, symbol),
             tile_ir=tile_ir(cubin),
             host=abi.host_of(cubin),
-            function=driver.load_kernel(cubin, signature.symbol, device),
+            function=driver.load_kernel(cubin, symbol, device),
         )
-    code = _known[key]
-    if code.host not in (None, platform.machine()):
-        return None
-    binding = bind_proven(launch, code.tile_ir, code.entry)
-    return LoadedKernel(function=code.function, binding=binding, overlaps=launch.overlaps)
+
+    def loaded(launch: KernelLaunch) -> LoadedKernel | None:
+        code = _known[code_key(launch, plan.arch)]
+        if code.host not in (None, platform.machine()):
+            return None
+        binding = bind_proven(launch, code.tile_ir, code.entry)
+        return LoadedKernel(function=code.function, binding=binding, overlaps=launch.overlaps)
+
+    return [loaded(launch) for launch in launches]
 
 
 # ---------------------------------------------------------------- by cuTile, or on the CPU

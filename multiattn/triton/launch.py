@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if plan.variant == GLUON else None
     calls = calls_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
     with interpreter.exclusive_language:
-        compiled = [call.kernel.warmup(*call.stubs(), grid=(call.table.grid,), **call.table.options) for call in calls]
+        compiled = _compiled(calls, device)
     runs = [kernel[(call.table.grid, 1, 1)] for kernel, call in zip(compiled, calls, strict=True)]  # this loads them
     areas: Sequence[str] = area_names([call.table for call in calls])
     kernels = _for_driver(compiled, calls)
@@ -104,6 +105,18 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
         return DriverLauncher(kernels, device, Workspace(lend=counter_lender(device, COUNTER_BYTES)))
     areas = [name for name in areas if name != abi.WORKSPACE]  # the kernel that lists tiles sets the counter to 0
     return DriverLauncher(kernels, device, fresh_areas(plan.problem, areas, device, {abi.WORKSPACE: COUNTER_BYTES}))
+
+
+def _compiled(calls: Sequence[Call], device: int) -> list[Any]:
+    """The CompiledKernel of each, all compiled at one time: most of it holds no lock of Python's."""
+
+    def warm_up(call: Call) -> Any:
+        return call.kernel.warmup(*call.stubs(), grid=(call.table.grid,), **call.table.options)
+
+    if len(calls) == 1:
+        return [warm_up(calls[0])]
+    with ThreadPoolExecutor(len(calls), initializer=torch.cuda.set_device, initargs=(device,)) as threads:
+        return list(threads.map(warm_up, calls))
 
 
 def _for_driver(compiled: Sequence[Any], calls: Sequence[Call]) -> list[LoadedKernel] | None:
