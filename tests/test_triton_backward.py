@@ -16,7 +16,7 @@ from multiattn.plan.backend import make_plan
 from multiattn.triton import BACKEND, parameters
 from multiattn.triton.configs import TritonTwoPassConfig, tiles
 
-VARIANTS = {variant.name: variant for variant in BACKEND.backward.variants}
+VARIANTS = {variant.name: variant for variant in BACKEND.backward.variants if "cpu" in variant.capability.arches}
 
 
 def config_of(variant, keys, dq=(32, 16, 4, 1)):

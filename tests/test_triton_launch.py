@@ -40,6 +40,7 @@ CASES = {
     "packed": ("forward", "pointer_full", "sm80", {}, {"causal": True}),
     "parts": ("forward", "split_keys", "sm90", {"seq_q": 1}, {}),
     **{variant.name: ("backward", variant.name, "sm90", {}, {}) for variant in BACKEND.backward.variants},
+    "packed gradients": ("backward", "warp_specialized", "sm90", {}, {}),
     "its gradients": ("backward", "pointer_two_pass", "sm80", {}, {"window": (16, 1), "sinks": torch.zeros(4)}),
     "gradients of scores": ("backward", "pointer_atomic", "sm80", {"seq_q": 1}, {}),
 }
@@ -56,7 +57,7 @@ def plan_of(case):
         bias = torch.zeros(batch, heads, keys, queries).transpose(2, 3)
         given, modified = with_score(given, options_of(problem), 2.0, torch.ones(heads), bias, None)
         problem = problem_of(given, modified)
-    if case == "packed":
+    if case.startswith("packed"):
         sizes = {"heads_q": 4, "heads_kv": 2, "seq_q": 90, "seq_kv": 70, "head_dim": 64}
         problem = Problem.contiguous(batch=1, packing=PackingSpec(3), **sizes, **options)
         given = Operands.like(problem.layouts, lambda it: torch.empty_strided(it.shape, it.strides, dtype=it.dtype))
@@ -122,7 +123,9 @@ def test_the_driver_is_handed_every_tensor_of_each_kernel(monkeypatch, case):
             known = driver_fakes.check_launches(driver.launched, bindings.values(), given._replace(dlse=dlse))
     assert all(kernel.launched == [] for kernel in kernels)
     assert [it.overlaps for it in driver.launched] == [kernel.metadata.launch_pdl for kernel in kernels]
-    assert any(it.overlaps for it in driver.launched) == (case in ("gluon", "parts"))
+    assert any(it.overlaps for it in driver.launched) == (
+        case in ("gluon", "parts", "warp_specialized", "packed gradients")
+    )
     if plan.direction == "forward":
         assert launcher.kernels[0].keeps is kernels[0]  # which unloads the code when nobody has it
     if case == "gluon":

@@ -106,7 +106,7 @@ def test_a_backward_with_a_bias_has_tiles_of_its_own(head_dim):
     plain, capped, of_keys, biased = (
         make_plan(
             BACKEND, problem_of(*with_score(Operands(q, q, q), Options(), cap, None, bias, None)), by_name("sm90"),
-            direction="backward", probe=False,
+            direction="backward", variant="two_pass", probe=False,
         ).config
         for cap, bias in (
             (None, None),

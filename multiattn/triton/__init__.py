@@ -15,7 +15,7 @@ from multiattn.plan.backend import Backend, Op, Variant, bytes_of_areas, later
 from multiattn.plan.ladder import rung_variants
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.toolchain import probe_gpu, probe_release, version_of
-from multiattn.triton import configs, decode_configs, gluon_configs
+from multiattn.triton import configs, decode_configs, gluon_backward_configs, gluon_configs
 from multiattn.triton.candidates import candidates
 from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig
 from multiattn.triton.ladder import STEPS
@@ -119,6 +119,30 @@ def _backward_variant(*, one_pass: bool, descriptor: bool) -> Variant:
     )
 
 
+_GLUON_BACKWARD = replace(
+    _THROUGH_DESCRIPTORS,
+    arches=gluon_configs.ARCHES,
+    score_gradients=False,
+    block_masks=0,
+    packing=True,
+    arch_hint="for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
+)
+
+
+def _gluon_backward_variant() -> Variant:
+    return Variant(
+        name=gluon_configs.VARIANT,
+        summary="Gluon for Hopper, one pass over the keys: warpgroups of keys, one of dq, which is summed up in any "
+        "order, a warp that loads by TMA",
+        capability=replace(_GLUON_BACKWARD, head_dim_max=gluon_backward_configs.HEAD_DIM_MAX),
+        config_type=gluon_backward_configs.GluonBackwardConfig,
+        rules=rules_of(gluon_backward_configs.RULES),
+        deterministic=False,
+        workspace=gluon_backward_configs.workspace,
+        fits=gluon_backward_configs.why_not_fit,
+    )
+
+
 def _op(*variants: Variant) -> Op:
     return Op(
         variants=variants,
@@ -146,7 +170,8 @@ BACKEND = Backend(
             workspace=bytes_of_areas((), ("query_list",)),
         ),
     ),
-    backward=_op(  # two passes first: the faster ones where both were measured
+    backward=_op(  # then two passes first: the faster ones where both were measured
+        _gluon_backward_variant(),
         _backward_variant(one_pass=False, descriptor=True),
         _backward_variant(one_pass=True, descriptor=True),
         _backward_variant(one_pass=False, descriptor=False),

@@ -16,8 +16,8 @@ from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
 from multiattn.triton.gluon_configs import VARIANT as GLUON
-from multiattn.triton.parameters import FLAGS, Assumed, assumed_of, is_ragged_list, tables_of
-from multiattn.triton.table import Constant, Descriptor, Integer, KernelTable, Scalar, Tensor
+from multiattn.triton.parameters import FLAGS, assumed_of, is_ragged_list, tables_of
+from multiattn.triton.table import Assumed, Constant, Descriptor, Integer, KernelTable, Scalar, Tensor
 
 ONE, WHOLE = "the constant 1", " multiple of 16"
 _SCRATCH = (abi.Pointer(tensor=None),) * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,9 +13,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from multiattn.layout import VECTOR_BYTES
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
+from multiattn.triton.areas import areas_of
 from multiattn.triton.configs import ELEMENT_BYTES
 from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
-from multiattn.triton.decode_configs import areas_of
+from multiattn.triton.gluon_backward_parameters import GLUON_BACKWARD_KERNELS
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.kernels import backward, decode, forward, lists
 from multiattn.triton.parameters import LIST_TILES, tables_of
@@ -39,14 +41,8 @@ class Call:
 
     def __init__(self, plan: Plan, table: KernelTable) -> None:
         """ValueError for a table that is not the kernel's."""
-        self.is_gluon = plan.variant == GLUON and table.kernel != LIST_TILES
-        module: Any = forward if plan.direction == "forward" else backward
-        module = decode if plan.variant == SPLIT_KEYS else module
-        self.kernel: Any = getattr(lists if table.kernel == LIST_TILES else module, table.kernel)
-        if self.is_gluon:
-            from multiattn.triton.kernels.gluon.forward import attention_forward  # which takes Gluon
-
-            self.kernel = attention_forward
+        self.kernel: Any = _kernel_of(plan, table.kernel)
+        self.is_gluon = self.kernel.is_gluon()
         if tuple(self.kernel.arg_names) != tuple(table.rows):
             raise ValueError(f"{table.kernel}: got rows {list(table.rows)}; allowed {self.kernel.arg_names}")
         self.table = _with_functions(table, self.is_gluon)
@@ -77,6 +73,19 @@ class Call:
         if isinstance(row, Descriptor):
             return _describe(row, tensor_of(row), self.is_gluon)
         return row if isinstance(row, float) else row.value
+
+
+def _kernel_of(plan: Plan, name: str) -> Any:
+    """A jitted kernel by its name in tables. Only those of Gluon import it."""
+    if name in GLUON_BACKWARD_KERNELS:
+        return getattr(importlib.import_module(GLUON_BACKWARD_KERNELS[name]), name)
+    if plan.variant == GLUON and name == "attention_forward":
+        from multiattn.triton.kernels.gluon.forward import attention_forward
+
+        return attention_forward
+    module: Any = forward if plan.direction == "forward" else backward
+    module = decode if plan.variant == SPLIT_KEYS else module
+    return getattr(lists if name == LIST_TILES else module, name)
 
 
 _UNKNOWN = 3
@@ -113,6 +122,10 @@ def _with_functions(table: KernelTable, is_gluon: bool) -> KernelTable:
     return replace(table, rows={**table.rows, "C": Constant(value=constants)})
 
 
+def _gluon_dtypes(gl: Any) -> Mapping[torch.dtype, Any]:
+    return {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
 def _describe(row: Descriptor, tensor: Any, is_gluon: bool) -> Any:
     """A TensorDescriptor without its constructor, whose checks are done (they are the variant's capability)."""
     kind: Any = TensorDescriptor
@@ -122,7 +135,7 @@ def _describe(row: Descriptor, tensor: Any, is_gluon: bool) -> Any:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia import hopper
 
-        kind, dtype = hopper.TensorDescriptor, {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+        kind, dtype = hopper.TensorDescriptor, _gluon_dtypes(gl)
         more = {"layout": gl.NVMMASharedLayout.get_default_for(block, dtype[row.layout.dtype])}
     descriptor = kind.__new__(kind)
     more |= {"padding": "zero", "round_f32_to_tf32": False}

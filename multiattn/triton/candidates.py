@@ -11,9 +11,11 @@ from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import NARROWEST, SCHEDULERS, one_width
 from multiattn.problem import Problem
+from multiattn.triton import gluon_backward_configs
 from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig, tiles
 from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
 from multiattn.triton.decode_configs import TritonSplitConfig, split_tiles
+from multiattn.triton.gluon_backward_configs import GluonBackwardConfig
 from multiattn.triton.gluon_configs import STAGES_MAX, VARIANT, GluonConfig, why_not_fit
 from multiattn.triton.kernels.constants import FEW_ROWS
 from multiattn.triton.ladder import STEPS
@@ -62,6 +64,8 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Confi
     """Configs worth timing for a problem on an arch; what cannot fit is left out."""
     if not arch.is_gpu:
         return ()
+    if variant.config_type is GluonBackwardConfig:
+        return _gluon_backward(problem, arch)
     if variant.name == VARIANT:
         return _gluon(problem, arch)
     if variant.name == SPLIT_KEYS:
@@ -138,6 +142,18 @@ def _gluon(problem: Problem, arch: Arch) -> Sequence[GluonConfig]:
         found += (replace(first, scheduler=scheduler) for scheduler in SCHEDULERS if scheduler != first.scheduler)
         found.append(replace(first, lazy_max=False))
     return tuple(dict.fromkeys(it for it in found if it is not None and not why_not_fit(problem, arch, it)))
+
+
+def _gluon_backward(problem: Problem, arch: Arch) -> Sequence[GluonBackwardConfig]:
+    """Buffers of dO, then of Q and K, each with what takes registers, and with walks from either end."""
+    base = GluonBackwardConfig(tile_m=64, tile_n=128, half_dq=one_width(problem.head_dim) > 64)
+    buffers = ((4, 3, 1), (4, 3, 2), (3, 3, 1), (3, 2, 1))
+    ways: tuple[dict[str, bool], ...] = ({"early_scores": True, "k_in_registers": True}, {"early_scores": True}, {})
+    found = [
+        replace(base, q_stages=q, dout_stages=dout, k_stages=k, descends=descends, **way)
+        for way, (q, dout, k), descends in itertools.product(ways, buffers, (False, True))
+    ]
+    return tuple(it for it in found if not gluon_backward_configs.why_not_fit(problem, arch, it))
 
 
 def _deepest(config: GluonConfig, problem: Problem, arch: Arch) -> GluonConfig | None:

@@ -24,11 +24,11 @@ from multiattn.run.launch import (
     fresh_areas,
     warn_of_release,
 )
+from multiattn.triton.areas import areas_of
 from multiattn.triton.bind import checked_binding, why_not
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.cpu import interpreter
-from multiattn.triton.decode_configs import areas_of
-from multiattn.triton.gluon_configs import VARIANT as GLUON
+from multiattn.triton.gluon_backward_configs import GLUON_VARIANTS
 from multiattn.triton.parameters import area_names
 
 
@@ -89,7 +89,9 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     every kernel while somebody listens to Triton's launches (`knobs.runtime.launch_enter_hook`, as its profiler does).
     It is also used, with one RuntimeWarning, where this release of Triton compiles to an unknown signature.
     """
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if plan.variant == GLUON else None
+    multiprocessors = (
+        torch.cuda.get_device_properties(device).multi_processor_count if plan.variant in GLUON_VARIANTS else None
+    )
     calls = calls_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
     with interpreter.exclusive_language:
         compiled = _compiled(calls, device)
@@ -101,10 +103,13 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     if abi.WORKSPACE not in areas:
         more = {name: layout.size_bytes for name, layout in areas_of(plan.problem, plan.config).items()}
         return DriverLauncher(kernels, device, fresh_areas(plan.problem, areas, device, more))
-    if plan.problem.packing is None:
+    if plan.problem.packing is None and plan.direction == "forward":
         return DriverLauncher(kernels, device, Workspace(lend=counter_lender(device, COUNTER_BYTES)))
-    areas = [name for name in areas if name != abi.WORKSPACE]  # the kernel that lists tiles sets the counter to 0
-    return DriverLauncher(kernels, device, fresh_areas(plan.problem, areas, device, {abi.WORKSPACE: COUNTER_BYTES}))
+    areas = [name for name in areas if name != abi.WORKSPACE]  # the kernel that goes first sets the counter to 0
+    more = {name: layout.size_bytes for name, layout in areas_of(plan.problem, plan.config).items()}
+    return DriverLauncher(
+        kernels, device, fresh_areas(plan.problem, areas, device, more | {abi.WORKSPACE: COUNTER_BYTES})
+    )
 
 
 def _compiled(calls: Sequence[Call], device: int) -> list[Any]:

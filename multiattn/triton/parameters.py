@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.layout import VECTOR_BYTES
@@ -30,7 +30,8 @@ from multiattn.triton.configs import (
 )
 from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
 from multiattn.triton.decode_parameters import split_tables
-from multiattn.triton.gluon_configs import ARCHES as GLUON_ARCHES
+from multiattn.triton.gluon_backward_configs import GluonBackwardConfig
+from multiattn.triton.gluon_backward_parameters import gluon_backward_tables
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.gluon_configs import GluonConfig, pieces_of
 from multiattn.triton.kernels.constants import OUT_VECTOR, ListConstants, TileConstants
@@ -39,6 +40,7 @@ from multiattn.triton.ladder import STEPS
 from multiattn.triton.score import lowered_score
 from multiattn.triton.table import (
     INT32,
+    Assumed,
     Constant,
     Descriptor,
     Integer,
@@ -60,16 +62,6 @@ _GIVEN = ("q", "k", "v")
 """Tensors of the caller's, which may be less aligned than our own."""
 
 
-class Assumed(NamedTuple):
-    """The assumptions of code about tensors, beyond their Problem's own constants."""
-
-    alignment: int
-    """Bytes that divide every address and stride of q, k and v."""
-    flag: bool
-    """Offsets inside a tile may pass 2^31 elements; for Gluon, the last block of keys is not full, and no
-    band masks it."""
-
-
 FLAGS = {False: "wide", True: "ragged"}
 """The name of `Assumed.flag` among a Binding's constants, of a plain kernel and of Gluon's."""
 
@@ -80,6 +72,9 @@ def assumed_of(plan: Plan) -> Assumed:
     if isinstance(config, GluonConfig):
         has_end = problem.packing is not None or problem.seq_kv % config.tile_n != 0
         return Assumed(alignment=problem.alignment, flag=has_end and not problem.is_banded)
+    if isinstance(config, GluonBackwardConfig):
+        has_end = problem.packing is not None or problem.seq_kv % config.tile_n != 0
+        return Assumed(alignment=problem.alignment, flag=has_end)
     return Assumed(alignment=problem.alignment, flag=_is_far(problem, _config_of(plan), plan.direction == "backward"))
 
 
@@ -109,6 +104,14 @@ def tables_of(
     if plan.variant == SPLIT_KEYS:
         return split_tables(plan)
     assumed = assumed or assumed_of(plan)
+    if isinstance(plan.config, GluonBackwardConfig):
+        lists = _tile_lists(plan, query_tile=plan.config.tile_m, key_tile=plan.config.tile_n)
+        return (
+            *lists,
+            *gluon_backward_tables(
+                plan, assumed, multiprocessors or most_multiprocessors(plan.arch), has_dlse=has_dlse
+            ),
+        )
     if plan.variant == GLUON:
         table = _gluon(plan, assumed, multiprocessors or most_multiprocessors(plan.arch))
         assert isinstance(plan.config, GluonConfig)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from multiattn.layout import Layout
 from multiattn.problem import Problem
@@ -82,6 +82,16 @@ class KernelTable:
                 yield from ((part, (index, place), each) for place, (part, each) in enumerate(row.items()))
             else:
                 yield name, (index,), row
+
+
+class Assumed(NamedTuple):
+    """The assumptions of code about tensors, beyond their Problem's own constants."""
+
+    alignment: int
+    """Bytes that divide every address and stride of q, k and v."""
+    flag: bool
+    """Offsets inside a tile may pass 2^31 elements; for Gluon, the last block of keys is not full, and in
+    the forward no band masks it."""
 
 
 # ---------------------------------------------------------------- rows that several kernels have

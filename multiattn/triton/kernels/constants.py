@@ -177,3 +177,20 @@ class MergeConstants:
     def out_vector(self) -> int:
         """As `OUT_VECTOR`."""
         return OUT_VECTOR
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatisticsConstants:
+    """Constants of the small kernels before and after the Gluon kernels of gradients."""
+
+    head_dim: int
+    head_pad: int
+    """As in `TileConstants`."""
+    wide: int = 0
+    """Columns of head_dim in the first of its pieces, as the sums of dq have them; 0 where there are no sums."""
+    narrow: int = 0
+    """In the second."""
+    packed: bool = False
+    """Sequences are packed one after another, and tiles are those of a list, and one that is of no queries."""
+    overlaps: bool = False
+    """The kernel may begin before the one before it ends, and waits for it."""

@@ -12,6 +12,8 @@ from typing import Any
 
 from multiattn.plan.config import COMPILED, Rule
 from multiattn.plan.tuned import tuned_rules
+from multiattn.triton.gluon_backward_configs import RULES as GLUON_BACKWARD
+from multiattn.triton.gluon_backward_configs import GluonBackwardConfig
 from multiattn.triton.gluon_configs import VARIANT, GluonConfig
 from multiattn.triton.rules.shorthand import BANDED, FULL, backward, forward
 
@@ -25,6 +27,31 @@ _ONE_PASS = (
 )
 _WIDE_TWO_PASS = backward(
     _SM90, (129, 256), _H200 + "243 TFLOPS full, 233 causal; 32x64 199 and 203", (64, 64, 8, 2), (128, 32, 8, 3)
+)
+
+
+def _one_pass(low: int, high: int, why: str, *, scored: bool | None = None, **more: Any) -> Rule[GluonBackwardConfig]:
+    return Rule(
+        arches=_SM90,
+        config=GluonBackwardConfig(tile_m=64, tile_n=128, **more),
+        why=why,
+        head_dim_min=low,
+        head_dim_max=high,
+        scored=scored,
+    )
+
+
+_GRADIENTS = "H200 2026-11-26, N=4096: "
+_NARROW = (
+    "466 TFLOPS full, 454 causal; 3 buffers of Q and 2 of dO 340 and 346; K in shared memory, in another run, 457, 448"
+)
+_WIDE = "550 TFLOPS full, 525 causal; walks that ascend 550 and 522; 2 buffers of dO, in another run, 541 beside 548"
+_GLUON_BACKWARD = (
+    _one_pass(
+        1, 64, COMPILED + "K in registers would spill", scored=True, early_scores=True, q_stages=4, dout_stages=3
+    ),
+    _one_pass(1, 64, _GRADIENTS + _NARROW, k_in_registers=True, early_scores=True, q_stages=4, dout_stages=3),
+    _one_pass(65, 128, _GRADIENTS + _WIDE, half_dq=True, dout_stages=3, descends=True),
 )
 
 RULES: Mapping[str, tuple[Rule[Any], ...]] = {
@@ -50,6 +77,7 @@ RULES: Mapping[str, tuple[Rule[Any], ...]] = {
     "basic": forward(
         _SM90, (65, 128), _H200 + "239 TFLOPS; 128x128, 8 warps 223", (64, 128, 4, 1), masks=BANDED, heads_together=1
     ),
+    GLUON_BACKWARD: _GLUON_BACKWARD,
     "atomic": _ONE_PASS,
     "pointer_atomic": _ONE_PASS,
     "two_pass": (

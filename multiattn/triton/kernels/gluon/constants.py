@@ -97,17 +97,17 @@ class GluonConstants:
     @property
     def scores(self) -> Any:
         """Layout of scores and weights, ``[64, tile_n]``."""
-        return _accumulator(self.tile_n)
+        return accumulator(self.tile_n)
 
     @property
     def out(self) -> Any:
         """Layout of the wide piece of the output, ``[64, wide]``."""
-        return _accumulator(self.wide)
+        return accumulator(self.wide)
 
     @property
     def out_narrow(self) -> Any:
         """Layout of the narrow one."""
-        return _accumulator(self.narrow)
+        return accumulator(self.narrow)
 
     @property
     def row(self) -> Any:
@@ -117,7 +117,7 @@ class GluonConstants:
         return gl.SliceLayout(1, self.scores)
 
 
-def _accumulator(columns: int) -> Any:
+def accumulator(columns: int) -> Any:
     """Layout of what wgmma adds to."""
     from triton.experimental.gluon import language as gl
 

@@ -14,7 +14,7 @@ ENOUGH_TILES = gl.constexpr(256)
 
 
 @gluon.jit
-def _in_turn(tile, sizes, C: gl.constexpr):
+def in_turn(tile, sizes, C: gl.constexpr):
     """The place in the order of tiles of what is begun as number `tile`.
 
     Returns the first head of its section, its number within the section, and the heads of the section, which run side
@@ -47,7 +47,7 @@ def _find(tile, entries, sizes, C: gl.constexpr):
     The last tile of a head ends where its queries do, so that the one that is not whole is the first, which begins
     before query 0 and under a mask sees the fewest keys.
     """
-    first_head, within, side_by_side = _in_turn(tile, sizes, C)
+    first_head, within, side_by_side = in_turn(tile, sizes, C)
     if C.packed:
         batch, first_query, at_q, at_kv = sequences.read_entry(entries, within // side_by_side, C)
         head = first_head + within % side_by_side
@@ -78,7 +78,7 @@ def _load_keys(maps, at, head_kv, block, place, ring_kv, buffers, C: gl.constexp
 
 
 @gluon.jit
-def _tile_after(tile, counter, total, C: gl.constexpr):
+def tile_after(tile, counter, total, C: gl.constexpr):
     """The tile that a block does next, `total` or more where there is none.
 
     Of a dynamic scheduler each is asked for once, and each block asks once in vain. The last to ask leaves the counter
@@ -97,17 +97,17 @@ def _tile_after(tile, counter, total, C: gl.constexpr):
 
 
 @gluon.jit
-def _listed_tile(tile, entries, counter, total, sizes, C: gl.constexpr):
+def listed_tile(tile, entries, counter, total, sizes, C: gl.constexpr):
     """`tile`, or in a packed batch the first one from there on that the block does and whose entry has a tile."""
     if C.packed:
         is_listed = 0
         while is_listed == 0:
             is_listed = 1
             if tile < total:
-                _first_head, within, side_by_side = _in_turn(tile, sizes, C)
+                _first_head, within, side_by_side = in_turn(tile, sizes, C)
                 is_listed = sequences.has_tile(entries, within // side_by_side)
                 if is_listed == 0:
-                    tile = _tile_after(tile, counter, total, C)
+                    tile = tile_after(tile, counter, total, C)
     return tile
 
 
@@ -182,7 +182,7 @@ def produce(q_maps, k_maps, v_maps, entries, counter, sizes, shared, C: gl.const
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
     ring.await_launch_before()
     total = sizes[4] * sizes[5]
-    tile = _listed_tile(gl.program_id(0), entries, counter, total, sizes, C)
+    tile = listed_tile(gl.program_id(0), entries, counter, total, sizes, C)
     q_place = 0
     place = 0
     judged = 0  # tiles whose end was waited for; only lazy maxima need that
@@ -199,8 +199,8 @@ def produce(q_maps, k_maps, v_maps, entries, counter, sizes, shared, C: gl.const
             place = _send(sent, exact, q_place, place, q_maps, k_maps, v_maps, entries, sizes, shared, C)
             q_place += 1
             if exact == 0:
-                tile = _tile_after(tile, counter, total, C)
-                tile = _listed_tile(tile, entries, counter, total, sizes, C)
+                tile = tile_after(tile, counter, total, C)
+                tile = listed_tile(tile, entries, counter, total, sizes, C)
         elif C.lazy_max:
             is_open = gl.where(judged < q_place, 1, 0)
         else:

@@ -75,6 +75,12 @@ def await_launch_before():
 
 
 @gluon.jit
+def await_lanes():
+    """Until all lanes of a warp are here: ptxas has nothing before it that stands behind."""
+    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def read_word(words, at):
     """A number that `write_word` wrote."""
     return gl.max(words.index(at).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)

@@ -1,0 +1,165 @@
+"""Tiles of keys and their walks over queries: which blocks of queries count, and what the mask hides of them.
+
+With ``level = j - (seq_kv - seq_q)`` key j is seen by the queries from ``level - right`` to ``level + left``; under a
+causal mask by those from its level on. `C` is the kernel's `GluonBackwardConstants`, `sizes` its integers as in
+`gradients`. Scores are transposed, on the accumulators of wgmma: ``[64 keys, 64 queries]``.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from multiattn.triton.kernels.gluon import ring
+
+LEFT, RIGHT, TILES_Q = gl.constexpr(7), gl.constexpr(8), gl.constexpr(9)
+"""Where `sizes` has the bounds of a two-sided mask, and the tiles of queries of a head."""
+LAST = gl.constexpr(2**31 - 1)
+"""Beyond every position."""
+
+# Words of shared memory for each slot of K: what its tile is. Blocks are of 64 queries, in the order of the walk. In a
+# packed batch also where its sequence has its first tile of statistics, its lengths, and its first key.
+FIRST_KEY, HEAD_KV, BATCH, BEGIN, FULL_BEGIN, FULL_END, END = (gl.constexpr(i) for i in range(7))
+FIRST_TILE, LEN_Q, LEN_KV, OFFSET_KV = (gl.constexpr(i) for i in range(7, 11))
+TILE_WORDS = gl.constexpr(11)
+
+
+@gluon.jit
+def query_blocks(first_key, sizes, C: gl.constexpr):
+    """Blocks ``begin, full_begin, full_end, end`` of the queries that see some of 128 keys; at least one.
+
+    Queries of [full_begin, full_end), which may be none, see all keys. One block is walked over even if all of it is
+    hidden, so that gradients of keys that nobody sees need no code of their own.
+    """
+    seq_q, seq_kv = sizes[0], sizes[1]
+    tiles = (seq_q + 63) // 64
+    begin = 0
+    full_begin = 0
+    full_end = tiles
+    end = tiles
+    if C.banded:
+        first_seeing = first_key + seq_q - seq_kv
+        all_seeing = first_seeing + 127
+        if C.two_sided:
+            last_seeing = first_seeing + sizes[LEFT]  # the first key; the last is seen 127 further on
+            first_seeing -= sizes[RIGHT]
+            all_seeing -= sizes[RIGHT]
+            full_end = gl.minimum(gl.maximum(last_seeing + 1, 0), seq_q) // 64
+            end = (gl.minimum(gl.maximum(last_seeing + 128, 0), seq_q) + 63) // 64
+        begin = gl.minimum(gl.maximum(first_seeing, 0), seq_q) // 64
+        full_begin = (gl.minimum(gl.maximum(all_seeing, 0), seq_q) + 63) // 64
+    if C.ragged:  # keys beyond the end are hidden from all queries
+        full_begin = gl.where(first_key + 128 > seq_kv, tiles, full_begin)
+    if C.score is not None:  # of queries beyond the end they may be anything
+        full_end = gl.minimum(full_end, seq_q // 64)
+    begin = gl.maximum(gl.minimum(begin, tiles - 1), 0)
+    end = gl.maximum(end, begin + 1)
+    if C.descends:
+        begin, full_begin, full_end, end = tiles - end, tiles - full_end, tiles - full_begin, tiles - begin
+    return begin, full_begin, full_end, end
+
+
+@gluon.jit
+def block_of(walked, sizes, C: gl.constexpr):
+    """The block of queries that a walk has at a place."""
+    block = walked
+    if C.descends:
+        block = (sizes[0] + 63) // 64 - 1 - walked
+    return block
+
+
+@gluon.jit
+def write_tile(words, at, first_key, head_kv, batch, blocks):
+    """A tile, for all that wait for its K."""
+    begin, full_begin, full_end, end = blocks
+    ring.write_word(words, at + FIRST_KEY, first_key)
+    ring.write_word(words, at + HEAD_KV, head_kv)
+    ring.write_word(words, at + BATCH, batch)
+    ring.write_word(words, at + BEGIN, begin)
+    ring.write_word(words, at + FULL_BEGIN, full_begin)
+    ring.write_word(words, at + FULL_END, full_end)
+    ring.write_word(words, at + END, end)
+
+
+@gluon.jit
+def write_sequence(words, at, first_tile, at_q, at_kv):
+    """The sequence of a packed tile."""
+    ring.write_word(words, at + FIRST_TILE, first_tile)
+    ring.write_word(words, at + LEN_Q, at_q[1])
+    ring.write_word(words, at + LEN_KV, at_kv[1])
+    ring.write_word(words, at + OFFSET_KV, at_kv[0])
+
+
+@gluon.jit
+def read_lengths(words, at):
+    """Queries and keys of the sequence of a packed tile."""
+    return ring.read_word(words, at + LEN_Q), ring.read_word(words, at + LEN_KV)
+
+
+@gluon.jit
+def mask_weights(weights, first_key, first_query, sizes, C: gl.constexpr):
+    """0 in place of weights that the mask hides, and of keys beyond the end.
+
+    One comparison each, from the side of the keys: a thread has two of them. Between two bounds it is of the distance
+    from the first query that sees a key, unsigned. See `scores.mask_scores` for why it is PTX.
+    """
+    keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, C.scores))  # [64]
+    begin = 0 * keys
+    if C.banded:
+        begin = keys - (sizes[1] - sizes[0])
+    if C.two_sided:
+        begin -= sizes[RIGHT]
+    begin = gl.where(keys < sizes[1], begin, LAST)
+    queries = first_query + gl.arange(0, 64, C.query)
+    columns = gl.arange(0, 64, C.query)[None, :]
+    # A thread has two of every eight queries: of a key what they are compared with is one number, and they constants.
+    near = begin[:, None] - first_query - (columns & 6)  # [64, 64]
+    on = columns & 57
+    if C.two_sided:
+        passed, reach = on - near, sizes[LEFT] + sizes[RIGHT] + 1
+        weights = gl.inline_asm_elementwise(
+            "{.reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, 0f00000000, p;}", "=f,f,r,r",
+            [weights, passed, reach], gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        weights = gl.inline_asm_elementwise(
+            "{.reg .pred p; setp.le.s32 p, $2, $3; selp.f32 $0, $1, 0f00000000, p;}", "=f,f,r,r",
+            [weights, near, on], gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    if C.score is not None:
+        weights = gl.where(queries[None, :] < sizes[0], weights, 0.0)
+    return weights
+
+
+@gluon.jit
+def modify(products, first_key, first_query, of_score, sizes, C: gl.constexpr):
+    """Products as they are, and 1; if there is an expression its scores in the log2 domain, and how they move."""
+    slope = 1.0
+    if C.score is not None:
+        batch, head, aux = of_score
+        keys = (first_key + gl.arange(0, 64, gl.SliceLayout(1, C.scores)))[:, None]
+        queries = (first_query + gl.arange(0, 64, C.query))[None, :]
+        products, slope = C.score.score_and_slope(products, batch, head, queries, keys, sizes[0], sizes[1], aux)
+    return products, slope
+
+
+@gluon.jit
+def make_ds(weights, dp, delta):
+    """``weights * (dp - delta)`` in the 16 bits of weights, two at a time.
+
+    In one piece of PTX, or LLVM unpacks all weights before the loop's end, and each half has a register of its own.
+    """
+    arguments = [weights, dp, delta[None, :]]
+    if weights.dtype == gl.bfloat16:
+        ds = gl.inline_asm_elementwise(
+            "{.reg .f32 a, b, c, d; sub.f32 a, $2, $4; sub.f32 b, $3, $5; shl.b32 c, $1, 16; and.b32 d, $1, 0xffff0000;"
+            " mul.f32 a, a, c; mul.f32 b, b, d; cvt.rn.bf16x2.f32 $0, b, a;}",
+            "=r,r,f,f,f,f", arguments, gl.bfloat16, is_pure=False, pack=2,
+        )  # fmt: skip
+    else:
+        ds = gl.inline_asm_elementwise(
+            "{.reg .f32 a, b, c, d; .reg .b16 l, h; sub.f32 a, $2, $4; sub.f32 b, $3, $5; mov.b32 {l, h}, $1;"
+            " cvt.f32.f16 c, l; cvt.f32.f16 d, h; mul.f32 a, a, c; mul.f32 b, b, d; cvt.rn.f16x2.f32 $0, b, a;}",
+            "=r,r,f,f,f,f", arguments, gl.float16, is_pure=False, pack=2,
+        )  # fmt: skip
+    return ds
