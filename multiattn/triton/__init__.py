@@ -15,7 +15,7 @@ from multiattn.plan.backend import Backend, Op, Variant, bytes_of_areas, later
 from multiattn.plan.ladder import rung_variants
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.toolchain import probe_gpu, probe_release, version_of
-from multiattn.triton import configs, decode_configs, gluon_backward_configs, gluon_configs
+from multiattn.triton import configs, decode_configs, gluon_backward_configs, gluon_configs, gluon_two_pass_configs
 from multiattn.triton.candidates import candidates
 from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig
 from multiattn.triton.ladder import STEPS
@@ -143,6 +143,18 @@ def _gluon_backward_variant() -> Variant:
     )
 
 
+def _gluon_two_pass_variant() -> Variant:
+    return Variant(
+        name=gluon_backward_configs.TWO_PASS,
+        summary="Gluon for Hopper: dq, then dk and dv, each by two warpgroups and a warp that loads by TMA",
+        capability=replace(_GLUON_BACKWARD, scores=True),
+        config_type=gluon_two_pass_configs.GluonTwoPassConfig,
+        rules=rules_of(gluon_backward_configs.TWO_PASS_RULES),
+        workspace=gluon_two_pass_configs.workspace,
+        fits=gluon_two_pass_configs.why_not_fit,
+    )
+
+
 def _op(*variants: Variant) -> Op:
     return Op(
         variants=variants,
@@ -172,6 +184,7 @@ BACKEND = Backend(
     ),
     backward=_op(  # then two passes first: the faster ones where both were measured
         _gluon_backward_variant(),
+        _gluon_two_pass_variant(),
         _backward_variant(one_pass=False, descriptor=True),
         _backward_variant(one_pass=True, descriptor=True),
         _backward_variant(one_pass=False, descriptor=False),

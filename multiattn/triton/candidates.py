@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Variant
-from multiattn.plan.config import Config
+from multiattn.plan.config import Config, select
 from multiattn.plan.schedule import NARROWEST, SCHEDULERS, one_width
 from multiattn.problem import Problem
 from multiattn.triton import gluon_backward_configs
@@ -17,6 +17,7 @@ from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
 from multiattn.triton.decode_configs import TritonSplitConfig, split_tiles
 from multiattn.triton.gluon_backward_configs import GluonBackwardConfig
 from multiattn.triton.gluon_configs import STAGES_MAX, VARIANT, GluonConfig, why_not_fit
+from multiattn.triton.gluon_two_pass_configs import GluonTwoPassConfig
 from multiattn.triton.kernels.constants import FEW_ROWS
 from multiattn.triton.ladder import STEPS
 
@@ -66,6 +67,8 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Confi
         return ()
     if variant.config_type is GluonBackwardConfig:
         return _gluon_backward(problem, arch)
+    if variant.config_type is GluonTwoPassConfig:
+        return _two_pass(variant, problem, arch)
     if variant.name == VARIANT:
         return _gluon(problem, arch)
     if variant.name == SPLIT_KEYS:
@@ -118,6 +121,18 @@ def _split(problem: Problem) -> list[TritonSplitConfig]:
 
 
 # ---------------------------------------------------------------- Gluon
+
+
+def _two_pass(variant: Variant, problem: Problem, arch: Arch) -> Sequence[GluonTwoPassConfig]:
+    """The rule's, then with K and V elsewhere, and with a buffer more or less of each kind."""
+    rule, _ = select(variant.rules, problem, arch)
+    if rule is None:
+        return ()
+    first = rule.config
+    found = [first, replace(first, kv_in_registers=not first.kv_in_registers)]
+    for name, more in itertools.product(("q_stages", "dout_stages", "k_stages", "v_stages"), (1, -1)):
+        found.append(replace(first, **{name: getattr(first, name) + more}))
+    return tuple(it for it in dict.fromkeys(found) if not variant.fits(problem, arch, it))
 
 
 def class_of(head_dim: int) -> int | None:

@@ -34,6 +34,8 @@ GLUON_BACKWARD_KERNELS: Mapping[str, str] = {
     "prepare_statistics": f"{_KERNELS}.backward_rows",
     "round_dq": f"{_KERNELS}.backward_rows",
     "gradients": f"{_KERNELS}.gluon.backward",
+    "gradient_of_own_queries": f"{_KERNELS}.gluon.backward_two_pass_queries",
+    "gradients_of_own_keys": f"{_KERNELS}.gluon.backward_two_pass_keys",
 }
 """The module of each kernel of these launches, by its name."""
 _OVERLAPPING = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True, "launch_pdl": True}

@@ -43,7 +43,7 @@ def prepare(plan: Plan) -> Launcher:
 
 
 def _interpreter_of(plan: Plan) -> Launcher:
-    programs = INTERPRETED_PROGRAMS if plan.variant == GLUON else None
+    programs = INTERPRETED_PROGRAMS if plan.variant in GLUON_VARIANTS else None
     calls = {has_dlse: calls_of(plan, has_dlse=has_dlse, multiprocessors=programs) for has_dlse in (False, True)}
     areas = area_names([call.table for call in calls[False]])
 

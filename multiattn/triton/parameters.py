@@ -32,8 +32,11 @@ from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
 from multiattn.triton.decode_parameters import split_tables
 from multiattn.triton.gluon_backward_configs import GluonBackwardConfig
 from multiattn.triton.gluon_backward_parameters import gluon_backward_tables
+from multiattn.triton.gluon_configs import ARCHES as GLUON_ARCHES
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.gluon_configs import GluonConfig, pieces_of
+from multiattn.triton.gluon_two_pass_configs import GluonTwoPassConfig
+from multiattn.triton.gluon_two_pass_parameters import two_pass_tables
 from multiattn.triton.kernels.constants import OUT_VECTOR, ListConstants, TileConstants
 from multiattn.triton.kernels.gluon.constants import GluonConstants
 from multiattn.triton.ladder import STEPS
@@ -72,7 +75,7 @@ def assumed_of(plan: Plan) -> Assumed:
     if isinstance(config, GluonConfig):
         has_end = problem.packing is not None or problem.seq_kv % config.tile_n != 0
         return Assumed(alignment=problem.alignment, flag=has_end and not problem.is_banded)
-    if isinstance(config, GluonBackwardConfig):
+    if isinstance(config, GluonBackwardConfig | GluonTwoPassConfig):
         has_end = problem.packing is not None or problem.seq_kv % config.tile_n != 0
         return Assumed(alignment=problem.alignment, flag=has_end)
     return Assumed(alignment=problem.alignment, flag=_is_far(problem, _config_of(plan), plan.direction == "backward"))
@@ -112,6 +115,10 @@ def tables_of(
                 plan, assumed, multiprocessors or most_multiprocessors(plan.arch), has_dlse=has_dlse
             ),
         )
+    if isinstance(plan.config, GluonTwoPassConfig):
+        lists = _tile_lists(plan, query_tile=plan.config.tile_m, key_tile=plan.config.tile_n)
+        tables = two_pass_tables(plan, assumed, multiprocessors or most_multiprocessors(plan.arch), has_dlse=has_dlse)
+        return (*lists, *tables)
     if plan.variant == GLUON:
         table = _gluon(plan, assumed, multiprocessors or most_multiprocessors(plan.arch))
         assert isinstance(plan.config, GluonConfig)

@@ -13,8 +13,9 @@ from typing import Any
 from multiattn.plan.config import COMPILED, Rule
 from multiattn.plan.tuned import tuned_rules
 from multiattn.triton.gluon_backward_configs import RULES as GLUON_BACKWARD
-from multiattn.triton.gluon_backward_configs import GluonBackwardConfig
+from multiattn.triton.gluon_backward_configs import TWO_PASS_RULES, GluonBackwardConfig
 from multiattn.triton.gluon_configs import VARIANT, GluonConfig
+from multiattn.triton.gluon_two_pass_configs import GluonTwoPassConfig
 from multiattn.triton.rules.shorthand import BANDED, FULL, backward, forward
 
 _SM90 = ("sm90",)
@@ -54,6 +55,25 @@ _GLUON_BACKWARD = (
     _one_pass(65, 128, _GRADIENTS + _WIDE, half_dq=True, dout_stages=3, descends=True),
 )
 
+
+def _two_pass(
+    low: int, high: int, stages: tuple[int, int, int, int], why: str, **more: bool
+) -> Rule[GluonTwoPassConfig]:
+    """With so many buffers of Q, dO, K and V."""
+    q, dout, k, v = stages
+    config = GluonTwoPassConfig(tile_m=64, tile_n=64, q_stages=q, dout_stages=dout, k_stages=k, v_stages=v, **more)
+    return Rule(arches=_SM90, config=config, why=why, head_dim_min=low, head_dim_max=high)
+
+
+_GLUON_TWO_PASS = (
+    _two_pass(1, 64, (4, 4, 6, 6), COMPILED + "no spills"),
+    _two_pass(65, 96, (4, 4, 4, 4), COMPILED + "no spills"),
+    _two_pass(97, 128, (3, 3, 4, 3), COMPILED + "no spills"),
+    _two_pass(129, 160, (3, 3, 3, 2), COMPILED + "no spills"),
+    _two_pass(161, 192, (2, 2, 2, 2), COMPILED + "no spills"),
+    _two_pass(193, 256, (2, 2, 2, 1), COMPILED + "no spills"),
+)
+
 RULES: Mapping[str, tuple[Rule[Any], ...]] = {
     VARIANT: tuned_rules("triton", VARIANT, GluonConfig),
     "full": (
@@ -78,6 +98,7 @@ RULES: Mapping[str, tuple[Rule[Any], ...]] = {
         _SM90, (65, 128), _H200 + "239 TFLOPS; 128x128, 8 warps 223", (64, 128, 4, 1), masks=BANDED, heads_together=1
     ),
     GLUON_BACKWARD: _GLUON_BACKWARD,
+    TWO_PASS_RULES: _GLUON_TWO_PASS,
     "atomic": _ONE_PASS,
     "pointer_atomic": _ONE_PASS,
     "two_pass": (

@@ -1,0 +1,92 @@
+"""The parameters of the Gluon kernels that make gradients in two passes. Pure Python: no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from multiattn.plan import abi
+from multiattn.plan.backend import Plan
+from multiattn.plan.schedule import heads_side_by_side, key_tiles, query_tiles
+from multiattn.problem import Problem
+from multiattn.triton.gluon_backward_configs import areas_of, tiles_of_queries
+from multiattn.triton.gluon_backward_parameters import descriptors, statistics_table
+from multiattn.triton.gluon_two_pass_configs import BLOCK_QUERIES, LAUNCH_REGISTERS, TILE_N, GluonTwoPassConfig
+from multiattn.triton.kernels.constants import OUT_VECTOR
+from multiattn.triton.kernels.gluon.two_pass_constants import TwoPassConstants
+from multiattn.triton.score import lowered_score
+from multiattn.triton.table import (
+    Assumed,
+    Constant,
+    Descriptor,
+    Integer,
+    KernelTable,
+    Parameter,
+    Tensor,
+    aux_row,
+    factor_row,
+    reach_rows,
+    stride_rows,
+)
+
+
+def two_pass_tables(plan: Plan, assumed: Assumed, multiprocessors: int, *, has_dlse: bool) -> tuple[KernelTable, ...]:
+    """The kernels of a launch in two passes: statistics of queries, gradients of queries, gradients of keys."""
+    problem, config = plan.problem, plan.config
+    assert isinstance(config, GluonTwoPassConfig)
+    has_pairs = problem.packing is None or problem.packing.sequences > 0  # else there is nothing to read
+    lowered = lowered_score(problem, plan.arch) if has_pairs else None
+    constants = TwoPassConstants.of(problem, config, ragged=assumed.flag, by_keys=False, score=lowered)
+    before = statistics_table(problem, has_dlse=has_dlse, has_sums=False)
+    return (
+        before,
+        _table(problem, constants, multiprocessors, by_keys=False),
+        _table(problem, replace(constants, by_keys=True), multiprocessors, by_keys=True),
+    )
+
+
+def _table(problem: Problem, constants: TwoPassConstants, multiprocessors: int, *, by_keys: bool) -> KernelTable:
+    """The kernel whose blocks own keys, or queries."""
+    owned = ("dk", "dv") if by_keys else ("dq",)
+    strides = {"dq": problem.strides_out, "dk": problem.strides_dk, "dv": problem.strides_dv}
+    rows_of_tile, together = BLOCK_QUERIES, heads_side_by_side(problem)
+    if by_keys:
+        rows_of_tile, together = TILE_N, max(1, together // problem.group)
+    packing, length = problem.packing, problem.seq_kv if by_keys else problem.seq_q
+    tiles, tile_list = -(-length // rows_of_tile), "key_list" if by_keys else "query_list"
+    if packing is not None:  # both lists have tiles of 64
+        tiles = packing.tiles_max(length, TILE_N)
+    sizes = {
+        "seq_q": problem.seq_q,
+        "seq_kv": problem.seq_kv,
+        "heads_q": problem.heads_q,
+        "group": problem.group,
+        "tiles": tiles,
+        "heads": problem.batch * (problem.heads_kv if by_keys else problem.heads_q),
+        "together": together,
+    }
+    lines = areas_of(problem)["statistics"]
+    rows: dict[str, Parameter] = {
+        **descriptors(problem, {name: name for name in ("q", "dout", "k", "v")}, 64),
+        "statistics": Descriptor(of="statistics", layout=lines, rows=1, columns=64)
+        if by_keys
+        else Tensor(of="statistics"),
+        **{name: Tensor(of=name) for name in owned},
+        tile_list: Constant(value=None) if packing is None else Tensor(of=tile_list),
+        "counter": Tensor(of=abi.WORKSPACE),
+        "aux": aux_row(problem, constants.score),
+        **{f"{name}_strides": stride_rows(name, strides[name], OUT_VECTOR) for name in owned},
+        "score_factor": factor_row(problem, problem.score_factor),
+        "grad_factor": problem.grad_factor,
+        **{name: Integer(value=value, specialised=False) for name, value in sizes.items()},
+        **reach_rows(problem),
+        "tiles_q": Integer(value=tiles_of_queries(problem), specialised=False),
+        "C": Constant(value=constants),
+    }
+    blocks = key_tiles(problem, TILE_N) if by_keys else query_tiles(problem, BLOCK_QUERIES)
+    return KernelTable(
+        kernel="gradients_of_own_keys" if by_keys else "gradient_of_own_queries",
+        grid=min(blocks, multiprocessors),
+        # Four warps are the first consumer's; the compiler adds those of the other partitions.
+        options={"num_warps": 4, "maxnreg": LAUNCH_REGISTERS, "launch_pdl": True, "enable_fp_fusion": True},
+        rows=rows,
+    )
