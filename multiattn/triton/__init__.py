@@ -182,7 +182,7 @@ BACKEND = Backend(
             workspace=bytes_of_areas((), ("query_list",)),
         ),
     ),
-    backward=_op(  # then two passes first: the faster ones where both were measured
+    backward=_op(  # Gluon's first, then two passes: the faster ones where both were measured
         _gluon_backward_variant(),
         _gluon_two_pass_variant(),
         _backward_variant(one_pass=False, descriptor=True),

@@ -27,9 +27,9 @@ BLOCK_QUERIES = WARPGROUPS * TILE_M
 WEIGHT_STAGES = 2
 """Buffers of weights between the warpgroups of the kernel that owns keys."""
 COLUMNS_IN_REGISTERS = 192
-"""Of K or V beside a gradient that has as many, at most."""
+"""The most columns of K or V that a thread holds beside a gradient that has as many."""
 LAUNCH_REGISTERS = 168
-"""Of a thread when a kernel begins, of which the loading warp gives most to the others."""
+"""A thread's when a kernel begins; the loading warp gives most of its own to the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the two Gluon kernels of a backward in two passes have in common: products, masks, and how gradients are stored.
+"""Parts of both Gluon kernels of a backward in two passes: products, masks, and how gradients are stored.
 
 `sizes` is ``(seq_q, seq_kv, heads_q, group, tiles, heads, together, left, right, tiles_q)``: `tiles` and `heads` are
 those that the kernel owns, `tiles_q` tiles of statistics of a head. In a packed batch the lengths are those of a tile's
@@ -224,7 +224,7 @@ def read_entry(entries, number):
 
 @gluon.jit
 def write_tile(words, slot, first, head, batch):
-    """What a tile is, for consumers."""
+    """Tell consumers about a tile."""
     ring.write_word(words, slot * WORDS + FIRST, first)
     ring.write_word(words, slot * WORDS + HEAD, head)
     ring.write_word(words, slot * WORDS + BATCH, batch)
@@ -249,7 +249,7 @@ def read_tile(words, slot):
 
 @gluon.jit
 def read_sequence(words, slot, sizes, C: gl.constexpr):
-    """Of a tile's sequence: first row, and first tile of statistics, 0 but for packed batches; lengths."""
+    """First row and first tile of statistics of a tile's sequence, 0 but for packed batches, and its lengths."""
     offset = 0
     first_tile = 0
     len_q, len_kv = sizes[0], sizes[1]

@@ -94,12 +94,12 @@ class TwoPassConstants:
 
     @property
     def consumer_registers(self) -> int:
-        """Of a thread of the warpgroups that compute."""
+        """A thread's of the warpgroups that compute."""
         return 240 if self.is_crowded and not self.by_keys else 232
 
     @property
     def producer_registers(self) -> int:
-        """Of one of the warp that loads: the three have 504."""
+        """A thread's of the warp that loads: the three have 504."""
         return 504 - 2 * self.consumer_registers
 
     @property
