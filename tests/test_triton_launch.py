@@ -124,7 +124,7 @@ def test_the_driver_is_handed_every_tensor_of_each_kernel(monkeypatch, case):
     assert all(kernel.launched == [] for kernel in kernels)
     assert [it.overlaps for it in driver.launched] == [kernel.metadata.launch_pdl for kernel in kernels]
     assert any(it.overlaps for it in driver.launched) == (
-        case in ("gluon", "parts", "warp_specialized", "packed gradients")
+        case in ("gluon", "parts", "warp_specialized", "warp_specialized_two_pass", "packed gradients")
     )
     if plan.direction == "forward":
         assert launcher.kernels[0].keeps is kernels[0]  # which unloads the code when nobody has it

@@ -70,8 +70,10 @@ def _two_pass(
 
 _GLUON_TWO_PASS = (
     _two_pass(1, 64, (4, 4, 6, 6), _SECOND + "340 TFLOPS full; `two_pass` 400", only_named=True),
-    _two_pass(65, 96, (4, 4, 4, 4), COMPILED + "no spills", kv_in_registers=True),
-    _two_pass(97, 128, (3, 3, 4, 3), _SECOND + "477 TFLOPS full; `two_pass` 373", kv_in_registers=True),
+    _two_pass(65, 96, (4, 4, 4, 4), COMPILED + "no spills"),
+    _two_pass(
+        97, 128, (3, 3, 4, 3), _SECOND + "K and V in registers: dK and dV in 1.96 ms, else 2.03", kv_in_registers=True
+    ),
     _two_pass(
         129, 160, (3, 2, 3, 2), _SECOND + "K and V in registers: dK and dV in 1.70 ms, else 1.87", kv_in_registers=True
     ),
