@@ -128,21 +128,16 @@ def _produce(maps, entries, counter, sizes, shared, C: gl.constexpr):
 
 @gluon.jit
 def _make_dscores(
-    scores, dweights, place, block, of_queries, score_factor, of_score, sizes, ring_k, ring_v, like,
-    HAS_DQ: gl.constexpr, C: gl.constexpr,
+    scores, dweights, place, block, of_queries, score_factor, of_score, sizes, ring_v, like,
+    C: gl.constexpr,
 ):  # fmt: skip
-    """dS = P * (dP - delta) in 16 bit, but for the scale; scores are there, dP is waited for.
-
-    HAS_DQ: dQ of the block before is there, too.
-    """
+    """dS = P * (dP - delta) in 16 bit, but for the scale; scores are there, dP is waited for."""
     first_query, row_lse, row_delta, full_begin, full_end = of_queries
     queries = (first_query + gl.arange(0, 64, C.row))[:, None]
     keys = (block * 64 + gl.arange(0, 64, C.column))[None, :]
     _weights, moving = weigh(scores, queries, keys, row_lse[:, None], score_factor, of_score, sizes, C)
     dweights = warpgroup_mma_wait(0, [dweights])
     ring.release(ring_v, place, C.v_stages)
-    if HAS_DQ:
-        ring.release(ring_k, place - 1, C.k_stages)
     dscores = moving * (dweights - row_delta[:, None])
     if C.banded or C.ragged:
         if (block < full_begin) | (block >= full_end):
@@ -163,7 +158,7 @@ def _walk(
     dweights = multiply_rows(douts, tile_of(v_buffers, place % C.v_stages, C), C)
     scores = warpgroup_mma_wait(C.groups, [scores])
     dscores = _make_dscores(
-        scores, dweights, place, begin, of_queries, score_factor, of_score, sizes, ring_k, ring_v, queries[0], False, C
+        scores, dweights, place, begin, of_queries, score_factor, of_score, sizes, ring_v, queries[0], C
     )  # fmt: skip
     wide, narrow = zero_sums(C)
     for block in range(begin + 1, end):
@@ -177,10 +172,11 @@ def _walk(
         ring.await_full(ring_v, after, C.v_stages)
         dweights = multiply_rows(douts, tile_of(v_buffers, after % C.v_stages, C), C)
         wide, narrow = await_sums(2, wide, narrow, C)
+        ring.release(ring_k, place, C.k_stages)
         place = after
         scores = warpgroup_mma_wait(C.groups, [scores])
         dscores = _make_dscores(
-        scores, dweights, place, block, of_queries, score_factor, of_score, sizes, ring_k, ring_v, queries[0], True, C
+        scores, dweights, place, block, of_queries, score_factor, of_score, sizes, ring_v, queries[0], C
     )  # fmt: skip
     wide, narrow = add_product(dscores, tile_of(k_buffers, place % C.k_stages, C), wide, narrow, C)
     mbarrier.arrive(ring_q[1].index(warpgroup))
