@@ -121,11 +121,11 @@ def _backward_variant(*, one_pass: bool, descriptor: bool) -> Variant:
 
 _GLUON_BACKWARD = replace(
     _THROUGH_DESCRIPTORS,
-    arches=gluon_configs.ARCHES,
+    arches=("cpu", *gluon_configs.ARCHES),
     score_gradients=False,
     block_masks=0,
     packing=True,
-    arch_hint="for this arch's wgmma and TMA, and Triton interprets no Gluon; other variants run elsewhere",
+    arch_hint="for Hopper's wgmma and TMA, and a CPU that interprets it; other variants run elsewhere",
 )
 
 

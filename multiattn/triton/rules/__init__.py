@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from multiattn.plan.config import Rule
+from multiattn.plan.config import Config, Rule
 from multiattn.plan.ladder import rung_rules
 from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
+from multiattn.triton.gluon_backward_configs import RULES as GLUON_BACKWARD
+from multiattn.triton.gluon_backward_configs import TWO_PASS_RULES as GLUON_TWO_PASS
+from multiattn.triton.gluon_backward_configs import GluonBackwardConfig
 from multiattn.triton.gluon_configs import VARIANT as GLUON
 from multiattn.triton.gluon_configs import GluonConfig
+from multiattn.triton.gluon_two_pass_configs import GluonTwoPassConfig
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.rules import ampere, blackwell, decode, hopper
 from multiattn.triton.rules.shorthand import backward, forward
@@ -17,17 +21,30 @@ from multiattn.triton.rules.shorthand import backward, forward
 _INTERPRETED = "interpreted, 2 cores, 2026-11: few and large tiles take the fewest operations"
 _TILES = (64, 64, 4, 1)
 _ALL_THERE_IS = "interpreted: turns, lazy maxima and slots of Q are all run; the fastest config was not looked for"
+
+
+def _interpreted(head_dims: tuple[int, int], config: Config) -> Rule[Any]:
+    """A rule of a Gluon kernel, for callers that name it."""
+    least, most = head_dims
+    return Rule(
+        arches=("cpu",), head_dim_min=least, head_dim_max=most, config=config, why=_ALL_THERE_IS, only_named=True
+    )
+
+
 _CPU: Mapping[str, tuple[Rule[Any], ...]] = {
     GLUON: tuple(
-        Rule(
-            arches=("cpu",),
-            head_dim_min=least,
-            head_dim_max=most,
-            config=GluonConfig(tile_m=tile_m, tile_n=64, stages=4, q_slots=2, pingpong=True, lazy_max=True),
-            why=_ALL_THERE_IS,
-            only_named=True,
+        _interpreted(
+            head_dims, GluonConfig(tile_m=tile_m, tile_n=64, stages=4, q_slots=2, pingpong=True, lazy_max=True)
         )
-        for least, most, tile_m in ((1, 128, 192), (129, 256, 128))
+        for head_dims, tile_m in (((1, 128), 192), ((129, 256), 128))
+    ),
+    GLUON_BACKWARD: (
+        _interpreted((1, 64), GluonBackwardConfig(tile_m=64, tile_n=128, k_stages=2, early_scores=True, descends=True)),
+        _interpreted((65, 128), GluonBackwardConfig(tile_m=64, tile_n=128, half_dq=True, descends=True)),
+    ),
+    GLUON_TWO_PASS: (
+        _interpreted((1, 192), GluonTwoPassConfig(tile_m=64, tile_n=64, kv_in_registers=True)),
+        _interpreted((193, 256), GluonTwoPassConfig(tile_m=64, tile_n=64)),
     ),
     **dict.fromkeys(("full", "pointer_full"), forward(("cpu",), (1, 256), _INTERPRETED, _TILES, heads_together=2)),
     **dict.fromkeys(("atomic", "pointer_atomic"), backward(("cpu",), (1, 256), _INTERPRETED, _TILES)),
