@@ -272,6 +272,10 @@ def accumulate(warpgroup: gl.constexpr, dk_maps, dv_maps, aux, factor, grad_fact
                 ring.read_word(words, at + backward_tiles.OFFSET_KV),
                 ring.read_word(words, at + backward_tiles.LEN_KV),
             )
+            # No query sees a key behind all sequences, which may be anything: its products with zeros are no zeros.
+            len_q, _len_kv = backward_tiles.read_lengths(words, at)
+            dk, dk_narrow = gl.where(len_q > 0, dk, 0.0), gl.where(len_q > 0, dk_narrow, 0.0)
+            dv, dv_narrow = gl.where(len_q > 0, dv, 0.0), gl.where(len_q > 0, dv_narrow, 0.0)
         ring.release(ring_k, tile_place, C.k_stages)
         _store(dv, dv_narrow, dv_maps, at_kv, head_kv, first_key, warpgroup, v_buffers, C)
         dk = dk * grad_factor
