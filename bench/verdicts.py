@@ -71,16 +71,17 @@ def change_table(changes: Iterable[Change]) -> str:
 def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Each `multiattn.plan.choice.MeasuredCell`, for measured.json beside it, from device rows of the best variants.
 
-    Only the newest run of a cell counts, nothing host-bound, and no run in which a backend ran a variant that is no
-    longer its choice there. Of cells that share GPU, head_dim, length, mask, heads and how many of them share keys, the
-    newest run counts, those of `heldout` last: an older one may be of another config. Cells of backward come last.
+    Only the newest run of a cell counts in which two backends or more ran, nothing host-bound, and no run in which a
+    backend ran a variant that is no longer its choice there. Of cells that share GPU, head_dim, length, mask, heads and
+    how many of them share keys, the newest run counts, those of `heldout` last: an older one may be of another config.
+    Cells of backward come last.
 
     Packed batches of one size are one cell, as no plan knows their lengths: the geometric mean over their mixes.
     """
     rows = list(rows)
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     owners: dict[tuple[Any, ...], Cell] = {}
-    found = [row for row in one_run(rows) if _counts(row)]
+    found = [row for row in one_run(_of_several(rows)) if _counts(row)]
     outdated = {(row.cell, row.run) for row in found if not _runs_now(row)}
     found.sort(key=lambda row: row.run, reverse=True)
     for row in sorted(found, key=lambda row: row.cell in SUITES["heldout"]):
@@ -102,6 +103,14 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     for entry in cells.values():
         entry["tflops"] = {name: round(statistics.geometric_mean(it), 1) for name, it in entry["tflops"].items()}
     return [cells[key] for key in sorted(cells)] + list(_cached(_of_decode(rows)))
+
+
+def _of_several(rows: Iterable[Row]) -> list[Row]:
+    """The rows of runs in which two of our backends or more ran a cell: of one alone nothing is better or worse."""
+    ours: dict[tuple[Any, str], set[str]] = {}
+    for row in (rows := list(rows)):
+        ours.setdefault((row.cell, row.run), set()).update({row.contender} & set(BACKENDS))
+    return [row for row in rows if len(ours[row.cell, row.run]) > 1]
 
 
 def _of_decode(rows: Iterable[Row]) -> list[Row]:

@@ -25,6 +25,12 @@ def floor_rows(cells=FLOOR_CELLS, **times_ms):
     ]
 
 
+def with_rival(*rows):
+    """Each row, and that of another backend that takes twice as long: of one alone nothing is preferred."""
+    rivals = [fakes.row("cutile", 2 * it.measured.time_ms, cell=it.cell, run=it.run) for it in rows]
+    return [*rows, *rivals]
+
+
 def refused(row):
     return replace(row, measured=None, reasons=(Reason(code="module", got="none", allowed="one"),))
 
@@ -84,13 +90,13 @@ def test_of_cells_alike_the_newest_run_is_preferred_by_and_a_held_out_one_only_a
     assert half in SUITES["heldout"]
     alike = replace(STANDARD, layout="bhsd")
     old = [fakes.row(name, time_ms, cell=alike, run="2026-11-20") for name, time_ms in (("cuda", 2.0), ("cutile", 1.0))]
-    new = [fakes.row("cuda", 1.0, cell=STANDARD, run="2026-11-21")]
-    held = [fakes.row("triton", 1.0, cell=half, run="2026-11-22")]
+    new = with_rival(fakes.row("cuda", 1.0, cell=STANDARD, run="2026-11-21"))
+    held = with_rival(fakes.row("triton", 1.0, cell=half, run="2026-11-22"))
     for rows, tflops in (
-        ([*old, *new], {"cuda": 100.0}),
-        ([*new, *old], {"cuda": 100.0}),
-        ([*held, *new], {"cuda": 100.0}),
-        (held, {"triton": 100.0}),
+        ([*old, *new], {"cuda": 100.0, "cutile": 50.0}),
+        ([*new, *old], {"cuda": 100.0, "cutile": 50.0}),
+        ([*held, *new], {"cuda": 100.0, "cutile": 50.0}),
+        (held, {"triton": 100.0, "cutile": 50.0}),
     ):
         (cell,) = preferences(rows)
         assert cell["tflops"] == tflops
@@ -98,10 +104,17 @@ def test_of_cells_alike_the_newest_run_is_preferred_by_and_a_held_out_one_only_a
 
 def test_cells_of_other_counts_of_heads_and_of_shared_keys_are_preferred_by_apart():
     cells = (replace(STANDARD, batch=1), STANDARD, replace(STANDARD, heads_kv=2))
-    few, many, shared = preferences([fakes.row("cuda", 1.0, cell=cell) for cell in cells])
+    few, many, shared = preferences(with_rival(*(fakes.row("cuda", 1.0, cell=cell) for cell in cells)))
     assert (few["heads"], many["heads"]) == (16, 64)
     assert "group" not in many
     assert shared == {**many, "group": 8}
+
+
+def test_a_run_of_one_backend_alone_is_not_preferred_by_nor_hides_another():
+    both = with_rival(fakes.row("cuda", 1.0, cell=STANDARD, run="2026-11-20"))
+    alone = [fakes.row("cutile", 1.0, cell=STANDARD, run="2026-11-21")]
+    assert preferences(alone) == []
+    assert preferences([*both, *alone]) == preferences(both)
 
 
 def test_a_run_of_a_variant_that_is_no_longer_chosen_is_not_preferred_by():
@@ -116,20 +129,21 @@ def test_a_run_of_a_variant_that_is_no_longer_chosen_is_not_preferred_by():
 def test_packed_batches_of_one_size_are_one_cell():
     mixes = [cell for cell in SUITES["packed"] if cell.direction == "fwd" and cell.head_dim == 64 and cell.causal]
     rows = [fakes.row("cuda", time_ms, cell=cell) for cell, time_ms in zip(mixes, (0.5, 1.0, 2.0), strict=True)]
-    (dense,) = preferences([fakes.row("cuda", 1.0, cell=STANDARD)])
-    (packed, beside) = preferences([*rows, fakes.row("cuda", 1.0, cell=STANDARD)])[::-1]
+    alone = with_rival(fakes.row("cuda", 1.0, cell=STANDARD))
+    (dense,) = preferences(alone)
+    (packed, beside) = preferences([*with_rival(*rows), *alone])[::-1]
     assert beside == dense
     assert packed["packed"] is True
-    assert packed["tflops"] == {"cuda": 100.0}
+    assert packed["tflops"] == {"cuda": 100.0, "cutile": 50.0}
 
 
 def test_backward_is_preferred_by_its_own_cells():
-    both = [fakes.row("cuda", 1.0, cell=cell) for cell in (BACKWARD_CELLS[0], FLOOR_CELLS[0])]
+    both = with_rival(*(fakes.row("cuda", 1.0, cell=cell) for cell in (BACKWARD_CELLS[0], FLOOR_CELLS[0])))
     step = fakes.row("cuda", 1.0, cell=replace(FLOOR_CELLS[0], direction="fwdbwd"))
     steady = fakes.row("cuda/two_pass", 0.5, cell=BACKWARD_CELLS[0])
     forward, backward = preferences([*both, step, steady])
     assert "direction" not in forward
     assert backward["direction"] == "backward"
-    assert backward["tflops"] == {"cuda": 100.0}
+    assert backward["tflops"] == {"cuda": 100.0, "cutile": 50.0}
     read = [MeasuredCell(**{**cell, "tflops": tuple(cell["tflops"].items())}) for cell in (forward, backward)]
     assert [cell.direction for cell in read] == ["forward", "backward"]
