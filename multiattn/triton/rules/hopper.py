@@ -31,7 +31,17 @@ _WIDE_TWO_PASS = backward(
 )
 
 
-def _one_pass(low: int, high: int, why: str, *, scored: bool | None = None, **more: Any) -> Rule[GluonBackwardConfig]:
+def _one_pass(
+    low: int,
+    high: int,
+    why: str,
+    *,
+    scored: bool | None = None,
+    lengths: tuple[int, int | None] = (0, None),
+    **more: Any,
+) -> Rule[GluonBackwardConfig]:
+    """For lengths from one to another; where there is a last one, for callers that name it: two passes are faster."""
+    seq_min, seq_max = lengths
     return Rule(
         arches=_SM90,
         config=GluonBackwardConfig(tile_m=64, tile_n=128, **more),
@@ -39,6 +49,9 @@ def _one_pass(low: int, high: int, why: str, *, scored: bool | None = None, **mo
         head_dim_min=low,
         head_dim_max=high,
         scored=scored,
+        only_named=seq_max is not None,
+        seq_min=seq_min,
+        seq_max=seq_max,
     )
 
 
@@ -52,8 +65,13 @@ _GLUON_BACKWARD = (
         1, 64, COMPILED + "K in registers would spill", scored=True, early_scores=True, q_stages=4, dout_stages=3
     ),
     _one_pass(1, 64, _GRADIENTS + _NARROW, k_in_registers=True, early_scores=True, q_stages=4, dout_stages=3),
-    _one_pass(65, 128, _GRADIENTS + _WIDE, half_dq=True, dout_stages=3, descends=True),
-)
+    _one_pass(
+        97, 128, "H200 2026-11-26, N=512: 336 TFLOPS full, 212 causal; two passes 363 and 249",
+        lengths=(0, 724), half_dq=True, dout_stages=3, descends=True,
+    ),
+    _one_pass(97, 128, _GRADIENTS + _WIDE, lengths=(725, None), half_dq=True, dout_stages=3, descends=True),
+    _one_pass(65, 96, "a guess, as D=128", half_dq=True, dout_stages=3, descends=True),
+)  # fmt: skip
 
 
 _SECOND = "H200 2026-11-26: "
