@@ -30,7 +30,7 @@ from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Varian
 from multiattn.plan.choice import choose
 from multiattn.plan.support import Unsupported
 from multiattn.problem import Problem
-from multiattn.triton.gluon_configs import VARIANT as GLUON
+from multiattn.triton.gluon_backward_configs import GLUON_VARIANTS
 
 MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
@@ -50,7 +50,7 @@ LANGUAGES = ("cuTile", "plain Triton", "Gluon", "CUDA C++")
 def language_of(backend: str, variant: str) -> str:
     """The language of a kernel, empty for a peer's. Triton has two, and only the variant tells them apart."""
     if backend == "triton":
-        return "Gluon" if variant == GLUON else "plain Triton"
+        return "Gluon" if variant in GLUON_VARIANTS else "plain Triton"
     return {"cutile": "cuTile", "cuda": "CUDA C++"}.get(backend, "")
 
 
