@@ -77,17 +77,22 @@ ONE_PART = 2
 PARTS = 3
 """Powers of two that hold the number of parts, or more parts than are merged at once."""
 
+GLUON = {"gradients": FULL_KEYS, "gradient_of_own_queries": FULL_KEYS, "gradients_of_own_keys": FULL_KEYS}
+"""Kernels of Gluon's backwards, of which a mask of keys beyond the end is a part under a band, too."""
+
 KINDS: Mapping[tuple[str, bool], Mapping[str, int]] = {
     ("cutile", False): {
-        "forward": FULL_KEYS, "query_grads": FULL_KEYS * COLUMNS, "key_grads": COLUMNS, "all_grads": FULL_KEYS * COLUMNS
+        "forward": FULL_KEYS, "query_grads": FULL_KEYS * COLUMNS, "key_grads": COLUMNS,
+        "all_grads": FULL_KEYS * COLUMNS, "stored_key_grads": COLUMNS,
     },
     ("cutile", True): {
-        "forward": DIAGONAL, "query_grads": COLUMNS, "key_grads": COLUMNS, "all_grads": FULL_KEYS * COLUMNS
+        "forward": DIAGONAL, "query_grads": COLUMNS, "key_grads": COLUMNS, "all_grads": FULL_KEYS * COLUMNS,
+        "stored_key_grads": COLUMNS,
     },
     ("triton", False): {
-        "attention_forward": FULL_KEYS, "gradients_of_keys": GROUPED, "attention_of_parts": ONE_PART
+        "attention_forward": FULL_KEYS, "gradients_of_keys": GROUPED, "attention_of_parts": ONE_PART, **GLUON
     },
-    ("triton", True): {"gradients_of_keys": GROUPED, "attention_of_parts": ONE_PART},
+    ("triton", True): {"gradients_of_keys": GROUPED, "attention_of_parts": ONE_PART, **GLUON},
 }  # fmt: skip
 """By backend and whether the mask is causal, the kernels of which a rule has several, and how many. docs/experiments.md
 ("Kernels for many lengths") has what one for all would cost."""

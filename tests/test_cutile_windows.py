@@ -1,6 +1,6 @@
 """cuTile's kernels with two-sided masks, interpreted: the walk of every config over the blocks of a band."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from cutile_checks import check, grow, launch, make_inputs
 
 from multiattn.cutile.bind import bind
 from multiattn.cutile.kernels import backward, forward
+from multiattn.cutile.kernels.tiles import Order
 
 BACKEND = get("cutile")
 ONLINE = CutileConfig(tile_m=32, tile_n=32)
@@ -175,11 +176,16 @@ def test_a_window_of_full_blocks_keeps_lazy_maxima(window, change, keeps):
 # ---------------------------------------------------------------- launches
 
 
+ORDER_NUMBERS = len(fields(Order)) + 3
+"""Arguments behind the bounds: the order of tiles, in which three divisors take two more numbers each, not one."""
+
+
 def test_bounds_are_numbers_at_the_end_and_share_code():
     bindings = [bind(make(window)) for window in ((1023, 0), (700, 30), None)]
     for binding, bounds in zip(bindings, ([1023, 0], [700, 30], []), strict=True):
         behind_scale = binding.arguments[[getattr(it, "kind", "") for it in binding.arguments].index("f32") + 1 :]
-        assert [(it.kind, it.value) for it in behind_scale] == [("i32", bound) for bound in bounds]
+        assert [(it.kind, it.value) for it in behind_scale[: len(bounds)]] == [("i32", bound) for bound in bounds]
+        assert len(behind_scale) == len(bounds) + ORDER_NUMBERS
     assert bindings[0].constants == bindings[1].constants
     assert bindings[2].constants["mask"] == "full"
 
@@ -188,10 +194,8 @@ def test_code_for_a_window_serves_every_other():
     wide, narrow = bind(make((1023, 0))), make((7, 0))
     assert bind(narrow).constants != wide.constants
     assert bind(narrow, emitted=wide.constants).constants == wide.constants
-    assert [it.value for it in bind(narrow, emitted=wide.constants).arguments if isinstance(it, abi.Number)][-2:] == [
-        7,
-        0,
-    ]
+    numbers = [it.value for it in bind(narrow, emitted=wide.constants).arguments if isinstance(it, abi.Number)]
+    assert numbers[-ORDER_NUMBERS - 2 : -ORDER_NUMBERS] == [7, 0]
 
 
 def make(window):
@@ -209,5 +213,5 @@ def test_what_is_compiled_takes_what_is_bound():
     """`export` holds the Tile IR against the Binding; in 64 bits, and a backward."""
     problem = Problem.contiguous(batch=64, heads_q=64, seq_q=65536, head_dim=64, window=(300, 20))
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], config=ONLINE, probe=False)
-    assert BACKEND.forward.export(plan, ())[0].binding.arguments[-1].value == 20
+    assert BACKEND.forward.export(plan, ())[0].binding.arguments[-ORDER_NUMBERS - 1].value == 20
     assert len(BACKEND.backward.export(plan_of(problem, BACKWARDS[0], arch="sm90"), ())) == 2

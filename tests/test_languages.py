@@ -12,6 +12,7 @@ from multiattn.cuda.cpu import host
 from multiattn.operands import Operands
 from multiattn.plan.arch import ARCHS, GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, get, make_plan, plan_variant
+from multiattn.triton.gluon_backward_configs import TWO_PASS
 
 LANGUAGES = ("triton", "cutile")
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS)
@@ -54,7 +55,8 @@ def test_a_sweep_tries_what_fits_and_nothing_twice(language, direction, head_dim
         if name not in variant.capability.arches or head_dim > variant.capability.head_dim_max:
             continue
         found = candidates(variant, problem, ARCHS[name])
-        assert len(found) == len(set(found)) >= 4
+        least = 1 if (variant.name, head_dim) == (TWO_PASS, 256) else 4  # shared memory holds one
+        assert len(found) == len(set(found)) >= least
         assert direction == "forward" or len(found) <= 24
         assert not any(variant.fits(problem, ARCHS[name], config) for config in found)
         assert direction == "forward" or {variant.config_type} == set(map(type, found)) or variant.config_type is None

@@ -15,8 +15,13 @@ from multiattn.plan.arch import by_name
 from multiattn.plan.backend import make_plan
 from multiattn.triton import BACKEND, parameters
 from multiattn.triton.configs import TritonTwoPassConfig, tiles
+from multiattn.triton.gluon_backward_configs import GLUON_VARIANTS
 
-VARIANTS = {variant.name: variant for variant in BACKEND.backward.variants if "cpu" in variant.capability.arches}
+VARIANTS = {
+    variant.name: variant
+    for variant in BACKEND.backward.variants
+    if "cpu" in variant.capability.arches and variant.name not in GLUON_VARIANTS  # whose tiles are of one size
+}
 
 
 def config_of(variant, keys, dq=(32, 16, 4, 1)):

@@ -15,6 +15,7 @@ from multiattn.problem import problem_of
 from multiattn.triton import BACKEND
 from multiattn.triton.configs import TritonTwoPassConfig, tiles
 from multiattn.triton.decode_configs import TritonSplitConfig
+from multiattn.triton.gluon_backward_configs import GLUON_VARIANTS
 from parity.case import Case
 from parity.launch import launch_gradients, launch_plan, plan_case, prepare_case, prepare_gradients, save_forward
 from parity.results import Contender
@@ -24,7 +25,7 @@ VARIANTS = [
     (direction, variant.name)
     for direction in ("forward", "backward")
     for variant in BACKEND.op(direction).variants
-    if variant.capability.scores and "cpu" in variant.capability.arches
+    if variant.capability.scores and "cpu" in variant.capability.arches and variant.name not in GLUON_VARIANTS
 ]
 
 

@@ -304,7 +304,9 @@ def _stored(plan: Plan, config: StoredConfig, has_dlse: bool) -> tuple[KernelLau
         **_products(plan, QUERIES_OF_KEYS, config.tile_m, config.tile_n), ragged=False, latency=config.latency
     )
     query_constants = BackwardConstants(
-        **_products(plan, KEYS_OF_QUERIES, config.dq_tile_m, config.dq_tile_n), ragged=False, latency=config.dq_latency
+        **{**_products(plan, KEYS_OF_QUERIES, config.dq_tile_m, config.dq_tile_n), "tma_columns": False},
+        ragged=False,
+        latency=config.dq_latency,
     )
     together = configs.divisor_near(config.heads_together, in_entry)
     dq_together = configs.divisor_near(config.dq_heads_together, in_entry * group)

@@ -42,7 +42,7 @@ class Call:
     def __init__(self, plan: Plan, table: KernelTable) -> None:
         """ValueError for a table that is not the kernel's."""
         self.kernel: Any = _kernel_of(plan, table.kernel)
-        self.is_gluon = self.kernel.is_gluon()
+        self.is_gluon = getattr(self.kernel, "is_gluon", bool)()  # Triton's interpreted functions do not say
         if tuple(self.kernel.arg_names) != tuple(table.rows):
             raise ValueError(f"{table.kernel}: got rows {list(table.rows)}; allowed {self.kernel.arg_names}")
         self.table = _with_functions(table, self.is_gluon)

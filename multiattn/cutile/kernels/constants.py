@@ -35,7 +35,7 @@ class ForwardConstants:
     """The rest of head_dim, rounded up to a power of two, where it is a part of its own (`parts`); else 0.
     With `last_d` half of that."""
     last_d: int
-    """What is left of head_dim then, rounded up to a power of two, where it is a third part; else 0."""
+    """The rest of head_dim then, rounded up to a power of two, where it is a third part; else 0."""
     banded: bool
     two_sided: bool
     """Both bounds of the mask are numbers that a launch gives (`reach`)."""
