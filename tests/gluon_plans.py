@@ -1,12 +1,21 @@
-"""Ways to run Triton's Gluon kernel that no rule need have: what a sweep may choose."""
+"""Ways to run Triton's Gluon kernels that no rule need have, and plans of those of a backward."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+import pytest
+
+from multiattn import Problem
+from multiattn.mask import Band
+from multiattn.plan.arch import by_name
+from multiattn.plan.backend import Plan, Variant, plan_variant
 from multiattn.plan.schedule import SCHEDULERS
+from multiattn.plan.toolchain import find_cuobjdump
+from multiattn.triton import BACKEND
 from multiattn.triton.gluon_configs import GluonConfig
 
 CONFIGS = {
@@ -28,3 +37,24 @@ def gluon_ways() -> Iterator[tuple[int, bool, GluonConfig]]:
         yield 64, True, replace(CONFIGS[64], q_slots=q_slots)
     for head_dim, causal in itertools.product((8, 40, 72, 96, 136, 160, 192), (False, True)):
         yield head_dim, causal, GluonConfig(tile_m=128, tile_n=64, stages=4, lazy_max=True)
+
+
+# ---------------------------------------------------------------- backwards
+
+SM90 = by_name("sm90")
+WINDOW = Band(300, 5)
+needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
+needs_machine_code = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
+
+
+def problem(head_dim: int = 128, **options: Any) -> Problem:
+    """Heads that share keys, and a last tile that is not full, of queries and of keys."""
+    sizes = {"batch": 2, "heads_q": 8, "heads_kv": 2, "seq_q": 1000, "head_dim": head_dim, **options}
+    return Problem.contiguous(**sizes)
+
+
+def backward_plan(variant: Variant, head_dim: int = 128, **options: Any) -> Plan:
+    """The plan of a variant for `problem`, by its rule."""
+    found = plan_variant(BACKEND, variant, problem(head_dim, **options), SM90, direction="backward")
+    assert isinstance(found, Plan), found
+    return found

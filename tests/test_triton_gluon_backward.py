@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gluon_plans import SM90, WINDOW, backward_plan, needs_compiler, needs_machine_code, problem
 
-from multiattn import Problem, explain
+from multiattn import explain
 from multiattn.inspect.facts import read_kernel
-from multiattn.mask import CAUSAL, FULL, Band
+from multiattn.mask import CAUSAL, FULL
 from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import PackingSpec
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import Plan, find_variant, plan_variant
-from multiattn.plan.toolchain import find_cuobjdump, version_of
+from multiattn.plan.toolchain import version_of
 from multiattn.problem import problem_of
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import image_of
@@ -27,23 +28,10 @@ from multiattn.triton.kernels import backward_rows
 from multiattn.triton.kernels.constants import StatisticsConstants
 from multiattn.triton.parameters import tables_of
 
-SM90 = by_name("sm90")
 VARIANT = find_variant(BACKEND, "warp_specialized", "backward")
-WINDOW = Band(300, 5)
-needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
-needs_machine_code = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
 
 
-def problem(head_dim=128, **options):
-    sizes = {"batch": 2, "heads_q": 8, "heads_kv": 2, "seq_q": 1000, "head_dim": head_dim, **options}
-    return Problem.contiguous(**sizes)
-
-
-def plan_of(head_dim=128, **options):
-    found = plan_variant(BACKEND, VARIANT, problem(head_dim, **options), SM90, direction="backward")
-    assert isinstance(found, Plan), found
-    return found
-
+plan_of = functools.partial(backward_plan, VARIANT)
 
 # ---------------------------------------------------------------- what is planned
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gluon_plans import SM90, WINDOW, backward_plan, needs_compiler, needs_machine_code, problem
 
-from multiattn import Problem, explain
+from multiattn import explain
 from multiattn.inspect import sass
-from multiattn.mask import CAUSAL, FULL, Band
+from multiattn.mask import CAUSAL, FULL
 from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import PackingSpec
-from multiattn.plan.arch import by_name
-from multiattn.plan.backend import Plan, find_variant, plan_variant
-from multiattn.plan.toolchain import disassemble, find_cuobjdump
+from multiattn.plan.backend import find_variant, plan_variant
+from multiattn.plan.toolchain import disassemble
 from multiattn.problem import problem_of
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import image_of
@@ -29,24 +29,11 @@ from multiattn.triton.table import Integer
 
 triton = pytest.importorskip("triton")
 
-SM90 = by_name("sm90")
 VARIANT = find_variant(BACKEND, "warp_specialized_two_pass", "backward")
-WINDOW = Band(300, 5)
 BY_QUERIES, BY_KEYS = KERNELS = ("gradient_of_own_queries", "gradients_of_own_keys")
-needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
-needs_machine_code = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
 
 
-def problem(head_dim=128, **options):
-    sizes = {"batch": 2, "heads_q": 8, "heads_kv": 2, "seq_q": 1000, "head_dim": head_dim, **options}
-    return Problem.contiguous(**sizes)
-
-
-def plan_of(head_dim=128, **options):
-    found = plan_variant(BACKEND, VARIANT, problem(head_dim, **options), SM90, direction="backward")
-    assert isinstance(found, Plan), found
-    return found
-
+plan_of = functools.partial(backward_plan, VARIANT)
 
 # ---------------------------------------------------------------- what is planned
 

@@ -14,7 +14,7 @@ from multiattn.triton.gluon_backward_configs import GluonBackwardConfig, areas_o
 from multiattn.triton.gluon_configs import pieces_of
 from multiattn.triton.kernels.constants import OUT_VECTOR, StatisticsConstants
 from multiattn.triton.kernels.gluon.backward_constants import GluonBackwardConstants
-from multiattn.triton.score import lowered_score
+from multiattn.triton.score import lowered_of_pairs
 from multiattn.triton.table import (
     Assumed,
     Constant,
@@ -104,6 +104,26 @@ def statistics_table(problem: Problem, *, has_dlse: bool, has_sums: bool) -> Ker
     return KernelTable(kernel="prepare_statistics", grid=grid, options=_OVERLAPPING, rows=rows)
 
 
+def walk_rows(problem: Problem, *, tiles: int, heads: int, together: int) -> dict[str, Parameter]:
+    """Factors and sizes of a kernel of gradients: of so many tiles a head that blocks own, of `heads` in all."""
+    sizes = {
+        "seq_q": problem.seq_q,
+        "seq_kv": problem.seq_kv,
+        "heads_q": problem.heads_q,
+        "group": problem.group,
+        "tiles": tiles,
+        "heads": heads,
+        "together": together,
+    }
+    return {
+        "score_factor": factor_row(problem, problem.score_factor),
+        "grad_factor": problem.grad_factor,
+        **{name: Integer(value=value, specialised=False) for name, value in sizes.items()},
+        **reach_rows(problem),
+        "tiles_q": Integer(value=tiles_of_queries(problem), specialised=False),
+    }
+
+
 def _round_dq(problem: Problem) -> KernelTable:
     tiles = tiles_of_queries(problem)
     sizes = {"seq_q": problem.seq_q, "heads_q": problem.heads_q, "tiles": tiles}
@@ -127,18 +147,9 @@ def _gradients(
     packing, tiles = problem.packing, -(-problem.seq_kv // config.tile_n)
     if packing is not None:
         tiles = packing.tiles_max(problem.seq_kv, config.tile_n)
-    has_pairs = packing is None or packing.sequences > 0  # else a tensor by sequences has nothing to read
-    lowered = lowered_score(problem, arch) if has_pairs else None
+    lowered = lowered_of_pairs(problem, arch)
     lines = areas_of(problem)["statistics"]
-    sizes = {
-        "seq_q": problem.seq_q,
-        "seq_kv": problem.seq_kv,
-        "heads_q": problem.heads_q,
-        "group": problem.group,
-        "tiles": tiles,
-        "heads": problem.batch * problem.heads_kv,
-        "together": max(1, heads_side_by_side(problem) // problem.group),
-    }
+    together = max(1, heads_side_by_side(problem) // problem.group)
     rows: dict[str, Parameter] = {
         **descriptors(problem, names, 64),
         "statistics": Descriptor(of="statistics", layout=lines, rows=1, columns=64),
@@ -146,11 +157,7 @@ def _gradients(
         "key_list": Constant(value=None) if packing is None else Tensor(of="key_list"),
         "counter": Tensor(of=abi.WORKSPACE),
         "aux": aux_row(problem, lowered),
-        "score_factor": factor_row(problem, problem.score_factor),
-        "grad_factor": problem.grad_factor,
-        **{name: Integer(value=value, specialised=False) for name, value in sizes.items()},
-        **reach_rows(problem),
-        "tiles_q": Integer(value=tiles_of_queries(problem), specialised=False),
+        **walk_rows(problem, tiles=tiles, heads=problem.batch * problem.heads_kv, together=together),
         "C": Constant(value=GluonBackwardConstants.of(problem, config, ragged=assumed.flag, score=lowered)),
     }
     return KernelTable(

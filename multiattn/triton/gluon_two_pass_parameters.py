@@ -8,23 +8,20 @@ from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.plan.schedule import heads_side_by_side, key_tiles, query_tiles
 from multiattn.problem import Problem
-from multiattn.triton.gluon_backward_configs import areas_of, tiles_of_queries
-from multiattn.triton.gluon_backward_parameters import descriptors, statistics_table
+from multiattn.triton.gluon_backward_configs import areas_of
+from multiattn.triton.gluon_backward_parameters import descriptors, statistics_table, walk_rows
 from multiattn.triton.gluon_two_pass_configs import BLOCK_QUERIES, LAUNCH_REGISTERS, TILE_N, GluonTwoPassConfig
 from multiattn.triton.kernels.constants import OUT_VECTOR
 from multiattn.triton.kernels.gluon.two_pass_constants import TwoPassConstants
-from multiattn.triton.score import lowered_score
+from multiattn.triton.score import lowered_of_pairs
 from multiattn.triton.table import (
     Assumed,
     Constant,
     Descriptor,
-    Integer,
     KernelTable,
     Parameter,
     Tensor,
     aux_row,
-    factor_row,
-    reach_rows,
     stride_rows,
 )
 
@@ -33,8 +30,7 @@ def two_pass_tables(plan: Plan, assumed: Assumed, multiprocessors: int, *, has_d
     """The kernels of a launch in two passes: statistics of queries, gradients of queries, gradients of keys."""
     problem, config = plan.problem, plan.config
     assert isinstance(config, GluonTwoPassConfig)
-    has_pairs = problem.packing is None or problem.packing.sequences > 0  # else there is nothing to read
-    lowered = lowered_score(problem, plan.arch) if has_pairs else None
+    lowered = lowered_of_pairs(problem, plan.arch)
     constants = TwoPassConstants.of(problem, config, ragged=assumed.flag, by_keys=False, score=lowered)
     before = statistics_table(problem, has_dlse=has_dlse, has_sums=False)
     return (
@@ -55,15 +51,7 @@ def _table(problem: Problem, constants: TwoPassConstants, multiprocessors: int, 
     tiles, tile_list = -(-length // rows_of_tile), "key_list" if by_keys else "query_list"
     if packing is not None:  # both lists have tiles of 64
         tiles = packing.tiles_max(length, TILE_N)
-    sizes = {
-        "seq_q": problem.seq_q,
-        "seq_kv": problem.seq_kv,
-        "heads_q": problem.heads_q,
-        "group": problem.group,
-        "tiles": tiles,
-        "heads": problem.batch * (problem.heads_kv if by_keys else problem.heads_q),
-        "together": together,
-    }
+    heads = problem.batch * (problem.heads_kv if by_keys else problem.heads_q)
     lines = areas_of(problem)["statistics"]
     rows: dict[str, Parameter] = {
         **descriptors(problem, {name: name for name in ("q", "dout", "k", "v")}, 64),
@@ -75,11 +63,7 @@ def _table(problem: Problem, constants: TwoPassConstants, multiprocessors: int, 
         "counter": Tensor(of=abi.WORKSPACE),
         "aux": aux_row(problem, constants.score),
         **{f"{name}_strides": stride_rows(name, strides[name], OUT_VECTOR) for name in owned},
-        "score_factor": factor_row(problem, problem.score_factor),
-        "grad_factor": problem.grad_factor,
-        **{name: Integer(value=value, specialised=False) for name, value in sizes.items()},
-        **reach_rows(problem),
-        "tiles_q": Integer(value=tiles_of_queries(problem), specialised=False),
+        **walk_rows(problem, tiles=tiles, heads=heads, together=together),
         "C": Constant(value=constants),
     }
     blocks = key_tiles(problem, TILE_N) if by_keys else query_tiles(problem, BLOCK_QUERIES)

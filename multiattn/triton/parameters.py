@@ -40,7 +40,7 @@ from multiattn.triton.gluon_two_pass_parameters import two_pass_tables
 from multiattn.triton.kernels.constants import OUT_VECTOR, ListConstants, TileConstants
 from multiattn.triton.kernels.gluon.constants import GluonConstants
 from multiattn.triton.ladder import STEPS
-from multiattn.triton.score import lowered_score
+from multiattn.triton.score import lowered_of_pairs, lowered_score
 from multiattn.triton.table import (
     INT32,
     Assumed,
@@ -378,9 +378,8 @@ def _gluon(plan: Plan, assumed: Assumed, multiprocessors: int) -> KernelTable:
     rows["sinks"] = sinks_row(problem)
     rows["query_list"] = Constant(value=None) if packing is None else Tensor(of="query_list")
     rows["counter"] = Tensor(of=abi.WORKSPACE) if config.counts else Constant(value=None)
-    has_pairs = packing is None or packing.sequences > 0  # else a tensor by sequences has nothing to read
     # As on its GPUs, also where it is interpreted: with their tanh.
-    lowered = lowered_score(problem, ARCHS[GLUON_ARCHES[0]]) if has_pairs else None
+    lowered = lowered_of_pairs(problem, ARCHS[GLUON_ARCHES[0]])
     rows["aux"] = aux_row(problem, lowered)
     rows["scale"] = factor_row(problem, problem.scale_log2)
     sizes = {

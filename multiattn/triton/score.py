@@ -159,6 +159,12 @@ def lowered_score(problem: Problem, arch: Arch, *, with_gradients: bool = False)
     return lower(problem.score.program, approximate=arch.is_gpu, apart=apart)
 
 
+def lowered_of_pairs(problem: Problem, arch: Arch) -> LoweredScore | None:
+    """`lowered_score`, but none of a packed batch without sequences: there nothing is read, also not by sequence."""
+    has_pairs = problem.packing is None or problem.packing.sequences > 0
+    return lowered_score(problem, arch) if has_pairs else None
+
+
 @functools.lru_cache(maxsize=256)
 def functions_of(
     lowered: LoweredScore, slots: tuple[int, ...] = (), *, gluon: bool = False, listed: bool = False

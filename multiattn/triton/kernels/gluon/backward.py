@@ -17,72 +17,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from multiattn.triton.kernels.gluon import backward_tiles, ring, sequences
 from multiattn.triton.kernels.gluon.backward_dq import add_dq
+from multiattn.triton.kernels.gluon.backward_parts import (
+    add_product,
+    await_sums,
+    make_tiles,
+    multiply_rows,
+    statistics_of,
+    tile_of,
+)
 from multiattn.triton.kernels.gluon.backward_producer import produce
-from multiattn.triton.kernels.gluon.backward_tiles import block_of, make_ds, mask_weights, modify
+from multiattn.triton.kernels.gluon.backward_tiles import DS_STAGES, block_of, make_ds, mask_weights, modify
 from multiattn.triton.kernels.gluon.scores import pack_weights
 
-DS_STAGES = gl.constexpr(2)
-
-# ---------------------------------------------------------------- products, left under way
-
-
-@gluon.jit
-def _both(buffers, at, C: gl.constexpr):
-    """64 rows in shared memory, in a piece or two."""
-    wide = buffers[0].index(at).reshape([64, C.wide])
-    both = (wide, wide)
-    if C.narrow > 0:
-        both = (wide, buffers[1].index(at).reshape([64, C.narrow]))
-    return both
-
-
-@gluon.jit
-def _multiply_rows(keys, queries, C: gl.constexpr):
-    """[64 keys, 64 queries] = rows of K times rows of Q, or of V and dO."""
-    none = gl.full([64, 64], 0.0, gl.float32, C.scores)
-    product = warpgroup_mma(keys[0], queries[0].permute((1, 0)), none, use_acc=False, is_async=True)
-    if C.narrow > 0:
-        product = warpgroup_mma(keys[1], queries[1].permute((1, 0)), product, is_async=True)
-    return product
-
-
-@gluon.jit
-def _add_product(left, rows, gradient, narrow, C: gl.constexpr):
-    """gradient[64, wide] and narrow[64, narrow] += left[64, 64] times rows of Q or dO."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, C.gradient, 2)  # the accumulator's own registers: converting is free
-    gradient = warpgroup_mma(gl.convert_layout(left, operand, assert_trivial=True), rows[0], gradient, is_async=True)
-    if C.narrow > 0:
-        operand_narrow: gl.constexpr = gl.DotOperandLayout(0, C.gradient_narrow, 2)
-        left = gl.convert_layout(left, operand_narrow, assert_trivial=True)
-        narrow = warpgroup_mma(left, rows[1], narrow, is_async=True)
-    return gradient, narrow
-
-
-@gluon.jit
-def _await_both(pending: gl.constexpr, gradient, narrow, C: gl.constexpr):
-    """Until all but `pending` products are made, these among them."""
-    if C.narrow > 0:
-        gradient, narrow = warpgroup_mma_wait(pending, [gradient, narrow])
-    else:
-        gradient = warpgroup_mma_wait(pending, [gradient])
-    return gradient, narrow
-
-
 # ---------------------------------------------------------------- weights and dS
-
-
-@gluon.jit
-def _statistics(buffers, slot, C: gl.constexpr):
-    """lse or delta of a step's queries, ``[64]``."""
-    flat = buffers.index(slot).reshape([1, 64]).load(C.statistics)
-    in_order = flat.reshape([4, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([64])
-    return gl.convert_layout(in_order, C.query, assert_trivial=True)
 
 
 @gluon.jit
@@ -128,8 +80,8 @@ def _make_scores(k_place, kept, step, ring_q, k_buffers, q_buffers, C: gl.conste
     ring.await_full(ring_q, step, C.q_stages)
     keys = kept
     if not C.k_in_registers:
-        keys = _both(k_buffers, _recomputed(k_place), C)
-    return _multiply_rows(keys, _both(q_buffers, step % C.q_stages, C), C)
+        keys = tile_of(k_buffers, _recomputed(k_place), C)
+    return multiply_rows(keys, tile_of(q_buffers, step % C.q_stages, C), C)
 
 
 @gluon.jit
@@ -137,7 +89,7 @@ def _keep_keys(k_place, k_buffers, C: gl.constexpr):
     """A warpgroup's rows of K as operand A, if it keeps them in registers."""
     both = (k_place, k_place)  # not asked for
     if C.k_in_registers:
-        rows = _both(k_buffers, k_place, C)
+        rows = tile_of(k_buffers, k_place, C)
         operand: gl.constexpr = gl.DotOperandLayout(0, C.scores, 2)
         wide = rows[0].load(operand)
         both = (wide, wide)
@@ -159,25 +111,25 @@ def _step(
     k_buffers, v_buffers, q_buffers, dout_buffers, lse_buffers, delta_buffers, ds_buffers = buffers
     slot = step % C.q_stages
     ring.await_full(ring_dout, step, C.dout_stages)
-    douts = _both(dout_buffers, step % C.dout_stages, C)
-    dp = _multiply_rows(_both(v_buffers, _recomputed(v_place), C), douts, C)  # [64, 64]
+    douts = tile_of(dout_buffers, step % C.dout_stages, C)
+    dp = multiply_rows(tile_of(v_buffers, _recomputed(v_place), C), douts, C)  # [64, 64]
     if C.early_scores:
         scores = _make_scores(k_place, kept, next_step, ring_q, k_buffers, q_buffers, C)  # [64, 64]
-    dv, dv_narrow = _add_product(weights, douts, dv, dv_narrow, C)
-    delta = _statistics(delta_buffers, slot, C)
+    dv, dv_narrow = add_product(weights, douts, dv, dv_narrow, C)
+    delta = statistics_of(delta_buffers, slot, C)
     if C.early_scores:
-        dp = warpgroup_mma_wait(2 * C.pieces, [dp])
+        dp = warpgroup_mma_wait(2 * C.groups, [dp])
     else:
-        dp = warpgroup_mma_wait(C.pieces, [dp])
-        dv, dv_narrow = _await_both(0, dv, dv_narrow, C)
-    queries = _both(q_buffers, slot, C)
+        dp = warpgroup_mma_wait(C.groups, [dp])
+        dv, dv_narrow = await_sums(0, dv, dv_narrow, C)
+    queries = tile_of(q_buffers, slot, C)
     ds = make_ds(moving, dp, delta)
     if not C.early_scores:
         scores = _make_scores(k_place, kept, next_step, ring_q, k_buffers, q_buffers, C)
     ring.await_empty(ring_ds, step, DS_STAGES)
     ds_buffers.index(2 * (step % DS_STAGES) + warpgroup).store(ds)
-    dk, dk_narrow = _add_product(ds, queries, dk, dk_narrow, C)
-    lse = _statistics(lse_buffers, next_step % C.q_stages, C)
+    dk, dk_narrow = add_product(ds, queries, dk, dk_narrow, C)
+    lse = statistics_of(lse_buffers, next_step % C.q_stages, C)
     fence_async_shared()
     mbarrier.arrive(ring_ds[0].index(step % DS_STAGES))  # which also releases Q and dO: see `add_dq`
     walked += next_step - step
@@ -185,13 +137,13 @@ def _step(
         walked = blocks[0]
         head += 1
     if C.early_scores:
-        scores = warpgroup_mma_wait(2 * C.pieces, [scores])
-        dv, dv_narrow = _await_both(C.pieces, dv, dv_narrow, C)
+        scores = warpgroup_mma_wait(2 * C.groups, [scores])
+        dv, dv_narrow = await_sums(1, dv, dv_narrow, C)
     else:
-        scores = warpgroup_mma_wait(C.pieces, [scores])
+        scores = warpgroup_mma_wait(C.groups, [scores])
     of_score = (batch, head, aux)
     new_weights, new_moving = _weigh(scores, factor, lse, walked, first_key, of_score, blocks, sizes, C)
-    dk, dk_narrow = _await_both(0, dk, dk_narrow, C)
+    dk, dk_narrow = await_sums(0, dk, dk_narrow, C)
     ring.await_lanes()  # or ptxas packs before that into registers of their own, and copies
     weights, moving = _pack_both(new_weights, new_moving, queries[0], C)
     return weights, moving, walked, head, dk, dk_narrow, dv, dv_narrow
@@ -200,7 +152,7 @@ def _step(
 @gluon.jit
 def _store(gradient, narrow, maps, at, head_kv, first_key, slot, buffers, C: gl.constexpr):
     """A gradient of 64 keys through shared memory, which nobody reads any more."""
-    rows = _both(buffers, slot, C)
+    rows = tile_of(buffers, slot, C)
     rows[0].store(gradient.to(rows[0].dtype))
     if C.narrow > 0:
         rows[1].store(narrow.to(rows[0].dtype))
@@ -238,13 +190,13 @@ def accumulate(warpgroup: gl.constexpr, dk_maps, dv_maps, aux, factor, grad_fact
         k_place = 2 * k_slot + warpgroup
         kept = _keep_keys(k_place, k_buffers, C)
         v_place = gl.to_tensor(warpgroup)
-        dk = gl.full([64, C.wide], 0.0, gl.float32, C.gradient)
-        dv = gl.full([64, C.wide], 0.0, gl.float32, C.gradient)
+        dk = gl.full([64, C.wide], 0.0, gl.float32, C.sums)
+        dv = gl.full([64, C.wide], 0.0, gl.float32, C.sums)
         dk_narrow = dk
         dv_narrow = dv
         if C.narrow > 0:
-            dk_narrow = gl.full([64, C.narrow], 0.0, gl.float32, C.gradient_narrow)
-            dv_narrow = gl.full([64, C.narrow], 0.0, gl.float32, C.gradient_narrow)
+            dk_narrow = gl.full([64, C.narrow], 0.0, gl.float32, C.sums_narrow)
+            dv_narrow = gl.full([64, C.narrow], 0.0, gl.float32, C.sums_narrow)
         walked = blocks[0]
         head = 0  # only expressions know it
         batch = 0
@@ -252,7 +204,7 @@ def accumulate(warpgroup: gl.constexpr, dk_maps, dv_maps, aux, factor, grad_fact
             batch = ring.read_word(words, at + backward_tiles.BATCH)
             head = ring.read_word(words, at + backward_tiles.HEAD_KV) * sizes[3]
         scores = _make_scores(k_place, kept, step, ring_q, k_buffers, q_buffers, C)
-        lse = _statistics(lse_buffers, step % C.q_stages, C)
+        lse = statistics_of(lse_buffers, step % C.q_stages, C)
         scores = warpgroup_mma_wait(0, [scores])
         weights, moving = _weigh(scores, factor, lse, walked, first_key, (batch, head, aux), blocks, own, C)
         weights, moving = _pack_both(weights, moving, k_buffers[0], C)
@@ -285,25 +237,6 @@ def accumulate(warpgroup: gl.constexpr, dk_maps, dv_maps, aux, factor, grad_fact
         tile_place += 1
         ring.await_full(ring_k, tile_place, C.k_stages)
         any_key = ring.read_word(words, tile_place % C.k_stages * backward_tiles.TILE_WORDS + backward_tiles.FIRST_KEY)
-
-
-@gluon.jit
-def _buffers(number: gl.constexpr, maps, C: gl.constexpr):
-    """`number` tiles of 64 rows of head_dim, in a piece or two."""
-    wide = _tiles(number, C.wide, maps[0], C)
-    both = (wide, wide)  # the second is not asked for where there is one piece
-    if C.narrow > 0:
-        both = (wide, _tiles(number, C.narrow, maps[1], C))
-    return both
-
-
-@gluon.jit
-def _tiles(number: gl.constexpr, columns: gl.constexpr, map, C: gl.constexpr):
-    if C.packed:
-        tiles = gl.allocate_shared_memory(map.dtype, [number, 1, 1, 1, 64, columns], map.layout)
-    else:
-        tiles = gl.allocate_shared_memory(map.dtype, [number, 1, 1, 64, columns], map.layout)
-    return tiles
 
 
 # No integer is specialised on, as in the forward.
@@ -349,10 +282,10 @@ def gradients(
     dk_maps, dv_maps = (dk_map, dk_narrow), (dv_map, dv_narrow)
     maps = (q_maps, k_maps, v_maps, dout_maps)
     sizes = (seq_q, seq_kv, heads_q, group, tiles, heads, together, left, right, tiles_q)
-    k_buffers = _buffers(2 * C.k_stages, k_maps, C)
-    v_buffers = _buffers(2, v_maps, C)
-    q_buffers = _buffers(C.q_stages, q_maps, C)
-    dout_buffers = _buffers(C.dout_stages, dout_maps, C)
+    k_buffers = make_tiles(2 * C.k_stages, k_maps, C)
+    v_buffers = make_tiles(2, v_maps, C)
+    q_buffers = make_tiles(C.q_stages, q_maps, C)
+    dout_buffers = make_tiles(C.dout_stages, dout_maps, C)
     of_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], q_map.dtype)
     ds_buffers = gl.allocate_shared_memory(q_map.dtype, [2 * DS_STAGES, 64, 64], of_ds)
     lse_buffers = gl.allocate_shared_memory(gl.float32, [C.q_stages, 1, 1, 1, 64], statistics.layout)

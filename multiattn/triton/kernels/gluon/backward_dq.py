@@ -7,9 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from multiattn.triton.kernels.gluon import backward_tiles, ring
-from multiattn.triton.kernels.gluon.backward_tiles import TILES_Q, block_of
-
-DS_STAGES = gl.constexpr(2)
+from multiattn.triton.kernels.gluon.backward_tiles import DS_STAGES, TILES_Q, block_of
 
 
 @gluon.jit
@@ -34,7 +32,7 @@ def _add(sums, dq, COLUMNS: gl.constexpr, FIRST: gl.constexpr, ROW_FLOATS: gl.co
 def _make(low, high, k_low, k_high, IS_NARROW: gl.constexpr, C: gl.constexpr):
     """dq[64, columns of a part] = dS K of both warpgroups' keys."""
     if IS_NARROW:
-        none = gl.full([64, C.narrow], 0.0, gl.float32, C.gradient_narrow)
+        none = gl.full([64, C.narrow], 0.0, gl.float32, C.sums_narrow)
     else:
         none = gl.full([64, C.dq_columns], 0.0, gl.float32, C.dq)
     dq = warpgroup_mma(low.permute((1, 0)), k_low, none, use_acc=False, is_async=True)

@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multiattn.triton.kernels.gluon import ring, sequences
+from multiattn.triton.kernels.gluon import ring
+from multiattn.triton.kernels.gluon.backward_parts import load_tile, read_entry
 from multiattn.triton.kernels.gluon.backward_tiles import (
     FIRST_KEY,
     TILE_WORDS,
@@ -20,19 +21,11 @@ from multiattn.triton.kernels.gluon.producer import in_turn, listed_tile, tile_a
 
 
 @gluon.jit
-def _load_pieces(maps, at, head, row, full, buffers, slot, C: gl.constexpr):
-    """64 rows of one head, in one piece of head_dim or two."""
-    sequences.load_rows(maps[0], at, head, row, 0, full, buffers[0].index(slot), C)
-    if C.narrow > 0:
-        sequences.load_rows(maps[1], at, head, row, C.wide, full, buffers[1].index(slot), C)
-
-
-@gluon.jit
 def _load_keys(maps, at, head_kv, first_key, full, buffers, slot, C: gl.constexpr):
     """A tile of K or V, in halves: one of each warpgroup."""
-    mbarrier.expect(full, 2 * 128 * C.columns)
-    _load_pieces(maps, at, head_kv, first_key, full, buffers, 2 * slot, C)
-    _load_pieces(maps, at, head_kv, first_key + 64, full, buffers, 2 * slot + 1, C)
+    mbarrier.expect(full, 2 * C.tile_bytes)
+    load_tile(maps, at, head_kv, first_key, full, buffers, 2 * slot, C)
+    load_tile(maps, at, head_kv, first_key + 64, full, buffers, 2 * slot + 1, C)
 
 
 @gluon.jit
@@ -42,8 +35,8 @@ def _load_q(maps, statistics, at, place, head, block, step, ring_q, buffers, C: 
     ring.await_empty(ring_q, step, C.q_stages)
     slot = step % C.q_stages
     full = ring_q[0].index(slot)
-    mbarrier.expect(full, 2 * 64 * C.columns + 2 * 64 * 4)
-    _load_pieces(maps, at, head, block * 64, full, q_buffers, slot, C)
+    mbarrier.expect(full, C.tile_bytes + 2 * 64 * 4)
+    load_tile(maps, at, head, block * 64, full, q_buffers, slot, C)
     line = 2 * (place[1] + block)
     ring.tma_load(statistics, [place[0], head, line, 0], full, lse_buffers.index(slot))
     ring.tma_load(statistics, [place[0], head, line + 1, 0], full, delta_buffers.index(slot))
@@ -54,16 +47,8 @@ def _load_dout(maps, at, head, block, step, ring_dout, buffers, C: gl.constexpr)
     ring.await_empty(ring_dout, step, C.dout_stages)
     slot = step % C.dout_stages
     full = ring_dout[0].index(slot)
-    mbarrier.expect(full, 2 * 64 * C.columns)
-    _load_pieces(maps, at, head, block * 64, full, buffers, slot, C)
-
-
-@gluon.jit
-def _read_entry(entries, number):
-    """The tile of an entry: sequence, first key, and `at` of its queries and of its keys."""
-    entry = entries + number * sequences.ENTRY_WORDS
-    at_q = (gl.load(entry + 2), gl.load(entry + 3))
-    return gl.load(entry), gl.load(entry + 1), at_q, (gl.load(entry + 4), gl.load(entry + 5))
+    mbarrier.expect(full, C.tile_bytes)
+    load_tile(maps, at, head, block * 64, full, buffers, slot, C)
 
 
 @gluon.jit
@@ -90,7 +75,7 @@ def produce(maps, statistics, entries, counter, sizes, shared, C: gl.constexpr):
         first_key = within // side_by_side * 128
         at_q, at_kv, place, own = batch, batch, (batch, 0), sizes
         if C.packed:
-            number, first_key, at_q, at_kv = _read_entry(entries, within // side_by_side)
+            number, first_key, at_q, at_kv = read_entry(entries, within // side_by_side)
             # A sequence without queries has the one tile that is of none.
             batch = gl.where(at_q[1] > 0, number, 0)  # no tensor has an entry for the rows behind all sequences
             place = (0, gl.where(at_q[1] > 0, at_q[0] // 64 + number, sizes[TILES_Q] - 1))

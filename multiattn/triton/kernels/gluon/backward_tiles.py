@@ -10,8 +10,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from multiattn.triton import gluon_backward_configs
 from multiattn.triton.kernels.gluon import ring
 
+DS_STAGES = gl.constexpr(gluon_backward_configs.DS_STAGES)
 LEFT, RIGHT, TILES_Q = gl.constexpr(7), gl.constexpr(8), gl.constexpr(9)
 """Where `sizes` has the bounds of a two-sided mask, and the tiles of queries of a head."""
 LAST = gl.constexpr(2**31 - 1)
@@ -110,8 +112,8 @@ def mask_weights(weights, first_key, first_query, sizes, C: gl.constexpr):
     if C.two_sided:
         begin -= sizes[RIGHT]
     begin = gl.where(keys < sizes[1], begin, LAST)
-    queries = first_query + gl.arange(0, 64, C.query)
-    columns = gl.arange(0, 64, C.query)[None, :]
+    queries = first_query + gl.arange(0, 64, C.column)
+    columns = gl.arange(0, 64, C.column)[None, :]
     # A thread has two of every eight queries: of a key what they are compared with is one number, and they constants.
     near = begin[:, None] - first_query - (columns & 6)  # [64, 64]
     on = columns & 57
@@ -138,7 +140,7 @@ def modify(products, first_key, first_query, of_score, sizes, C: gl.constexpr):
     if C.score is not None:
         batch, head, aux = of_score
         keys = (first_key + gl.arange(0, 64, gl.SliceLayout(1, C.scores)))[:, None]
-        queries = (first_query + gl.arange(0, 64, C.query))[None, :]
+        queries = (first_query + gl.arange(0, 64, C.column))[None, :]
         products, slope = C.score.score_and_slope(products, batch, head, queries, keys, sizes[0], sizes[1], aux)
     return products, slope
 

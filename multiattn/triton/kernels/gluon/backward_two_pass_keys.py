@@ -18,23 +18,26 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from multiattn.triton.gluon_two_pass_configs import WEIGHT_STAGES as STAGES_OF_WEIGHTS
 from multiattn.triton.kernels.gluon import ring
-from multiattn.triton.kernels.gluon.backward_tiles import make_ds
-from multiattn.triton.kernels.gluon.backward_two_pass import (
-    WORDS,
+from multiattn.triton.kernels.gluon.backward_parts import (
     add_product,
     await_sums,
-    expect_tile,
-    hide,
     load_tile,
     make_tiles,
     multiply_rows,
     read_entry,
+    statistics_of,
+    tile_of,
+)
+from multiattn.triton.kernels.gluon.backward_tiles import make_ds
+from multiattn.triton.kernels.gluon.backward_two_pass import (
+    WORDS,
+    expect_tile,
+    hide,
     read_sequence,
     read_tile,
     read_tile_rows,
     seek,
     store_gradient,
-    tile_of,
     weigh,
     write_sequence,
     write_tile,
@@ -168,14 +171,6 @@ def _from_chunks(chunks, C: gl.constexpr):
 
 
 @gluon.jit
-def _statistics(buffers, slot, C: gl.constexpr):
-    """lse or delta of a step's queries, ``[64]``."""
-    flat = buffers.index(slot).reshape([1, 64]).load(C.statistics)
-    in_order = flat.reshape([4, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([64])
-    return gl.convert_layout(in_order, C.column, assert_trivial=True)
-
-
-@gluon.jit
 def _positions(block, first_key, C: gl.constexpr):
     """Queries of a block, ``[1, 64]``, and keys of the tile, ``[64, 1]``."""
     queries = (block * 64 + gl.arange(0, 64, C.column))[None, :]
@@ -199,7 +194,7 @@ def _weigh(scores, place, block, first_key, blocks, score_factor, of_score, size
     """P^T [64 keys, 64 queries] in 16 bit from scores, which are waited for. To the warpgroup of dk goes what moves
     with them: P^T times the slope of an expression."""
     _ring_k, _ring_v, _ring_q, _ring_dout, ring_w, _words, _k, _v, _q, _dout, lse_buffers, _delta, sent = shared
-    block_lse = _statistics(lse_buffers, place % C.q_stages, C)
+    block_lse = statistics_of(lse_buffers, place % C.q_stages, C)
     scores = warpgroup_mma_wait(0, [scores])
     queries, keys = _positions(block, first_key, C)
     weights, moving = weigh(scores, queries, keys, block_lse[None, :], score_factor, of_score, sizes, C)
@@ -294,7 +289,7 @@ def _make_dscores(dweights, place, block, first_key, blocks, sizes, shared, like
     """dS^T = P^T * (dP^T - delta) in 16 bit, but for the scale; dP is waited for."""
     _ring_k, _ring_v, ring_q, ring_dout, ring_w, _words, _k, _v, _q, _dout, _lse, delta_buffers, sent = shared
     ring.await_full(ring_q, place, C.q_stages)
-    block_delta = _statistics(delta_buffers, place % C.q_stages, C)
+    block_delta = statistics_of(delta_buffers, place % C.q_stages, C)
     layout: gl.constexpr = _to_chunks(gl.full([64, 64], 0.0, like.dtype, C.scores)).type.layout
     ring.await_full(ring_w, place, WEIGHT_STAGES)
     weights = _from_chunks(sent.index(place % WEIGHT_STAGES).load(layout), C)

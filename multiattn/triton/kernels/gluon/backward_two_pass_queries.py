@@ -12,21 +12,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from multiattn.triton.kernels.gluon import ring
-from multiattn.triton.kernels.gluon.backward_two_pass import (
-    WORDS,
+from multiattn.triton.kernels.gluon.backward_parts import (
     add_product,
     await_sums,
-    expect_tile,
-    hide,
     load_tile,
     make_tiles,
     multiply_rows,
     read_entry,
+    tile_of,
+)
+from multiattn.triton.kernels.gluon.backward_two_pass import (
+    WORDS,
+    expect_tile,
+    hide,
     read_sequence,
     read_tile,
     seek,
     store_gradient,
-    tile_of,
     weigh,
     write_sequence,
     write_tile,
