@@ -20,7 +20,7 @@ from multiattn.triton.rules.shorthand import backward, forward
 
 _INTERPRETED = "interpreted, 2 cores, 2026-11: few and large tiles take the fewest operations"
 _TILES = (64, 64, 4, 1)
-_ALL_THERE_IS = "interpreted: turns, lazy maxima and slots of Q are all run; the fastest config was not looked for"
+_ALL_THERE_IS = "interpreted: all that rules of sm90 switch on is run; the fastest config was not looked for"
 
 
 def _interpreted(head_dims: tuple[int, int], config: Config) -> Rule[Any]:
@@ -39,8 +39,13 @@ _CPU: Mapping[str, tuple[Rule[Any], ...]] = {
         for head_dims, tile_m in (((1, 128), 192), ((129, 256), 128))
     ),
     GLUON_BACKWARD: (
-        _interpreted((1, 64), GluonBackwardConfig(tile_m=64, tile_n=128, k_stages=2, early_scores=True, descends=True)),
-        _interpreted((65, 128), GluonBackwardConfig(tile_m=64, tile_n=128, half_dq=True, descends=True)),
+        _interpreted(
+            (1, 64),
+            GluonBackwardConfig(
+                tile_m=64, tile_n=128, q_stages=4, dout_stages=3, k_in_registers=True, early_scores=True
+            ),
+        ),
+        _interpreted((65, 128), GluonBackwardConfig(tile_m=64, tile_n=128, dout_stages=3, half_dq=True, descends=True)),
     ),
     GLUON_TWO_PASS: (
         _interpreted((1, 192), GluonTwoPassConfig(tile_m=64, tile_n=64, kv_in_registers=True)),
