@@ -23,11 +23,17 @@ _TILES = (64, 64, 4, 1)
 _ALL_THERE_IS = "interpreted: all that rules of sm90 switch on is run; the fastest config was not looked for"
 
 
-def _interpreted(head_dims: tuple[int, int], config: Config) -> Rule[Any]:
+def _interpreted(head_dims: tuple[int, int], config: Config, *, scored: bool | None = None) -> Rule[Any]:
     """A rule of a Gluon kernel, for callers that name it."""
     least, most = head_dims
     return Rule(
-        arches=("cpu",), head_dim_min=least, head_dim_max=most, config=config, why=_ALL_THERE_IS, only_named=True
+        arches=("cpu",),
+        head_dim_min=least,
+        head_dim_max=most,
+        config=config,
+        why=_ALL_THERE_IS,
+        only_named=True,
+        scored=scored,
     )
 
 
@@ -39,6 +45,11 @@ _CPU: Mapping[str, tuple[Rule[Any], ...]] = {
         for head_dims, tile_m in (((1, 128), 192), ((129, 256), 128))
     ),
     GLUON_BACKWARD: (
+        _interpreted(
+            (1, 64),
+            GluonBackwardConfig(tile_m=64, tile_n=128, q_stages=4, dout_stages=3, early_scores=True),
+            scored=True,
+        ),
         _interpreted(
             (1, 64),
             GluonBackwardConfig(
