@@ -153,6 +153,23 @@ def compiled(head_dim, mask, dtype="bf16"):
     return specialise(call, SM90), plan
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        pytest.param({"heads_q": 16, "heads_kv": 16, "seq_q": 512, "head_dim": 64}, 64, id="256 KiB each"),
+        pytest.param({"heads_q": 16, "heads_kv": 16, "seq_q": 2048}, 8, id="2 MiB each"),
+        pytest.param({"heads_q": 16, "heads_kv": 4, "seq_q": 2048}, 2, id="8 MiB of four heads of queries each"),
+        pytest.param({"heads_q": 16, "heads_kv": 16, "seq_q": 1 << 17}, 1, id="more than L2 each"),
+    ],
+)
+@pytest.mark.parametrize("name", ["warp_specialized", "warp_specialized_two_pass"])
+def test_heads_side_by_side_share_queries_and_sums_that_l2_has_room_for(name, sizes, expected):
+    """As in CUDA. By K and V alone they were twice as many: sums of dq of N=512 left an H100's L2 before their last."""
+    plan = backward_plan(find_variant(BACKEND, name, "backward"), band=FULL, batch=16, **sizes)
+    (table,) = (it for it in tables_of(plan) if it.kernel in ("gradients", "gradients_of_own_keys"))
+    assert table.rows["together"].value == expected
+
+
 @needs_compiler
 def test_its_code_is_what_it_is_said_to_be():
     kernel, plan = compiled(96, CAUSAL, "fp16")

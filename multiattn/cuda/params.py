@@ -13,7 +13,7 @@ from typing import Any
 
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.cuda.backward_configs import ROW_TILE, BackwardConfig, config_of, workspace_areas
-from multiattn.cuda.configs import ELEMENT_BYTES, FORWARD_LISTS, list_areas, tiles
+from multiattn.cuda.configs import FORWARD_LISTS, list_areas, tiles
 from multiattn.cuda.score import NOTHING, lowered_of, slots_of, with_aux
 from multiattn.cuda.source import Division, Instance, MaskLists, TileLists
 from multiattn.cuda.split_configs import CudaSplitConfig, Divides, merged_rows
@@ -27,13 +27,12 @@ from multiattn.cuda.wgmma_backward_configs import workspace_areas as wgmma_works
 from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles
 from multiattn.cuda.wgmma_two_pass_configs import QUERY_TILE, WgmmaTwoPassConfig
 from multiattn.cuda.wgmma_two_pass_configs import workspace_areas as two_pass_workspace_areas
-from multiattn.packed import TILE_LISTS, USUAL_LENGTH
+from multiattn.packed import TILE_LISTS
 from multiattn.paged import CACHE_TENSORS, PARTIAL
 from multiattn.plan.abi import WORKSPACE, Struct
-from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import KV_BYTES_SIDE_BY_SIDE, heads_side_by_side, most_multiprocessors
+from multiattn.plan.schedule import heads_side_by_side, kv_heads_of_section, kv_heads_side_by_side
 from multiattn.problem import Problem
 
 _STRUCTS = read_structs(Path(__file__).parent / "include" / "multiattn" / "params.h")
@@ -60,10 +59,11 @@ def numbers_of(plan: Plan) -> dict[str, Any]:
         own_tile, row_tile = (QUERY_TILE, QUERY_TILE) if is_two_pass else (own_tile, ROW_TILE)
         division = _division(plan)
         if isinstance(config, BackwardConfig):
-            sections_kv = _kv_heads_per_section(problem)
+            sections_kv = kv_heads_side_by_side(problem)
         else:
             shares = 1 if division is None else division.shares
-            sections_kv = _kv_heads_per_full_section(problem, config.tile_n, plan.arch, shares)
+            tiles_of_head = _tiles(problem, problem.seq_kv, config.tile_n)
+            sections_kv = kv_heads_of_section(problem, plan.arch, tiles_of_head=tiles_of_head, shares=shares)
         return {
             **common,
             "heads_q_all": problem.batch * problem.heads_q,
@@ -139,31 +139,6 @@ def _numbers_of_division(division: Divided, sums_bytes: int) -> dict[str, int]:
 def _tiles(problem: Problem, rows: int, tile: int) -> int:
     """Tiles of a head that cover so many rows; of a packed batch the most that there can be."""
     return tiles(rows, tile) if problem.packing is None else problem.packing.tiles_max(rows, tile)
-
-
-def _kv_heads_per_section(problem: Problem) -> int:
-    """Heads of keys side by side: the blocks of one share Q, dO and any fp32 sum of dq of its group."""
-    row_bytes = problem.head_dim * (2 * ELEMENT_BYTES + 4)
-    seq_q = problem.seq_q if problem.packing is None else USUAL_LENGTH
-    heads = max(1, KV_BYTES_SIDE_BY_SIDE // (seq_q * row_bytes * problem.group))
-    return min(heads, problem.batch * problem.heads_kv)
-
-
-def _kv_heads_per_full_section(problem: Problem, tile_n: int, arch: Arch, shares: int) -> int:
-    """The same for persistent blocks with tiles of `tile_n` keys, which take the longest tiles of a section first.
-
-    Shares of a tile count as heads. Under a mask tiles differ. Where heads share keys they are few and their tiles
-    long: then a section has tiles for all SMs twice, and sections are of one size, so that the last one is not a small
-    one with long tiles. By a simulation of the order. Causal, N=4096, 8 query heads a key head, over FlashAttention-4:
-    D=64 1.00, before 0.86, D=128 0.86, before 0.64 (2026-11-26, H200, before H100).
-    """
-    heads_kv = problem.batch * problem.heads_kv * shares
-    heads = min(_kv_heads_per_section(problem) * shares, heads_kv)
-    tiles_of_head = max(_tiles(problem, problem.seq_kv, tile_n), 1)
-    least = -(-2 * most_multiprocessors(arch) // tiles_of_head)
-    if (problem.group == 1 and shares == 1) or not problem.is_banded or heads >= least:
-        return heads
-    return -(-heads_kv // max(heads_kv // least, 1))
 
 
 def _arguments(plan: Plan) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from multiattn.packed import ragged
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan
-from multiattn.plan.schedule import heads_side_by_side, key_tiles, one_width
+from multiattn.plan.schedule import key_tiles, kv_heads_of_section, one_width
 from multiattn.problem import Problem
 from multiattn.triton.gluon_backward_configs import GluonBackwardConfig, areas_of, tiles_of_queries
 from multiattn.triton.gluon_configs import pieces_of
@@ -149,7 +149,7 @@ def _gradients(
         tiles = packing.tiles_max(problem.seq_kv, config.tile_n)
     lowered = lowered_of_pairs(problem, arch)
     lines = areas_of(problem)["statistics"]
-    together = max(1, heads_side_by_side(problem) // problem.group)
+    together = kv_heads_of_section(problem, arch, tiles_of_head=tiles)
     rows: dict[str, Parameter] = {
         **descriptors(problem, names, 64),
         "statistics": Descriptor(of="statistics", layout=lines, rows=1, columns=64),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from multiattn.plan import abi
+from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan
-from multiattn.plan.schedule import heads_side_by_side, key_tiles, query_tiles
+from multiattn.plan.schedule import heads_side_by_side, key_tiles, kv_heads_of_section, query_tiles
 from multiattn.problem import Problem
 from multiattn.triton.gluon_backward_configs import areas_of
 from multiattn.triton.gluon_backward_parameters import descriptors, statistics_table, walk_rows
@@ -35,22 +36,26 @@ def two_pass_tables(plan: Plan, assumed: Assumed, multiprocessors: int, *, has_d
     before = statistics_table(problem, has_dlse=has_dlse, has_sums=False)
     return (
         before,
-        _table(problem, constants, multiprocessors, by_keys=False),
-        _table(problem, replace(constants, by_keys=True), multiprocessors, by_keys=True),
+        _table(problem, plan.arch, constants, multiprocessors, by_keys=False),
+        _table(problem, plan.arch, replace(constants, by_keys=True), multiprocessors, by_keys=True),
     )
 
 
-def _table(problem: Problem, constants: TwoPassConstants, multiprocessors: int, *, by_keys: bool) -> KernelTable:
+def _table(
+    problem: Problem, arch: Arch, constants: TwoPassConstants, multiprocessors: int, *, by_keys: bool
+) -> KernelTable:
     """The kernel whose blocks own keys, or queries."""
     owned = ("dk", "dv") if by_keys else ("dq",)
     strides = {"dq": problem.strides_out, "dk": problem.strides_dk, "dv": problem.strides_dv}
-    rows_of_tile, together = BLOCK_QUERIES, heads_side_by_side(problem)
+    length, rows_of_tile, tile_list = problem.seq_q, BLOCK_QUERIES, "query_list"
     if by_keys:
-        rows_of_tile, together = TILE_N, max(1, together // problem.group)
-    packing, length = problem.packing, problem.seq_kv if by_keys else problem.seq_q
-    tiles, tile_list = -(-length // rows_of_tile), "key_list" if by_keys else "query_list"
+        length, rows_of_tile, tile_list = problem.seq_kv, TILE_N, "key_list"
+    packing, tiles = problem.packing, -(-length // rows_of_tile)
     if packing is not None:  # both lists have tiles of 64
         tiles = packing.tiles_max(length, TILE_N)
+    together = heads_side_by_side(problem)
+    if by_keys:
+        together = kv_heads_of_section(problem, arch, tiles_of_head=tiles)
     heads = problem.batch * (problem.heads_kv if by_keys else problem.heads_q)
     lines = areas_of(problem)["statistics"]
     rows: dict[str, Parameter] = {
