@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -184,17 +185,24 @@ def multiply(a, b, out, KIND: gl.constexpr):
 
 
 @gluon.jit
-def write_rows(buffer, FIRST: gl.constexpr, KIND: gl.constexpr):
+def write_rows(buffer, there, FIRST: gl.constexpr, KIND: gl.constexpr):
     buffer.slice(FIRST, 8).store(gl.full([8, 32], FIRST, gl.float32, TILE))
     if KIND == "barrier":
         gl.inline_asm_elementwise("bar.sync 3, 256; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
     if KIND == "barrier of too many":
         gl.inline_asm_elementwise("bar.sync 3, 384; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    if KIND == "each thread arrives":
+        fence_async_shared()
+    if (KIND == "each thread arrives") | (KIND == "each thread arrives, but no fence"):
+        async_copy.mbarrier_arrive(there, increment_count=False)
+        mbarrier.wait(there, 0)
+    if KIND == "each thread adds an arrival":
+        async_copy.mbarrier_arrive(there, increment_count=True)
 
 
 @gluon.jit
-def write_first(buffer, out, FIRST: gl.constexpr, KIND: gl.constexpr):
-    write_rows(buffer, FIRST, KIND)
+def write_first(buffer, there, out, FIRST: gl.constexpr, KIND: gl.constexpr):
+    write_rows(buffer, there, FIRST, KIND)
     rows = gl.arange(0, 16, gl.SliceLayout(1, TILE))[:, None]
     columns = gl.arange(0, 32, gl.SliceLayout(0, TILE))[None, :]
     gl.store(out + rows * 32 + columns, buffer.load(TILE))
@@ -204,7 +212,9 @@ def write_first(buffer, out, FIRST: gl.constexpr, KIND: gl.constexpr):
 @gluon.jit
 def share(out, SECOND: gl.constexpr, KIND: gl.constexpr):
     buffer = gl.allocate_shared_memory(gl.float32, [16, 32], PLAIN)
+    there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(there, count=256)
     result = gl.warp_specialize(
-        [(write_first, (buffer, out, 0, KIND)), (write_rows, (buffer, SECOND, KIND))], [4], [128]
+        [(write_first, (buffer, there, out, 0, KIND)), (write_rows, (buffer, there, SECOND, KIND))], [4], [128]
     )
     gl.store(out + 512, result)

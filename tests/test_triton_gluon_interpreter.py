@@ -192,9 +192,10 @@ def test_products_that_are_not_waited_for(kind, error, says):
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
-def test_two_partitions_write_and_meet_at_a_barrier(seed):
+@pytest.mark.parametrize("kind", ["barrier", "each thread arrives"])
+def test_two_partitions_write_and_meet_at_a_barrier(kind, seed):
     out = torch.empty(513)
-    run(share, 1, out, 8, "barrier", seed=seed)
+    run(share, 1, out, 8, kind, seed=seed)
     assert torch.equal(out[:512].view(16, 32), torch.tensor([0.0, 8.0]).repeat_interleave(8)[:, None].expand(16, 32))
     assert out[512] == 7
 
@@ -206,6 +207,8 @@ def test_two_partitions_write_and_meet_at_a_barrier(seed):
         (8, "nothing", RaceError, "a read of buffer 0 .*(nothing orders before it|was never written)"),
         (4, "barrier", RaceError, "a write of buffer 0 .* conflicts with a write, which nothing orders before it"),
         (8, "barrier of too many", DeadlockError, "256 of 384 threads are there"),
+        (8, "each thread arrives, but no fence", RaceError, "no release, without a fence_async_shared after a write"),
+        (8, "each thread adds an arrival", BarrierError, "increment_count: got True .* allowed False"),
     ],
 )
 def test_two_partitions_in_each_others_way(second, kind, error, says, seed):

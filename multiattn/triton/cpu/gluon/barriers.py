@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from multiattn.triton.cpu.gluon.errors import BarrierError
+from multiattn.triton.cpu.gluon.errors import BarrierError, RaceError
 from multiattn.triton.cpu.gluon.machine import Clock, join, partition, running
 from multiattn.triton.cpu.gluon.memory import View
 from multiattn.triton.cpu.gluon.values import plain
@@ -115,6 +115,21 @@ def arrive(mbarrier: View, *, count: Any = 1, pred: Any = True, **_: Any) -> Non
     if pred:
         barrier_at(mbarrier).arrive(int(plain(count)))
         running().step()
+
+
+def arrive_each(mbarrier: View, increment_count: Any = True) -> None:
+    """An arrival of each thread, once its copies by cp.async are there; nothing here copies so.
+
+    It orders no other writes: those of the partition must have been fenced.
+    """
+    if plain(increment_count):
+        raise BarrierError(f"increment_count: got True at {barrier_at(mbarrier)}; allowed False")
+    here = partition()
+    for write in running().unfenced:
+        if write.agent is here:
+            raise RaceError(f"{here.name}: an arrival that is no release, without a fence_async_shared after {write}")
+    barrier_at(mbarrier).arrive(32 * here.warps)
+    running().step()
 
 
 def wait(mbarrier: View, phase: Any, pred: Any = True, deps: Any = ()) -> None:

@@ -268,9 +268,10 @@ LANGUAGE = LanguageModule("gl", gl, PARTS)
 @functools.cache
 def modules() -> dict[str, LanguageModule]:
     """In place of Gluon's modules, by the last part of their names."""
-    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.language.nvidia import ampere, hopper
 
     made = {
+        "async_copy": LanguageModule("async_copy", ampere.async_copy, {"mbarrier_arrive": barriers.arrive_each}),
         "mbarrier": LanguageModule("mbarrier", hopper.mbarrier, OF_MBARRIER),
         "tma": LanguageModule("tma", hopper.tma, OF_TMA),
     }

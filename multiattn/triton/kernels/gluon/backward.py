@@ -15,7 +15,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma_wait,
 )
@@ -130,8 +129,7 @@ def _step(
     ds_buffers.index(2 * (step % DS_STAGES) + warpgroup).store(ds)
     dk, dk_narrow = add_product(ds, queries, dk, dk_narrow, C)
     lse = statistics_of(lse_buffers, next_step % C.q_stages, C)
-    fence_async_shared()
-    mbarrier.arrive(ring_ds[0].index(step % DS_STAGES))  # which also releases Q and dO: see `add_dq`
+    ring.arrive_each(ring_ds[0].index(step % DS_STAGES))  # which also releases Q and dO: see `add_dq`
     walked += next_step - step
     if walked == blocks[3]:  # of the next head
         walked = blocks[0]
@@ -297,7 +295,7 @@ def gradients(
     ring_v = (ring.make_barriers(1, 1), ring.make_barriers(1, 2))
     ring_q = (ring.make_barriers(C.q_stages, 1), ring.make_barriers(C.q_stages, 1))
     ring_dout = (ring.make_barriers(C.dout_stages, 1), ring.make_barriers(C.dout_stages, 1))
-    ring_ds = (ring.make_barriers(DS_STAGES, 2), ring.make_barriers(DS_STAGES, 1))
+    ring_ds = (ring.make_barriers(DS_STAGES, 2 * ring.WARPGROUP_THREADS), ring.make_barriers(DS_STAGES, 1))
     buffers = (k_buffers, v_buffers, q_buffers, dout_buffers, lse_buffers, delta_buffers, ds_buffers)
     shared = (ring_k, ring_v, ring_q, ring_dout, ring_ds, words, buffers)
     fence_async_shared()

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from multiattn.triton.kernels.gluon.constants import TILE_WORDS
 
@@ -20,6 +21,8 @@ tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_s
 
 NO_TILE = gl.constexpr(-1)
 """In place of the end of a tile's blocks: there are no more tiles."""
+
+WARPGROUP_THREADS = gl.constexpr(128)
 
 # Words of shared memory for each slot of Q: what its tile is, and from SPOILED on one for each warpgroup.
 FIRST_QUERY, HEAD, BATCH, END, EXACT, TILE, SPOILED = (gl.constexpr(i) for i in range(TILE_WORDS + 1))
@@ -59,6 +62,18 @@ def release(ring, place, SLOTS: gl.constexpr):
     order from that thread to the others, and reports the words.
     """
     mbarrier.arrive(ring[1].index(place % SLOTS))
+
+
+@gluon.jit
+def arrive_each(barrier):
+    """Each thread of a warpgroup arrives for itself, as soon as what it wrote is there for wgmma and TMA.
+
+    `mbarrier.arrive` is one thread's for all, behind a barrier of the warpgroup. This is PTX's
+    ``cp.async.mbarrier.arrive.noinc``: an arrival when all that a thread copies by cp.async is there, and it copies
+    nothing. It is no release, so the fence before it is what orders the writes.
+    """
+    fence_async_shared()
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit
