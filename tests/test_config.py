@@ -26,6 +26,7 @@ CONDITIONS = {
     "arch": ({"arches": ("sm90",)}, "for sm90"),
     "head_dim": ({"head_dim_min": 65}, "for D in 65..256"),
     "sectors": ({"whole_sectors": False}, "for rows other than a whole number of 32-byte sectors"),
+    "ragged": ({"ragged": False}, "for keys of a whole number of tiles of 64"),
     "causal": ({"banded": True}, "for causal"),
     "full": ({"banded": False}, "for full"),
     "scored": ({"scored": True}, "for modified scores"),
@@ -133,6 +134,19 @@ def test_rows_of_whole_sectors_are_of_32_bytes(head_dim, whole):
     assert (replace(ANY, whole_sectors=False).reject(of_row, SM90) is None) == (not whole)
 
 
+@pytest.mark.parametrize(("tile_n", "seq_kv", "ragged"), [(64, 128, False), (64, 192, False), (128, 192, True)])
+def test_keys_are_ragged_by_the_tile_of_the_config(tile_n, seq_kv, ragged):
+    config, keys = Config(tile_m=64, tile_n=tile_n), problem(seq=100, seq_kv=seq_kv)
+    assert (replace(ANY, config=config, ragged=True).reject(keys, SM90) is None) == ragged
+    assert (replace(ANY, config=config, ragged=False).reject(keys, SM90) is None) == (not ragged)
+
+
+def test_a_packed_batch_has_ragged_keys():
+    packed = Problem.contiguous(batch=1, heads_q=4, seq_q=1024, head_dim=64, packing=PackingSpec(3, 0, 0))
+    assert replace(ANY, ragged=True).reject(packed, SM90) is None
+    assert replace(ANY, ragged=False).reject(packed, SM90) is not None
+
+
 def test_a_rule_covers_what_it_would_shadow():
     rule = Rule(arches=("sm90", "sm80"), config=Config(tile_m=64, tile_n=64), why="x", head_dim_max=128)
     narrower = replace(
@@ -140,6 +154,7 @@ def test_a_rule_covers_what_it_would_shadow():
         arches=("sm90",),
         head_dim_min=65,
         whole_sectors=True,
+        ragged=True,
         banded=True,
         scored=True,
         reads_keys=False,
@@ -161,7 +176,8 @@ def test_a_rule_covers_what_it_would_shadow():
         {"whole_sectors": False}, {"banded": None}, {"dtype": None}, {"seq_max": None}, {"seq_min": 0},
         {"batch_max": None}, {"scored": None}, {"reads_keys": None}, {"packed": None},
         {"cached": None}, {"cached": False}, {"rows_min": 1}, {"rows_max": 17}, {"rows_max": None},
-        {"page_multiple": 8}, {"lone_max": 101}, {"lone_max": None},
+        {"page_multiple": 8}, {"lone_max": 101}, {"lone_max": None}, {"ragged": None}, {"ragged": False},
+        {"config": Config(tile_m=64, tile_n=32)},
     ):  # fmt: skip
         assert not narrower.covers(replace(narrower, **change))
     assert not replace(rule, only_named=True).covers(rule)

@@ -51,6 +51,8 @@ class Rule(Generic[C]):
     head_dim_max: int = 256
     whole_sectors: bool | None = None
     """True for rows of head_dim elements that are whole sectors, False for the others, None for both."""
+    ragged: bool | None = None
+    """For keys whose last block, of the config's `tile_n`, is not full, or for those of full blocks; None for both."""
     banded: bool | None = None
     """For problems whose mask hides keys, which is a band of diagonals, or for those without a mask; None for both."""
     scored: bool | None = None
@@ -88,6 +90,9 @@ class Rule(Generic[C]):
         if self.whole_sectors not in (None, has_whole_sectors(problem.head_dim, problem.torch_dtype.itemsize)):
             which = "of" if self.whole_sectors else "other than"
             return f"for rows {which} a whole number of {SECTOR_BYTES}-byte sectors"
+        if self.ragged not in (None, problem.packing is not None or problem.seq_kv % self.config.tile_n != 0):
+            which = "other than" if self.ragged else "of"
+            return f"for keys {which} a whole number of tiles of {self.config.tile_n}"
         if self.banded not in (None, problem.is_banded):
             return "for causal" if self.banded else "for full"
         if self.scored not in (None, problem.has_score):
@@ -127,7 +132,7 @@ class Rule(Generic[C]):
         longest, theirs = (rule.seq_max if rule.seq_max is not None else sys.maxsize for rule in (self, other))
         most, its_most = (rule.rows_max if rule.rows_max is not None else sys.maxsize for rule in (self, other))
         lone, its_lone = (rule.lone_max if rule.lone_max is not None else sys.maxsize for rule in (self, other))
-        optional = ("whole_sectors", "banded", "scored", "reads_keys", "packed", "cached", "dtype", "batch_max")
+        optional = ("ragged", "banded", "scored", "reads_keys", "packed", "cached", "dtype", "batch_max")
         return (
             set(other.arches) <= set(self.arches)
             and self.head_dim_min <= other.head_dim_min
@@ -140,7 +145,8 @@ class Rule(Generic[C]):
             and its_lone <= lone
             and self.smem_min <= other.smem_min
             and not self.only_named
-            and all(getattr(self, name) in (None, getattr(other, name)) for name in optional)
+            and (self.ragged is None or self.config.tile_n == other.config.tile_n)
+            and all(getattr(self, name) in (None, getattr(other, name)) for name in ("whole_sectors", *optional))
         )
 
     def __str__(self) -> str:
