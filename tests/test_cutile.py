@@ -189,12 +189,13 @@ def test_a_sweep_tries_few_heads_together_where_the_keys_of_four_crowd_l2(head_d
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_sweep_tries_what_the_rules_have(head_dim, causal):
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [40, 64, 88, 112, 120, 128, 184, 208, 256])
+def test_a_sweep_tries_what_the_rules_have(head_dim, dtype, causal):
     variant = find_variant(BACKEND, "full")
-    for seq in (512, 1024, 2048, 4096, 8192, 16384):
+    for seq in (512, 1024, 2048, 3000, 4096, 8192, 16384):
         sizes = {"batch": 16384 // seq, "heads_q": 2048 // head_dim, "seq_q": seq, "head_dim": head_dim}
-        problem = Problem.contiguous(**sizes, causal=causal)
+        problem = Problem.contiguous(**sizes, causal=causal, dtype=dtype)
         plan = make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)
         assert plan.config in BACKEND.forward.candidates(variant, problem, ARCHS["sm90"])
 

@@ -49,13 +49,15 @@ _LAZY: tuple[tuple[CutileConfig, ...], ...] = ((
     *(replace(way, q_in_registers=True) for way in _lazy(128, 128, 1, 8, "plain", "pilot")),
     CutileConfig(tile_m=64, tile_n=128, occupancy=2),
 ), (
-    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "ahead", "apart", "apart*", "pilot_pairs"),
+    *_lazy(128, 64, 1, 8, "plain", "plain*", "pairs", "pairs*", "ahead", "apart", "apart*"),
+    *_lazy(128, 64, 1, 8, "pilot_pairs", "pilot_pairs*"),
     *_lazy(128, 32, 1, 8, "plain*", "pairs*", "ahead"), *_lazy(64, 64, 1, None, "ahead", "pairs"),
     CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8),
     CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8),
 ))  # fmt: skip
 _LAZY_96 = (
     *_lazy(64, 64, 3, None, "plain", "pilot"), *_lazy(128, 64, 2, 8, "plain"), *_lazy(128, 64, 2, None, "plain"),
+    *_lazy(128, 128, 1, 8, "ahead"),
 )  # fmt: skip
 """Two parts of 64 and 32 columns, or fewer, leave room for another block an SM; one of 128 columns does not."""
 _LAZY_112 = _lazy(128, 64, 2, None, "plain", "pilot")
@@ -98,9 +100,9 @@ def _lazy_candidates(problem: Problem) -> list[CutileConfig]:
 
 
 def _latencies(way: CutileConfig) -> tuple[tuple[int | None, int | None], ...]:
-    """Latencies of k and v: the way's own, none, and the least where scores come ahead, which is a distance itself."""
+    """Latencies of k and v: the way's own, none, and the least where scores come ahead, or loads come in parts."""
     found = ((way.k_latency, way.v_latency), (None, None))
-    return (*found, (1, 1)) if way.pipeline in ("ahead", "pairs") else found
+    return (*found, (1, 1)) if way.pipeline in ("ahead", "pairs") or way.split_head_dim else found
 
 
 def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:

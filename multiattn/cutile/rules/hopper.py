@@ -25,7 +25,7 @@ _128X64 = CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8, l
 """For the widest head_dims, and with two blocks an SM for D=40, 56 and, split, 72; but for the order of tiles and
 blocks."""
 _BY_4_WARPS = CutileConfig(tile_m=128, tile_n=64, occupancy=2, lazy_max=True, split_head_dim=True)
-"""For D=88 and 104, but for the order of tiles: two blocks an SM, each of one warpgroup with the registers of two."""
+"""For D=40, 88 and 104, but for the order of tiles: two blocks an SM, each of a warpgroup with the registers of two."""
 _128X128 = CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, lazy_max=True)
 """For long banded problems, D=104 and 120, and split for others between powers of two, but for the order of tiles."""
 _ONLINE_128X128 = replace(_128X128, lazy_max=False)
@@ -40,8 +40,10 @@ _AHEAD_128X128 = replace(_128X128, split_head_dim=True, pipeline="ahead", **_LEA
 _ONLY_COMPILED = COMPILED + "loads have a warp of their own, which they have not with the rule of [B, H, S, D]"
 
 
-_UNALIGNED: dict[str, Any] = {"whole_sectors": False, "packed": False, "scored": False}
-"""Conditions of rules for rows that are no whole sectors. Packed batches and changed scores were not timed."""
+_USUAL: dict[str, Any] = {"packed": False, "scored": False}
+"""Conditions of rules that neither packed batches nor changed scores were timed for."""
+_UNALIGNED: dict[str, Any] = {"whole_sectors": False, **_USUAL}
+"""Those of the ones for rows that are no whole sectors."""
 
 
 def _rule(head_dims: tuple[int, int], banded: bool | None, config: Any, *, why: str, **conditions: Any) -> Rule[Any]:
@@ -79,28 +81,39 @@ of these kernels a warp that does the loads; without one the loop itself issues 
 
 FORWARD: tuple[Rule[CutileConfig], ...] = (
     *_PACKED,
+    _rule((33, 48), FULL, replace(_BY_4_WARPS, heads_together=4, **_LEAST), **_UNALIGNED,
+          why=_26 + "D=40 N=4k: 328 TFLOPS; other latencies 311 to 319, 8 warps 318, one part 302, by 8 warps 319"),
+    _rule((33, 48), BANDED, replace(_128X64, occupancy=2, heads_together=4, split_head_dim=True, **_LEAST),
+          **_UNALIGNED, why=_26 + "D=40 fp16 N=4k: 300 TFLOPS; one part 289; bf16 N=3000 274, 268, N=4k 293, 294"),
     _rule((33, 64), FULL, replace(_128X64, occupancy=2, heads_together=4), **_UNALIGNED,
-          why=_26 + "D=40 N=4k: 317 TFLOPS; 64x64, four blocks an SM, 171, 128x128 316"),
+          why=_26 + "D=56 N=4k: 456 TFLOPS; by 4 warps 424; 64x64, four blocks an SM, 326 for 470"),
     _rule((33, 64), BANDED, replace(_128X64, occupancy=2, heads_together=4), **_UNALIGNED,
-          why=_26 + "D=40 N=4k: 296 TFLOPS; 8 heads together 289; 64x64, four blocks an SM, 162"),
-    _rule((81, 96), FULL, replace(_BY_4_WARPS, heads_together=2), **_UNALIGNED, seq_max=1448,
-          why=_26 + "D=88 N=1k: 428 TFLOPS; 128x128 a block ahead 393, but at 4k 471 for 460"),
-    _rule((81, 96), FULL, replace(_BY_4_WARPS, heads_together=2), **_UNALIGNED, seq_min=11586,
-          why=_26 + "D=88 N=16k: 475 TFLOPS; 128x128 a block ahead 448"),
+          why=_26 + "D=56 N=4k: 432 TFLOPS; 128x128 384; 64x64, four blocks an SM, 305"),
+    _rule((81, 96), FULL, replace(_AHEAD_128X128, heads_together=2), **_UNALIGNED, ragged=False, seq_min=2897,
+          seq_max=11585, why=_26 + "D=88 N=4k: 468 TFLOPS; 128x64 by 4 warps 459; at N=4000, with a mask, 386 for 476"),
+    _rule((81, 96), FULL, replace(_BY_4_WARPS, heads_together=2, **_NO_LATENCIES), **_UNALIGNED,
+          why=_26 + "D=88 N=3000: 478 TFLOPS; latencies of 2 and 4 447, 128x128 a block ahead 379"),
     _rule((81, 96), BANDED, replace(_BY_4_WARPS, heads_together=8, **_NO_LATENCIES), whole_sectors=False,
           why=_26 + "D=88 N=4k: 479 TFLOPS; latencies of 2 and 4 460, and 128x128 by 8 warps 405 for 484"),
     _rule((97, 112), FULL, replace(_BY_4_WARPS, split_tail=True, heads_together=4), **_UNALIGNED, seq_max=1448,
           why=_26 + "D=104 N=1k: 448 TFLOPS; 128x128 in pairs with a pilot 433, one by one 382"),
     _rule((97, 112), BANDED, replace(_BY_4_WARPS, split_tail=True, heads_together=8), **_UNALIGNED, seq_max=5792,
           why=_26 + "D=104 N=4k: 471 TFLOPS; 128x128 in pairs 462, one by one 442, but at 16k 522 for 475"),
+    _rule((97, 128), FULL, replace(_128X128, heads_together=2, **_NO_LATENCIES), **_UNALIGNED,
+          why=_26 + "D=120 N=4k: 586 and fp16 569 TFLOPS; in pairs with a pilot 559, fp16 in pairs 529"),
     _rule((97, 128), FULL, replace(_128X128, heads_together=2, pipeline="pilot_pairs"), whole_sectors=False,
-          dtype="bf16", why=_26 + "D=120 N=4k: 604 TFLOPS; in pairs 563; D=104 509 for 465 one by one"),
-    _rule((97, 128), FULL, replace(_128X128, heads_together=2, pipeline="pairs"), whole_sectors=False, packed=False,
-          why=_26 + "fp16 D=104 N=4k: 501 TFLOPS; 128x64 by 4 warps in three parts 486, one by one 469"),
-    _rule((113, 128), BANDED, replace(_128X128, heads_together=8, pipeline="pairs"), **_UNALIGNED, seq_min=2897,
-          seq_max=5792, why=_26 + "D=120 N=4k: 550 TFLOPS; with a pilot 529, one by one with q in registers 515"),
-    _rule((97, 112), FULL, replace(_128X128, heads_together=2), whole_sectors=True, packed=False, scored=False,
-          seq_min=1449, why=_26 + "D=112 N=4k: 584 and 558 TFLOPS; 64x128 a block ahead 532 and 524"),
+          packed=True, dtype="bf16", why=_26 + "not packed, D=120 N=4k: 604 TFLOPS; in pairs 563"),
+    _rule((97, 128), FULL, replace(_128X128, heads_together=2), whole_sectors=False, scored=True,
+          why=COMPILED + "no maxima stay where scores are changed, so that no latency was timed"),
+    _rule((113, 128), BANDED, replace(_128X128, heads_together=8, **_NO_LATENCIES), **_UNALIGNED, seq_min=2897,
+          seq_max=5792, why=_26 + "D=120 N=4k: 554 TFLOPS; in pairs with latencies of 2 and 4 540"),
+    _rule((97, 112), FULL, replace(_128X128, heads_together=2, **_NO_LATENCIES), whole_sectors=True, **_USUAL,
+          seq_min=725, why=_26 + "D=112 N=4k: 594 TFLOPS; with latencies of 2 and 4 517; fp16 555, 485; N=1k 491, 458"),
+    _rule((97, 128), BANDED, replace(_128X128, heads_together=8, **_NO_LATENCIES), whole_sectors=True, **_USUAL,
+          seq_min=1449, seq_max=4095,
+          why=_26 + "D=112, 128 N=3000: 479, 571 TFLOPS; 64x64 in pairs 441, 545; at N=1k 346 for 347"),
+    _rule((97, 112), BANDED, replace(_128X128, heads_together=8, **_NO_LATENCIES), whole_sectors=True, **_USUAL,
+          seq_min=4096, seq_max=5792, why=_26 + "D=112 fp16 N=4k: 502 TFLOPS; q in registers 473; bf16 529, 528"),
     _rule((1, 64), FULL, replace(_64X64, occupancy=4, heads_together=8, scheduler="static"), seq_max=512,
           why=_23 + "N=512: 443 TFLOPS; 4 heads together 428"),
     _rule((1, 64), FULL, replace(_64X64, occupancy=4, heads_together=2), seq_min=2897, seq_max=5792,
@@ -115,8 +128,10 @@ FORWARD: tuple[Rule[CutileConfig], ...] = (
           why=_23 + "D=80 N=4k: 520 TFLOPS; 128x64, two blocks an SM, 516"),
     _rule((65, 80), FULL, replace(_128X64, occupancy=2, heads_together=2, split_head_dim=True), whole_sectors=False,
           why=_23 + "D=72 N=8k: 483 TFLOPS; 128x128 396"),
-    _rule((81, 96), FULL, replace(_AHEAD_128X128, heads_together=2), whole_sectors=False,
-          why=_23 + "D=88 N=8k: 485 TFLOPS; not a block ahead 449"),
+    _rule((81, 96), FULL, replace(_AHEAD_128X128, heads_together=2), whole_sectors=False, packed=True,
+          why=_23 + "not packed, D=88 N=8k: 485 TFLOPS; not a block ahead 449"),
+    _rule((81, 96), FULL, replace(_AHEAD_128X128, heads_together=2), whole_sectors=False, scored=True,
+          why=_23 + "scores as they are, D=88 N=8k: 485 TFLOPS; not a block ahead 449"),
     _rule((65, 96), BANDED, replace(_64X64, occupancy=3, heads_together=8, split_head_dim=True), whole_sectors=True,
           why=_23 + "D=80 N=16k: 523 TFLOPS; 128x64, two blocks an SM, 515"),
     _rule((65, 80), BANDED, replace(_128X64, occupancy=2, heads_together=8, split_head_dim=True), whole_sectors=False,
@@ -144,14 +159,16 @@ FORWARD: tuple[Rule[CutileConfig], ...] = (
           why=_23 + "bf16 N=16k: 643 TFLOPS; one by one 618"),
     _rule((161, 192), FULL, replace(_AHEAD_128X128, heads_together=2, pipeline="pilot"), dtype="bf16", seq_max=724,
           why=_24 + "D=192 N=512: 1.080 of a block ahead, which with 8 heads has 1.049"),
-    _rule((177, 192), FULL, replace(_128X128, heads_together=2, split_head_dim=True), **_UNALIGNED, seq_min=725,
-          why=_26 + "D=184 N=4k: 595 TFLOPS; a block ahead, which spills, 570; at D=192 663 for 687"),
+    _rule((177, 192), FULL, replace(_128X128, heads_together=2, split_head_dim=True, **_LEAST), **_UNALIGNED,
+          seq_min=725, why=_26 + "D=184 N=4k: 609 TFLOPS; latencies of 2 and 4 582; a block ahead, which spills, 594"),
     _rule((129, 192), FULL, replace(_AHEAD_128X128, heads_together=2),
           why=_23 + "D=144 N=8k: 636 TFLOPS; not a block ahead 606"),
     _rule((129, 192), BANDED, replace(_AHEAD_128X128, heads_together=8), dtype="bf16",
           why=_23 + "D=144 N=8k: 607 TFLOPS; not a block ahead 569"),
     _rule((129, 192), BANDED, replace(_128X128, heads_together=8, split_head_dim=True),
           why=_23 + "bf16 D=144 N=16k: 594 TFLOPS, of 14 heads 2 together; a block ahead spills in fp16"),
+    _rule((193, 256), FULL, replace(_128X64, heads_together=4, pipeline="pilot_pairs", scheduler="static"), **_USUAL,
+          dtype="bf16", seq_min=363, seq_max=512, why=_26 + "N=512: 512 TFLOPS; online 128x128 501; N=256 360 for 363"),
     _rule((193, 256), FULL, replace(_ONLINE_128X128, heads_together=4), seq_max=512,
           why=_23 + "N=512: 470 TFLOPS; lazy 128x64 in pairs, static 453"),
     _rule((193, 256), FULL, replace(_128X64, heads_together=4, pipeline="pilot_pairs"), dtype="bf16",
@@ -171,12 +188,21 @@ FORWARD: tuple[Rule[CutileConfig], ...] = (
           why=_23 + "N=4k: 654 TFLOPS; one tile, a pilot in pairs, 647"),
     _rule((193, 256), BANDED, replace(_128X64, heads_together=2, pipeline="pairs", **_NO_LATENCIES), dtype="bf16",
           why=_24 + "N=16k: 1.030 of a pilot in pairs with 8 heads; a block ahead 1.019 at 8k"),
+    _rule((193, 208), BANDED, replace(_AHEAD_256, heads_together=8, split_tail=True), dtype="fp16", **_USUAL,
+          seq_min=725, seq_max=5792, why=_26 + "D=208 N=4k: 570 TFLOPS, 4 heads together 561; online 128x128 484"),
+    _rule((193, 208), BANDED, replace(_AHEAD_256, heads_together=4, split_tail=True), dtype="fp16", **_USUAL,
+          seq_min=5793, why=_26 + "D=208 N=16k: 632 TFLOPS; 128x64 in pairs 607, online 128x128 526"),
+    _rule((193, 256), BANDED, replace(_128X64, heads_together=4, pipeline="pairs", **_NO_LATENCIES), dtype="fp16",
+          **_USUAL, seq_min=725, why=_26 + "N=4k: 637 TFLOPS; online 128x128 568, a block ahead in two parts 626"),
     _rule((193, 256), BANDED, replace(_128X64, heads_together=8, **_NO_LATENCIES), seq_max=1448,
           why=_23 + "bf16 as fp16 does it, N=1k: 403 TFLOPS; a block ahead 402"),
-    _rule((193, 256), BANDED, replace(_ONLINE_128X128, heads_together=8), seq_max=2896,
-          why=_23 + "bf16 as fp16 does it, N=2k: 489 TFLOPS; lazy 128x64 462"),
-    _rule((193, 256), BANDED, replace(_ONLINE_128X128, heads_together=4),
-          why=_23 + "bf16 as fp16 does it, N=8k 634, 16k 654 TFLOPS; cuDNN 544, 557"),
+    _rule((193, 256), BANDED, replace(_ONLINE_128X128, heads_together=8), scored=True, seq_max=2896,
+          why=_23 + "scores as they are, bf16 as fp16 does it, N=2k: 489 TFLOPS; lazy 128x64 462"),
+    *(
+        _rule((193, 256), BANDED, replace(_ONLINE_128X128, heads_together=4), **kind,
+              why=_23 + "neither packed nor scored, bf16 as fp16 does it, N=8k 634, 16k 654 TFLOPS; cuDNN 544, 557")
+        for kind in ({"scored": True}, {"packed": True})
+    ),
 )  # fmt: skip
 
 _NO_HINTS = CutileConfig(tile_m=128, tile_n=128, occupancy=None, num_worker_warps=8, **_NO_LATENCIES)
