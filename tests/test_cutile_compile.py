@@ -67,6 +67,15 @@ def test_products_with_keys_take_queries_from_where_they_are_asked_to(q_in_regis
 
 @needs_compiler
 @needs_cuobjdump
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_no_product_waits_for_the_one_before(dtype):
+    """With a mask of the last keys ptxas makes each do so in 128x128 tiles of two parts at D=88."""
+    names = re.findall(r"HGMMA|WARPGROUP\.DEPBAR", instructions(make(head_dim=88, seq_q=3000, dtype=dtype)))
+    assert 0 < 2 * names.count("WARPGROUP.DEPBAR") < names.count("HGMMA")
+
+
+@needs_compiler
+@needs_cuobjdump
 def test_ampere_loads_an_odd_head_dim_asynchronously():
     assert "LDGSTS" in instructions(make(arch="sm80", head_dim=40))
 
