@@ -46,6 +46,7 @@ def _backward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequ
 
 
 _EXPORT = later("multiattn.cuda.compile", "export_plan")
+_COMPILE_AHEAD = later("multiattn.cuda.compile", "compile_ahead")
 
 BACKEND = Backend(
     name="cuda",
@@ -57,12 +58,14 @@ BACKEND = Backend(
         variants=VARIANTS,
         spanning=SPANNING,
         prepare=_prepare,
+        compile_ahead=_COMPILE_AHEAD,
         export=_EXPORT,
         candidates=_candidates,
     ),
     backward=Op(
         variants=BACKWARD_VARIANTS,
         prepare=_prepare,
+        compile_ahead=_COMPILE_AHEAD,
         export=_EXPORT,
         candidates=_backward_candidates,
     ),

@@ -18,7 +18,7 @@ from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
 from multiattn.plan.toolchain import version_of
-from multiattn.run import cache
+from multiattn.run import ahead, cache
 
 _STANDARD = "c++17"
 
@@ -32,6 +32,12 @@ def cubin_path(kernel: Instance, arch: Arch) -> Path:
         path.write_bytes(_compile(source, target))
 
     return cache.fetch(key, ".cubin", make)
+
+
+def compile_ahead(plan: Plan) -> None:
+    """Compile the kernels of a Plan into the cache on disk, where `launch.prepare` looks."""
+    for launch in launches_of(plan) if plan.arch.is_gpu else ():
+        cubin_path(launch.kernel, plan.arch)
 
 
 def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
@@ -66,6 +72,7 @@ def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
 
 
 def _compile(source: str, target: str) -> bytes:
+    ahead.begin()
     options = ProgramOptions(arch=target, include_path=list(map(str, DEVICE_INCLUDES)), std=_STANDARD)
     return bytes(Program(source, "c++", options).compile("cubin").code)
 

@@ -135,6 +135,8 @@ class Op:
     """Variants to run where all would take too long: together they have every value of each flag. Empty: all."""
     prepare: Callable[[Plan], Launcher]
     """Do all that is needed once per Plan, compilation included where the language allows it."""
+    compile_ahead: Callable[[Plan], None] | None = None
+    """Compile all that the usual launch of a Plan will want, into caches that `prepare` looks into, with no GPU."""
     export: Callable[[Plan, Sequence[str]], tuple[Exported, ...]] = lambda plan, kinds: ()
     """Compile every kernel of a launch for `plan.arch` with no GPU, to be read or run elsewhere.
 

@@ -20,6 +20,7 @@ from multiattn.plan.backend import REFERENCE, Direction, Launcher, Plan
 from multiattn.plan.choice import BOTH, choose
 from multiattn.problem import problem_of
 from multiattn.run import compat
+from multiattn.run.ahead import Ahead, following
 from multiattn.run.log import logged
 
 _CallKey = tuple[object, ...]
@@ -29,10 +30,11 @@ _LIMIT = 4096  # distinct call signatures kept; a serving loop with ever-changin
 class Ready:
     """One direction of a call, planned, with what its results look like; the first launch prepares it.
 
-    That is when a kernel may be compiled: a forward whose gradient nobody asks for does not pay for the backward's.
+    That is when a kernel may be compiled. A forward whose gradient nobody asks for does not pay for the backward's; one
+    that autograd records has them compiled by a thread (`run.ahead`).
     """
 
-    __slots__ = ("_guards", "_sums", "allocate", "device", "gradient", "launch", "options", "plan")
+    __slots__ = ("_ahead", "_guards", "_sums", "allocate", "device", "gradient", "launch", "options", "plan")
 
     def __init__(self, plan: Plan, options: Options, device: torch.device, gradient: Ready | None = None) -> None:
         self.plan = plan
@@ -49,6 +51,7 @@ class Ready:
         score = plan.problem.score if plan.direction == "backward" else None
         self._sums = () if score is None else tuple(score.gradient_layouts.values())
         self.launch: Launcher = self._prepare
+        self._ahead: Ahead | None = None
         self._guards: dict[int, compat.Guard] = {}
 
     def allocate_zeros(self) -> tuple[torch.Tensor, ...]:
@@ -57,8 +60,18 @@ class Ready:
 
     def _prepare(self, operands: Operands) -> None:
         """The first launch. Two threads may both prepare; either result will do."""
-        self.launch = prepare(self.plan, self.device)
+        if self._ahead is not None:
+            self._ahead.wait()
+        with following(None if self.gradient is None else self.gradient.compile_ahead()):
+            self.launch = prepare(self.plan, self.device)
         self.launch(operands)
+
+    def compile_ahead(self) -> Ahead | None:
+        """What compiles for the first launch, for a thread to do before it; None where there is nothing to compile."""
+        if self._ahead is None and self.device.type == "cuda" and not _launches_nothing(self.plan):
+            compile_plan = registry.get(self.plan.backend).op(self.plan.direction).compile_ahead
+            self._ahead = None if compile_plan is None else Ahead(functools.partial(compile_plan, self.plan))
+        return self._ahead
 
     def fits(self, read: Sequence[Any]) -> bool:
         """True if a backward may read these tensors as they are, and nobody watches or transforms this call.
@@ -177,7 +190,7 @@ def prepare(plan: Plan, device: torch.device) -> Launcher:
     """The launcher of a Plan, made with the tensors' device current; no kernel is asked for no work."""
     if device.type == "meta":
         return _launch_nothing
-    if plan.problem.is_empty or plan.problem.has_no_keys:
+    if _launches_nothing(plan):
         if plan.direction == "backward":
             return _zero_gradients
         is_packed = plan.problem.cache is not None and plan.problem.has_packed_queries
@@ -185,6 +198,11 @@ def prepare(plan: Plan, device: torch.device) -> Launcher:
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         op = registry.get(plan.backend).op(plan.direction)
         return logged(plan, op.prepare(plan))
+
+
+def _launches_nothing(plan: Plan) -> bool:
+    """True if a Plan has no work for a kernel."""
+    return plan.problem.is_empty or plan.problem.has_no_keys
 
 
 def _launch_nothing(operands: Operands) -> None:
