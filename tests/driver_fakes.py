@@ -48,6 +48,7 @@ class FakeDriver:
     def __init__(self, sizes=()):
         self.sizes = sizes
         self.launched, self.did, self.cleared, self.encoded, self.loaded, self.attributes = [], [], [], [], [], []
+        self.preferring = []
         self.unloaded, self.resident, self.contexts, self.refuse, self.status = [], [], [], 0, 0
         self.current, self.context_status = CONTEXT, 0
         self.stream, self.capturing, self.memory = 70, False, 1 << 20
@@ -112,12 +113,24 @@ class FakeDriver:
         kernel._obj.value = 0x100 * library.value + len(symbol)
         return 0
 
+    def attributes_of(self, attribute):
+        """Kernels and the values that an attribute of theirs was set to."""
+        return [(it[2], it[1]) for it in self.attributes if it[0] == attribute and len(it) > 2]
+
+    def kernel_of(self, code, symbol):
+        """The kernel that `cuLibraryGetKernel` gave of loaded code."""
+        return 0x100 * (self.loaded.index(code) + 1) + len(symbol)
+
     def cuKernelGetFunction(self, function, kernel):  # noqa: N802
         self.resident.append(kernel.value)
         return 0
 
     def cuKernelSetAttribute(self, attribute, value, kernel, device):  # noqa: N802
         self.attributes.append((attribute, value, kernel.value, device.value))
+        return 0
+
+    def cuKernelSetCacheConfig(self, kernel, config, device):  # noqa: N802
+        self.preferring.append((kernel.value, config, device.value))
         return 0
 
     def cuLibraryUnload(self, library):  # noqa: N802

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import driver_fakes
 import pytest
 import torch
 from triton import knobs
+from triton.runtime.driver import driver as triton_driver
 
 from multiattn import Problem
 from multiattn.operands import Operands, with_score
@@ -21,14 +23,15 @@ from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
 from multiattn.problem import options_of, problem_of
 from multiattn.triton import BACKEND, launch
+from multiattn.triton import compile as compiling
 from multiattn.triton.bind import bind, checked_binding
 from multiattn.triton.calls import Call, calls_of
-from multiattn.triton.compile import specialise
+from multiattn.triton.compile import compile_sources, specialise
 from multiattn.triton.table import Constant, Integer, Tensor
 
 pytestmark = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason="; ".join(map(str, BACKEND.probe_compiler())))
 
-FUNCTION = 1 << 40
+DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 MULTIPROCESSORS = 3
 CASES = {
     "descriptors": ("forward", "full", "sm90", {}, {}),
@@ -79,8 +82,8 @@ def compiled(case):
 class Kernel:
     """A CompiledKernel as on a GPU, where `launched` has what goes through Triton: (grid, arguments, stream)."""
 
-    def __init__(self, kernel, function, **metadata):
-        self.src, self.asm, self.function = kernel.src, kernel.asm, function
+    def __init__(self, kernel, **metadata):
+        self.src, self.asm = kernel.src, kernel.asm
         self.metadata = SimpleNamespace(**{**kernel.metadata._asdict(), **metadata})
         self.launched = []
 
@@ -88,10 +91,14 @@ class Kernel:
         return lambda *arguments, stream: self.launched.append((grid, arguments, stream))
 
 
+def function_of(driver, kernel):
+    return driver.kernel_of(kernel.asm["cubin"], kernel.metadata.name)
+
+
 def prepare(monkeypatch, case, **metadata):
-    """The launcher of a case and the driver; the kernels are those that the JIT gives."""
+    """The launcher of a case and the driver; the kernels are those that the compiler gives."""
     plan, _ = plan_of(case)
-    kernels = [Kernel(kernel, FUNCTION + index, **metadata) for index, kernel in enumerate(compiled(case))]
+    kernels = [Kernel(kernel, **metadata) for kernel in compiled(case)]
     return prepare_with(monkeypatch, plan, kernels)
 
 
@@ -101,6 +108,7 @@ def prepare_with(monkeypatch, plan, kernels):
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(launch, "compile_sources", lambda sources: kernels)
     for call, kernel in zip(calls_of(plan), kernels, strict=True):
         monkeypatch.setattr(call.kernel, "warmup", lambda *arguments, kernel=kernel, **options: kernel)
     return BACKEND.op(plan.direction).prepare(plan), driver, kernels
@@ -115,7 +123,7 @@ def test_the_driver_is_handed_every_tensor_of_each_kernel(monkeypatch, case):
         for dlse in (None, None, given.lse.clone())[: 3 if plan.direction == "backward" else 2]:
             calls = calls_of(plan, has_dlse=dlse is not None, multiprocessors=MULTIPROCESSORS)
             pairs = zip(kernels, calls, strict=True)
-            bindings = {kernel.function: checked_binding(kernel, call.table) for kernel, call in pairs}
+            bindings = {function_of(driver, kernel): checked_binding(kernel, call.table) for kernel, call in pairs}
             driver.sizes = {it: [abi.size_of(each) for each in of.arguments] for it, of in bindings.items()}
             driver.launched.clear()
             launcher(given._replace(dlse=dlse))
@@ -126,12 +134,14 @@ def test_the_driver_is_handed_every_tensor_of_each_kernel(monkeypatch, case):
     assert any(it.overlaps for it in driver.launched) == (
         case in ("gluon", "parts", "warp_specialized", "warp_specialized_two_pass", "packed gradients")
     )
-    if plan.direction == "forward":
-        assert launcher.kernels[0].keeps is kernels[0]  # which unloads the code when nobody has it
+    sizes = {function_of(driver, it): it.metadata.shared for it in kernels}
+    assert dict(driver.attributes_of(DYNAMIC_SMEM)) == {it: size for it, size in sizes.items() if size}
+    assert {it for it, *_ in driver.preferring} == {it for it, size in sizes.items() if size > 48 * 1024}
+    assert triton_driver._active is None  # to make one takes a C compiler
     if case == "gluon":
         assert known[abi.WORKSPACE] == driver.cleared[0][0]
         assert driver.launched[0].grid == (MULTIPROCESSORS, 1, 1)
-        assert sum(isinstance(it, abi.TensorMap) for it in bindings[FUNCTION].arguments) == 8
+        assert sum(isinstance(it, abi.TensorMap) for it in next(iter(bindings.values())).arguments) == 8
 
 
 @pytest.mark.parametrize(
@@ -158,13 +168,22 @@ def test_what_needs_more_than_arguments_goes_through_triton(monkeypatch, metadat
     assert driver.launched == []
 
 
-@pytest.mark.parametrize("listens", [lambda metadata: None, SimpleNamespace(calls=[print])], ids=["one", "chain"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("launch_enter_hook", lambda metadata: None),
+        ("launch_exit_hook", SimpleNamespace(calls=[print])),
+        ("kernel_load_end_hook", SimpleNamespace(calls=[print])),
+        ("jit_post_compile_hook", print),
+        ("debug", True),
+    ],
+)
 @pytest.mark.parametrize("case", ["pointers", "gluon", "parts", "atomic"])
-def test_launches_that_somebody_listens_to_go_through_triton(monkeypatch, listens, case):
+def test_launches_that_somebody_listens_to_go_through_triton(monkeypatch, name, value, case):
     """With memory of PyTorch's for areas of workspace, and for a counter of tiles, which is zero."""
     plan, given = plan_of(case)
     with monkeypatch.context() as patch:
-        patch.setattr(knobs.runtime, "launch_exit_hook", listens)
+        patch.setattr(knobs.runtime, name, value)
         launcher, driver, kernels = prepare(monkeypatch, case)
         if plan.direction == "backward":
             launcher(given)  # which is when it is made
@@ -181,7 +200,7 @@ def test_launches_that_somebody_listens_to_go_through_triton(monkeypatch, listen
 @pytest.mark.parametrize("other", ["another signature", "another cubin", "no metadata", "less metadata"])
 def test_a_release_that_is_not_known_goes_through_triton_and_says_so_once(monkeypatch, other):
     plan, given = plan_of("descriptors")
-    kernel = Kernel(compiled("descriptors")[0], FUNCTION)
+    kernel = Kernel(compiled("descriptors")[0])
     if other == "another signature":
         names = {name: kind if kind != "fp32" else "fp64" for name, kind in kernel.src.signature.items()}
         kernel.src = SimpleNamespace(**{**vars(kernel.src), "signature": names})
@@ -200,7 +219,7 @@ def test_a_release_that_is_not_known_goes_through_triton_and_says_so_once(monkey
         BACKEND.forward.prepare(plan)
 
 
-def test_kernels_of_a_launch_are_compiled_at_one_time(monkeypatch):
+def test_the_jit_compiles_the_kernels_of_a_launch_at_one_time(monkeypatch):
     """Each waits for the others, in a thread that has the launch's device."""
     kernels = compiled("two_pass")
     together, devices = threading.Barrier(len(kernels), timeout=60), []
@@ -208,8 +227,66 @@ def test_kernels_of_a_launch_are_compiled_at_one_time(monkeypatch):
     calls = [SimpleNamespace(kernel=kernel, table=it.table, stubs=tuple) for it in calls_of(plan_of("two_pass")[0])]
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     assert len(calls) > 1
-    assert sorted(launch._compiled(calls, 3)) == [*range(len(calls))]
+    assert sorted(launch._by_jit(calls, 3)) == [*range(len(calls))]
     assert devices == [3] * len(calls)
+
+
+class FakeSource:
+    """A source whose Python and whose compiler go into `seen`; with `together` its compiler waits for the others'."""
+
+    def __init__(self, key, is_gluon, seen, together=None):
+        self.key, self.is_gluon, self.seen, self.together = key, is_gluon, seen, together
+
+    def compile(self, *, wait=int, then=int):
+        try:
+            wait()
+            self.seen.append(f"python {self.key}")
+            time.sleep(0.01)
+        finally:
+            self.seen.append(f"end {self.key}")
+            then()
+        if self.together is None:
+            raise ValueError(self.key)
+        self.together.wait()
+        return f"code of {self.key}"
+
+
+def test_kernels_of_a_launch_are_compiled_at_one_time_but_their_python(monkeypatch):
+    """Python takes turns, Gluon's first; the compilers wait for each other."""
+    monkeypatch.setattr(compiling, "_known", {})
+    together, seen = threading.Barrier(3, timeout=60), []
+    sources = [FakeSource(key, key == "b", seen, together) for key in "abc"]
+    assert compile_sources(sources) == [f"code of {key}" for key in "abc"]
+    assert seen == [f"{step} {key}" for key in "bac" for step in ("python", "end")]
+    assert compile_sources(sources[::-1]) == [f"code of {key}" for key in "cba"]
+    assert len(seen) == 6
+
+
+def test_a_kernel_that_fails_holds_up_no_other_and_is_compiled_again(monkeypatch):
+    monkeypatch.setattr(compiling, "_known", {})
+    seen, alone = [], threading.Barrier(1)
+    sources = [FakeSource("bad", True, seen), FakeSource("good", False, seen, alone)]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad"):
+            compile_sources(sources)
+    assert seen.count("python bad") == seen.count("python good") == 2
+    sources[0].together = alone
+    assert compile_sources(sources) == ["code of bad", "code of good"]
+
+
+@pytest.mark.parametrize("case", ["packed", "warp_specialized_two_pass"])
+def test_what_is_compiled_ahead_is_what_a_launch_wants(monkeypatch, tmp_path, case):
+    """The launch compiles nothing more."""
+    monkeypatch.setattr(compiling, "_known", {})
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    plan, _ = plan_of(case)
+    BACKEND.op(plan.direction).compile_ahead(plan)
+    monkeypatch.setattr(compiling.triton, "compile", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda it: SimpleNamespace(multi_processor_count=132))
+    driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver({}))
+    BACKEND.op(plan.direction).prepare(plan)
+    expected = [kernel.asm["cubin"] for kernel in compiled(case)]
+    assert driver.loaded == expected
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ def _device(ordinal: int) -> ctypes.c_int:
 # ---------------------------------------------------------------- code
 
 _NUM_REGS, _SHARED, _LOCAL, _MAX_THREADS, _BINARY_VERSION = 4, 1, 3, 0, 6  # of CUfunction_attribute
+_PREFER_SHARED = 1  # CU_FUNC_CACHE_PREFER_SHARED
 _DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 _libraries: dict[bytes, ctypes.c_void_p] = {}
@@ -100,13 +101,20 @@ _loading = threading.Lock()
 
 
 def load_kernel(
-    cubin: bytes, symbol: str, device: int, *, dynamic_smem_bytes: int = 0, is_resident: bool = False
+    cubin: bytes,
+    symbol: str,
+    device: int,
+    *,
+    dynamic_smem_bytes: int = 0,
+    is_resident: bool = False,
+    prefers_smem: bool = False,
 ) -> int:
     """A kernel of a cubin as a CUkernel, loaded for the life of the process, allowed its shared memory on a device.
 
     The driver takes a CUkernel for a CUfunction wherever it launches one. A launch or a graph may have it for as long
     as the process runs, so it is never unloaded, and loaded once. With `is_resident` it is put on the device of the
-    current context now, where the driver's lazy loading would wait for the first launch.
+    current context now, where the driver's lazy loading would wait for the first launch. With `prefers_smem` an SM's
+    memory is rather shared memory than L1 cache while it runs.
     """
     with _loading:
         digest = hashlib.sha256(cubin).digest()
@@ -115,6 +123,8 @@ def load_kernel(
     kernel = _kernel_of(library, symbol)
     if dynamic_smem_bytes:
         ask("cuKernelSetAttribute", _DYNAMIC_SMEM, dynamic_smem_bytes, kernel, _device(device))
+    if prefers_smem:
+        ask("cuKernelSetCacheConfig", kernel, _PREFER_SHARED, _device(device))
     if is_resident:
         _function_of(kernel)
     assert kernel.value is not None

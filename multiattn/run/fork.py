@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import os
-import threading
+from typing import Protocol
 
 
-def hold_across_fork(lock: threading.Lock | threading.RLock) -> None:
+class Lock(Protocol):
+    """As those of `threading`."""
+
+    def acquire(self) -> object:
+        """Wait for it and take it."""
+
+    def release(self) -> None:
+        """Give it back."""
+
+
+def hold_across_fork(lock: Lock) -> None:
     """Let `os.fork` wait for `lock`, so that the child inherits what it guards whole and never waits for a lost thread.
 
     A new lock in the child would not do: what the other thread had half changed would stay so.

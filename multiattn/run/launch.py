@@ -45,8 +45,6 @@ class LoadedKernel:
     """Its arguments, by the names of `Operands` and of the workspace's areas."""
     overlaps: bool = False
     """It may begin while the kernel before it on the stream still runs (`driver.launch_config`)."""
-    keeps: object = None
-    """The owner of the function, where its end would unload it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

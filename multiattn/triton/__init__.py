@@ -11,13 +11,14 @@ from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import KINDS
 from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
-from multiattn.plan.backend import Backend, Op, Variant, bytes_of_areas, later
+from multiattn.plan.backend import Backend, Launcher, Op, Plan, Variant, bytes_of_areas, later
 from multiattn.plan.ladder import rung_variants
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.toolchain import probe_gpu, probe_release, version_of
 from multiattn.triton import configs, decode_configs, gluon_backward_configs, gluon_configs, gluon_two_pass_configs
 from multiattn.triton.candidates import candidates
 from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig
+from multiattn.triton.hashing import hashing
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.rules import rules_of
 
@@ -155,10 +156,18 @@ def _gluon_two_pass_variant() -> Variant:
     )
 
 
+def _prepare(plan: Plan) -> Launcher:
+    if plan.arch.is_gpu:
+        hashing()
+    launcher: Launcher = later("multiattn.triton.launch", "prepare")(plan)
+    return launcher
+
+
 def _op(*variants: Variant) -> Op:
     return Op(
         variants=variants,
-        prepare=later("multiattn.triton.launch", "prepare"),
+        prepare=_prepare,
+        compile_ahead=later("multiattn.triton.compile", "compile_ahead"),
         export=later("multiattn.triton.compile", "export_plan"),
         candidates=candidates,
     )

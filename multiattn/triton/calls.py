@@ -18,7 +18,6 @@ from multiattn.triton.configs import ELEMENT_BYTES
 from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
 from multiattn.triton.gluon_backward_parameters import GLUON_BACKWARD_KERNELS
 from multiattn.triton.gluon_configs import VARIANT as GLUON
-from multiattn.triton.kernels import backward, decode, forward, lists
 from multiattn.triton.parameters import LIST_TILES, tables_of
 from multiattn.triton.score import functions_of
 from multiattn.triton.table import Constant, Descriptor, Integer, KernelTable, Parameter, Tensor
@@ -75,17 +74,22 @@ class Call:
         return row if isinstance(row, float) else row.value
 
 
-def _kernel_of(plan: Plan, name: str) -> Any:
-    """A jitted kernel by its name in tables. Only those of Gluon import it."""
-    if name in GLUON_BACKWARD_KERNELS:
-        return getattr(importlib.import_module(GLUON_BACKWARD_KERNELS[name]), name)
-    if plan.variant == GLUON and name == "attention_forward":
-        from multiattn.triton.kernels.gluon.forward import attention_forward
+_KERNELS = "multiattn.triton.kernels"
 
-        return attention_forward
-    module: Any = forward if plan.direction == "forward" else backward
-    module = decode if plan.variant == SPLIT_KEYS else module
-    return getattr(lists if name == LIST_TILES else module, name)
+
+def _kernel_of(plan: Plan, name: str) -> Any:
+    """A jitted kernel by its name in tables. Its module is imported now: Triton reads the source of each function."""
+    if name in GLUON_BACKWARD_KERNELS:
+        module = GLUON_BACKWARD_KERNELS[name]
+    elif name == LIST_TILES:
+        module = f"{_KERNELS}.lists"
+    elif plan.variant == SPLIT_KEYS:
+        module = f"{_KERNELS}.decode"
+    elif plan.variant == GLUON and name == "attention_forward":
+        module = f"{_KERNELS}.gluon.forward"
+    else:
+        module = f"{_KERNELS}.{plan.direction}"
+    return getattr(importlib.import_module(module), name)
 
 
 _UNKNOWN = 3

@@ -1,12 +1,14 @@
-"""Compile a Plan for its arch with no GPU, to be read or to be run elsewhere.
+"""Compile a Plan for its arch with no GPU: for a launch in this process, to be read, or to be run elsewhere.
 
 It is done as Triton's JIT does it, but for a target that is named, not detected.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +22,12 @@ from triton.runtime.jit import create_function_from_signature
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
+from multiattn.run import ahead
 from multiattn.triton.bind import bind, checked_binding, image_of, why_not
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.cpu import interpreter
 from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
+from multiattn.triton.hashing import hashing
 
 KINDS = ("ttir", "ttgir", "llir", "ptx")
 """Intermediate code that can be asked for."""
@@ -73,21 +77,111 @@ def _emitted_binding(kernel: Any, call: Call, plan: Plan, image: abi.Image) -> a
 
 
 def specialise(call: Call, arch: Arch) -> Any:
-    """The CompiledKernel of `call` for `arch`, compiled afresh.
-
-    These are the steps of `JITFunction.run`, which would take the target from the process-wide active driver.
-    """
-    major, minor = arch.capability
-    target = GPUTarget("cuda", 10 * major + minor, 32)
-    backend = make_backend(target)
-    kernel: Any = call.kernel
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    """The CompiledKernel of `call` for `arch`, compiled afresh."""
     with interpreter.exclusive_language, knobs.compilation.scope():
         knobs.compilation.always_compile = True
+        return Source(call, arch).compile()
+
+
+# ---------------------------------------------------------------- for a launch
+
+
+class Source:
+    """A kernel with all that its code depends on, as Triton's compiler takes it.
+
+    It is made as `JITFunction.run` makes it, but for a target that is named: the JIT asks Triton's driver, which first
+    builds an extension module by a C compiler.
+    """
+
+    def __init__(self, call: Call, arch: Arch) -> None:
+        major, minor = arch.capability
+        self._target = GPUTarget("cuda", 10 * major + minor, 32)
+        backend = make_backend(self._target)
+        kernel: Any = call.kernel
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
         bound, specialization, _ = bind(*call.stubs(), **call.table.options)
         options, signature, constexprs, attributes = kernel._pack_args(
             backend, call.table.options, bound, specialization, None
         )
         make_source = GluonASTSource if kernel.is_gluon() else ASTSource
-        source = make_source(kernel, signature, constexprs, attributes)
-        return triton.compile(source, target=target, options=options.__dict__)
+        self._source = make_source(kernel, signature, constexprs, attributes)
+        self._options = options.__dict__
+        self.is_gluon: bool = kernel.is_gluon()
+        self.key = self._source.hash(), str(self._options), str(self._target)
+        """All that the code depends on in a process."""
+
+    def compile(self, *, wait: Callable[[], object] = int, then: Callable[[], object] = int) -> Any:
+        """The CompiledKernel, from Triton's cache on disk where it is there.
+
+        Triton's front end, which is Python, is run between `wait` and `then`; `then` is also called where it is not.
+        """
+        make_ir = self._source.make_ir
+
+        def make_ir_in_turn(*arguments: Any) -> Any:
+            wait()
+            try:
+                return make_ir(*arguments)
+            finally:
+                then()
+
+        self._source.make_ir = make_ir_in_turn
+        try:
+            return triton.compile(self._source, target=self._target, options=self._options)
+        finally:
+            self._source.make_ir = make_ir
+            then()
+
+
+_known: dict[tuple[str, ...], Any] = {}
+"""The CompiledKernels of this process, by their keys. Two threads may make the same; either will do."""
+
+
+def compile_sources(sources: Sequence[Source]) -> list[Any]:
+    """The CompiledKernel of each, all compiled at one time where they are not known.
+
+    Python runs one front end after another, the largest first: Gluon's. What follows it holds no lock of Python's.
+    """
+    missing = {it.key: it for it in sorted(sources, key=lambda it: not it.is_gluon) if it.key not in _known}
+    if missing:
+        hashing().join()  # else each of them would do it again
+        with interpreter.exclusive_language.as_it_is():
+            _known.update(zip(missing, _compile_in_turn([*missing.values()]), strict=True))
+    return [_known[it.key] for it in sources]
+
+
+def _compile_in_turn(sources: Sequence[Source]) -> list[Any]:
+    if len(sources) == 1:
+        return [sources[0].compile(then=ahead.begin)]
+    turns = [threading.Event() for _ in range(len(sources) + 1)]
+    turns[0].set()
+
+    def compile_one(index: int) -> Any:
+        return sources[index].compile(wait=turns[index].wait, then=turns[index + 1].set)
+
+    with ThreadPoolExecutor(len(sources)) as threads:
+        return list(threads.map(compile_one, range(len(sources))))
+
+
+def compile_ahead(plan: Plan) -> None:
+    """Compile the kernels of the usual launch of a Plan, for `launch.prepare` to find them known."""
+    if plan.arch.is_gpu and not wants_jit():
+        compile_sources([Source(call, plan.arch) for call in calls_of(plan)])
+
+
+def wants_jit() -> bool:
+    """True while somebody listens to Triton's JIT and its launches, or has it compile other code than usual."""
+    runtime, compilation = knobs.runtime, knobs.compilation
+    hooks = (getattr(runtime, name, None) for name in _HOOKS)
+    if any(getattr(hook, "calls", hook) for hook in hooks):  # a chain of hooks, or one, or None
+        return True
+    return bool(runtime.debug or getattr(compilation, "instrumentation_mode", ""))
+
+
+_HOOKS = (
+    "launch_enter_hook",
+    "launch_exit_hook",
+    "kernel_load_start_hook",
+    "kernel_load_end_hook",
+    "jit_cache_hook",
+    "jit_post_compile_hook",
+)

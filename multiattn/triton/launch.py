@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 import triton
-from triton import knobs
 
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan
 from multiattn.plan.schedule import COUNTER_BYTES
-from multiattn.run import compat
+from multiattn.run import compat, driver
 from multiattn.run.counters import counter_lender
 from multiattn.run.launch import (
     ByPresence,
@@ -27,6 +26,7 @@ from multiattn.run.launch import (
 from multiattn.triton.areas import areas_of
 from multiattn.triton.bind import checked_binding, why_not
 from multiattn.triton.calls import Call, calls_of
+from multiattn.triton.compile import Source, compile_sources, wants_jit
 from multiattn.triton.cpu import interpreter
 from multiattn.triton.gluon_backward_configs import GLUON_VARIANTS
 from multiattn.triton.parameters import area_names
@@ -84,22 +84,19 @@ USUAL_SMEM_BYTES = 228 * 1024
 def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     """A launcher by the driver itself, or by Triton's own code.
 
-    Both launch the same code with the same arguments; the driver costs the host at most half as much. Triton's own
-    launches a kernel that needs more than arguments (`bind.why_not`) or more shared memory than `USUAL_SMEM_BYTES`, and
-    every kernel while somebody listens to Triton's launches (`knobs.runtime.launch_enter_hook`, as its profiler does).
-    It is also used, with one RuntimeWarning, where this release of Triton compiles to an unknown signature.
+    Both launch the same code with the same arguments; the driver costs the host at most half as much, and no launcher
+    is made by a C compiler. Triton's own launches a kernel that needs more than arguments (`bind.why_not`) or more
+    shared memory than `USUAL_SMEM_BYTES`, and every kernel while `compile.wants_jit`, as under Triton's profiler. It is
+    also used, with one RuntimeWarning, where this release of Triton compiles to an unknown signature.
     """
     multiprocessors = (
         torch.cuda.get_device_properties(device).multi_processor_count if plan.variant in GLUON_VARIANTS else None
     )
     calls = calls_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
-    with interpreter.exclusive_language:
-        compiled = _compiled(calls, device)
-    runs = [kernel[(call.table.grid, 1, 1)] for kernel, call in zip(compiled, calls, strict=True)]  # this loads them
     areas: Sequence[str] = area_names([call.table for call in calls])
-    kernels = _for_driver(compiled, calls)
+    kernels = None if wants_jit() else _for_driver(plan, calls, device)
     if kernels is None:
-        return _through_triton(plan, runs, calls, areas, device)
+        return _through_triton(plan, calls, areas, device)
     if abi.WORKSPACE not in areas:
         more = {name: layout.size_bytes for name, layout in areas_of(plan.problem, plan.config).items()}
         return DriverLauncher(kernels, device, fresh_areas(plan.problem, areas, device, more))
@@ -112,7 +109,50 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     )
 
 
-def _compiled(calls: Sequence[Call], device: int) -> list[Any]:
+_OTHER_RELEASE = (AttributeError, KeyError, TypeError, ValueError)
+"""Errors of what is private to Triton."""
+
+
+def _for_driver(plan: Plan, calls: Sequence[Call], device: int) -> list[LoadedKernel] | None:
+    """The kernels of a launch past Triton's, or None: what is handed over is what Triton and the cubin say."""
+    try:
+        sources = [Source(call, plan.arch) for call in calls]
+    except _OTHER_RELEASE as error:
+        _warn(error)
+        return None
+    compiled = compile_sources(sources)
+    try:
+        if any(why_not(it.metadata) or it.metadata.shared > USUAL_SMEM_BYTES for it in compiled):
+            return None
+        bindings = [checked_binding(kernel, call.table) for kernel, call in zip(compiled, calls, strict=True)]
+        found = [(it.asm["cubin"], it.metadata.name, bool(it.metadata.launch_pdl)) for it in compiled]
+    except _OTHER_RELEASE as error:
+        _warn(error)
+        return None
+    return [
+        LoadedKernel(function=_load(cubin, name, binding, device), binding=binding, overlaps=overlaps)
+        for (cubin, name, overlaps), binding in zip(found, bindings, strict=True)
+    ]
+
+
+def _warn(error: Exception) -> None:
+    warn_of_release(f"Triton {triton.__version__}", error, "Triton's own launcher")
+
+
+def _load(cubin: bytes, name: str, binding: abi.Binding, device: int) -> int:
+    """A kernel, loaded and set up as Triton does it."""
+    driver.ensure_context(device)
+    smem_bytes = binding.image.dynamic_smem_bytes
+    return driver.load_kernel(
+        cubin, name, device, dynamic_smem_bytes=smem_bytes, is_resident=True, prefers_smem=smem_bytes > _PREFERS_L1
+    )
+
+
+_PREFERS_L1 = 48 * 1024
+"""Bytes of shared memory up to which Triton leaves an SM's memory to the driver to divide."""
+
+
+def _by_jit(calls: Sequence[Call], device: int) -> list[Any]:
     """The CompiledKernel of each, all compiled at one time: most of it holds no lock of Python's."""
 
     def warm_up(call: Call) -> Any:
@@ -124,38 +164,15 @@ def _compiled(calls: Sequence[Call], device: int) -> list[Any]:
         return list(threads.map(warm_up, calls))
 
 
-def _for_driver(compiled: Sequence[Any], calls: Sequence[Call]) -> list[LoadedKernel] | None:
-    """The kernels of a launch past Triton's, or None: what is handed over is what Triton and the cubin say."""
-    kernels = []
-    try:
-        for kernel, call in zip(compiled, calls, strict=True):
-            metadata = kernel.metadata
-            if why_not(metadata) or metadata.shared > USUAL_SMEM_BYTES or _is_watched():
-                return None
-            binding, function = checked_binding(kernel, call.table), int(kernel.function)
-            kernels.append(
-                LoadedKernel(function=function, binding=binding, overlaps=bool(metadata.launch_pdl), keeps=kernel)
-            )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # private to Triton, all of it
-        warn_of_release(f"Triton {triton.__version__}", error, "Triton's own launcher")
-        return None
-    return kernels
-
-
-def _is_watched() -> bool:
-    """True while somebody listens to Triton's launches."""
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(getattr(hook, "calls", hook) for hook in hooks)  # a chain of hooks, or one, or None
-
-
-def _through_triton(
-    plan: Plan, runs: Sequence[Any], calls: Sequence[Call], areas: Sequence[str], device: int
-) -> Launcher:
-    """Launches compiled kernels by Triton, but past its JIT, which looks for arguments that ask for other code.
+def _through_triton(plan: Plan, calls: Sequence[Call], areas: Sequence[str], device: int) -> Launcher:
+    """Launches kernels of the JIT by Triton, but past the JIT, which looks for arguments that ask for other code.
 
     All that it looks at is fixed by the Problem, and our own tensors are aligned. The stream is named, not left to
     Triton to ask the driver for.
     """
+    with interpreter.exclusive_language.as_it_is():
+        compiled = _by_jit(calls, device)
+    runs = [kernel[(call.table.grid, 1, 1)] for kernel, call in zip(compiled, calls, strict=True)]  # this loads them
     counters = [name for name in areas if name == abi.WORKSPACE]
 
     def launch(tensors: dict[str, Any]) -> None:

@@ -39,10 +39,59 @@ from multiattn.run.fork import hold_across_fork
 Array = npt.NDArray[Any]
 Extent = tuple[int, int]
 
-exclusive_language = threading.RLock()
-"""Held while a kernel is interpreted, as `triton.language` is then patched for the whole process, and while one is
-compiled, which needs it as it is."""
+
+class _Language:
+    """`triton.language`, which is patched for the whole process while a kernel is interpreted.
+
+    One thread may have it to patch, or any number to compile, who need it as it is.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._compiling = 0
+        self._owner: int | None = None
+        self._depth = 0
+
+    def acquire(self) -> None:
+        """Have it alone; a thread that has it may ask again."""
+        with self.changed:
+            if self._owner != threading.get_ident():
+                self.changed.wait_for(lambda: self._owner is None and not self._compiling)
+                self._owner = threading.get_ident()
+            self._depth += 1
+
+    def release(self) -> None:
+        """Give back what `acquire` gave."""
+        with self.changed:
+            self._depth -= 1
+            if not self._depth:
+                self._owner = None
+                self.changed.notify_all()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    @contextlib.contextmanager
+    def as_it_is(self) -> Iterator[None]:
+        """Have it with others that want it as it is."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._owner is None)
+            self._compiling += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._compiling -= 1
+                self.changed.notify_all()
+
+
+exclusive_language = _Language()
+"""Held while a kernel is interpreted; `as_it_is` while one is compiled."""
 hold_across_fork(exclusive_language)
+hold_across_fork(exclusive_language.changed)  # taken first and given back last: no other thread is in its midst
 
 
 def run(kernel: KernelInterface[Any], grid: int, *args: Any, **kwargs: Any) -> None:
