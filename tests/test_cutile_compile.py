@@ -2,6 +2,8 @@
 
 import re
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -131,3 +133,56 @@ def test_tileiras_compiles_the_kernels_of_a_launch_at_one_time(monkeypatch):
     cubins = compile.make_cubins(launches_of(plan), plan.arch)
     assert [cubin[:4] for cubin in cubins] == [b"\x7fELF"] * 2
     assert compile.private.compile_cubin is compile_cubin
+
+
+@needs_compiler
+def test_the_longest_kernel_is_traced_first(monkeypatch):
+    """All else of a launch is done before it is compiled."""
+    problem = Problem.contiguous(batch=1, heads_q=2, seq_q=64, head_dim=16)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant="atomic", probe=False)
+    launches, traced = launches_of(plan), []
+    monkeypatch.setattr(compile, "_make_cubin", lambda launch, arch: traced.append(launch.kernel) or launch.kernel)
+    assert compile.make_cubins(launches, plan.arch) == [it.kernel for it in launches]
+    assert traced[0] == "all_grads" != launches[0].kernel
+    assert compile.make_cubins([], plan.arch) == []
+
+
+def test_compilations_that_overlap_share_the_limit_and_leave_none(monkeypatch):
+    """CuTile has one limit for the process, and one lock: whoever ends last puts both back."""
+    monkeypatch.delenv("CUDA_TILE_COMPILER_TIMEOUT_SEC", raising=False)
+    config, known = default_tile_context.config, compile.private.compile_cubin
+    before, first, second = config.compiler_timeout_sec, compile._Compiling(), threading.Event()
+    inside = threading.Event()
+
+    def overlap():
+        with first:
+            inside.set()
+            assert second.wait(60)
+            assert config.compiler_timeout_sec == compile.COMPILE_SECONDS
+
+    with ThreadPoolExecutor(1) as thread:
+        with first:
+            other = thread.submit(overlap)
+            assert inside.wait(60)
+        assert config.compiler_timeout_sec == compile.COMPILE_SECONDS
+        assert compile.private.compile_cubin is not known
+        second.set()
+        other.result()
+    assert (config.compiler_timeout_sec, compile.private.compile_cubin) == (before, known)
+
+
+def test_a_fork_waits_for_compilations(monkeypatch):
+    compiling, order = compile._Compiling(), []
+
+    def fork():
+        compiling.acquire()  # as `hold_across_fork` does it
+        order.append("fork")
+        compiling.release()
+
+    with ThreadPoolExecutor(1) as thread:
+        with compiling, compiling:
+            forking = thread.submit(fork)
+            time.sleep(0.05)
+            order.append("compiled")
+        forking.result()
+    assert order == ["compiled", "fork"]

@@ -45,6 +45,7 @@ def driver(monkeypatch):
     fake = driver_fakes.FakeDriver([abi.size_of(it) for it in bind(plan_of()).arguments])
     fake.by_cutile = []
     monkeypatch.setattr(launching, "_known", {})
+    monkeypatch.setattr(launching, "_ahead", {})
     monkeypatch.setattr("multiattn.run.launch._warned", set())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
     device = SimpleNamespace(multi_processor_count=most_multiprocessors(ARCHS["sm90"]))
@@ -91,6 +92,17 @@ def test_plans_with_one_signature_share_code(driver, compiled):
     assert len({launcher.kernels[0].function for launcher in launchers}) == 1
     BACKEND.forward.prepare(plan_of(causal=True))
     assert len(compiled) == len(driver.loaded) == 2
+
+
+def test_what_was_compiled_ahead_is_loaded_and_kept_no_longer(driver, compiled):
+    from multiattn.cutile import launch as launching
+
+    for _ in range(2):
+        BACKEND.forward.compile_ahead(plan_of())
+    assert (len(compiled), len(driver.loaded), len(launching._ahead)) == (1, 0, 1)
+    launchers = [BACKEND.forward.prepare(plan_of(**sizes)) for sizes in ({}, {"seq_q": 256})]
+    assert (len(compiled), len(driver.loaded), launching._ahead) == (1, 1, {})
+    assert len({launcher.kernels[0].function for launcher in launchers}) == 1
 
 
 def test_a_compiler_that_takes_too_long_is_an_error(driver, monkeypatch):

@@ -128,6 +128,7 @@ _SPLIT_KEYS = Variant(
 )
 _OPERATIONS: dict[str, Any] = {
     "prepare": later("multiattn.cutile.launch", "prepare"),
+    "compile_ahead": later("multiattn.cutile.launch", "compile_ahead"),
     "export": later("multiattn.cutile.compile", "export_plan"),
 }
 

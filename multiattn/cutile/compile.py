@@ -6,6 +6,7 @@ A Plan's kernels are compiled to run elsewhere as well: cubins with the compiler
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import os
 import tempfile
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,6 @@ from multiattn.cutile.arrays import ArrayArgument
 from multiattn.cutile.bind import bind_proven
 from multiattn.cutile.claims import tile_ir
 from multiattn.cutile.configs import PIPELINES, CutileConfig
-from multiattn.cutile.kernels import backward, decode, forward, packed, stored
 from multiattn.cutile.kernels.constants import KernelConstants
 from multiattn.cutile.kernels.tiles import IN_64_BITS
 from multiattn.cutile.launches import KernelLaunch, Scalar
@@ -38,6 +38,7 @@ from multiattn.cutile.table import launches_of
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
+from multiattn.run import ahead
 from multiattn.run.fork import hold_across_fork
 
 KINDS = ("tileir", "tileirbc")
@@ -58,10 +59,10 @@ def get_kernel(launch: KernelLaunch) -> Any:
     return _kernel(launch.kernel, launch.constants, launch.is_64bit, launch.occupancy, launch.num_worker_warps)
 
 
-_MODULES: Mapping[str, Any] = {
-    **{"forward": forward, "list_tiles": packed},
-    **dict.fromkeys(("split_keys", "merge_splits"), decode),
-    **dict.fromkeys(("deltas", "stored_key_grads", "stored_query_grads"), stored),
+_MODULES: Mapping[str, str] = {
+    **{"forward": "forward", "list_tiles": "packed"},
+    **dict.fromkeys(("split_keys", "merge_splits"), "decode"),
+    **dict.fromkeys(("deltas", "stored_key_grads", "stored_query_grads"), "stored"),
 }
 """Where the kernels are that are not the backward's."""
 
@@ -73,7 +74,8 @@ def _kernel(
     asked: Any = constants
     if getattr(constants, "score", None) is not None:
         asked = replace(asked, score=functions_of(asked.score, _slots(constants)))
-    function = getattr(_MODULES.get(name, backward), f"{name}_kernel")(asked)
+    module = importlib.import_module(f"multiattn.cutile.kernels.{_MODULES.get(name, 'backward')}")
+    function = getattr(module, f"{name}_kernel")(asked)
     if is_64bit:
         annotations = function.__annotations__
         function.__annotations__ = {it: IN_64_BITS.get(kind, kind) for it, kind in annotations.items()}
@@ -196,17 +198,56 @@ def compile_limit() -> AbstractContextManager[None]:
 def make_cubins(launches: Sequence[KernelLaunch], arch: Arch) -> list[bytes]:
     """Compile kernels, or find them in cuTile's cache on disk, as `ct.launch` would, within the limit of compilation.
 
-    While tileiras compiles one the next is traced.
+    While tileiras compiles one the next is traced, that with the most arrays first: it takes the longest.
     """
-    if len(launches) < 2:
-        with compile_limit():
+    if not launches:
+        return []
+    with _compiling:
+        if len(launches) == 1:
             return [_make_cubin(launch, arch) for launch in launches]
-    with _at_once, compile_limit(), _without_lock(), ThreadPoolExecutor(len(launches)) as threads:
-        return list(threads.map(lambda launch: _make_cubin(launch, arch), launches))
+        ordered = sorted(launches, key=lambda it: -len(it.arrays))
+        with ThreadPoolExecutor(len(launches)) as threads:
+            made = dict(zip(map(id, ordered), threads.map(lambda it: _make_cubin(it, arch), ordered), strict=True))
+        return [made[id(launch)] for launch in launches]
 
 
-_at_once = threading.Lock()
-hold_across_fork(_at_once)
+class _Compiling:
+    """Held by every compilation; those that overlap share the limit of time, which is cuTile's for the whole process.
+
+    While tileiras runs, a process of its own, cuTile's lock, which is of all compilation, is let go.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = 0
+        self._shared = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if not self._count:
+                self._shared.enter_context(compile_limit())
+                self._shared.enter_context(_without_lock())
+            self._count += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._count -= 1
+            if not self._count:
+                self._shared.close()
+                self._changed.notify_all()
+
+    def acquire(self) -> None:
+        """Wait until nobody compiles, and let nobody begin."""
+        self._changed.acquire()
+        self._changed.wait_for(lambda: not self._count)
+
+    def release(self) -> None:
+        """Let others compile."""
+        self._changed.release()
+
+
+_compiling = _Compiling()
+hold_across_fork(_compiling)
 
 
 def _make_cubin(launch: KernelLaunch, arch: Arch) -> bytes:
@@ -217,10 +258,11 @@ def _make_cubin(launch: KernelLaunch, arch: Arch) -> bytes:
 
 @contextmanager
 def _without_lock() -> Iterator[None]:
-    """Lets go of cuTile's lock, which is of all compilation, while tileiras runs, a process of its own."""
+    """Lets go of cuTile's lock while tileiras runs."""
     lock = private._compiler_lock
 
     def compile_unlocked(*args: Any, **options: Any) -> Any:
+        ahead.begin()
         lock.release()
         try:
             return known(*args, **options)

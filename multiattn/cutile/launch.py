@@ -70,6 +70,8 @@ class _Code:
 
 
 _known: dict[tuple[object, ...], _Code] = {}
+_ahead: dict[tuple[object, ...], bytes] = {}
+"""Cubins that were made ahead of their first launch."""
 
 
 def code_key(launch: KernelLaunch, arch: Arch) -> tuple[object, ...]:
@@ -93,14 +95,30 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     return DriverLauncher(loaded, device, fresh_areas(plan.problem, areas_of(plan), device, more))
 
 
+def compile_ahead(plan: Plan) -> None:
+    """Compile the kernels of the usual launch of a Plan, for `prepare` to load."""
+    if plan.arch.is_gpu:
+        unknown = {key: it for key, it in _unknown(launches_of(plan), plan.arch).items() if key not in _ahead}
+        _ahead.update(zip(unknown, make_cubins([*unknown.values()], plan.arch), strict=True))
+
+
+def _unknown(launches: Sequence[KernelLaunch], arch: Arch) -> dict[tuple[object, ...], KernelLaunch]:
+    """By their keys, the kernels that are not loaded."""
+    by_key = {code_key(launch, arch): launch for launch in launches}
+    return {key: launch for key, launch in by_key.items() if key not in _known}
+
+
 def _load(plan: Plan, launches: Sequence[KernelLaunch], device: int) -> list[LoadedKernel | None]:
     """The kernels, compiled now unless their code is known; None where host code is another machine's.
 
     ValueError for a cubin that says less, or something else, than those of the releases that are known.
     """
-    by_key = {code_key(launch, plan.arch): launch for launch in launches}
-    unknown = {key: launch for key, launch in by_key.items() if key not in _known}
-    for (key, launch), cubin in zip(unknown.items(), make_cubins([*unknown.values()], plan.arch), strict=True):
+    unknown = _unknown(launches, plan.arch)
+    cubins = {key: cubin for key in unknown if (cubin := _ahead.get(key)) is not None}
+    missing = {key: launch for key, launch in unknown.items() if key not in cubins}
+    cubins |= zip(missing, make_cubins([*missing.values()], plan.arch), strict=True)
+    for key, launch in unknown.items():
+        cubin = cubins[key]
         symbol = get_signature(launch).symbol
         _known[key] = _Code(
             entry=abi.read_entry(cubin, symbol),
@@ -108,6 +126,7 @@ def _load(plan: Plan, launches: Sequence[KernelLaunch], device: int) -> list[Loa
             host=abi.host_of(cubin),
             function=driver.load_kernel(cubin, symbol, device),
         )
+        _ahead.pop(key, None)
 
     def loaded(launch: KernelLaunch) -> LoadedKernel | None:
         code = _known[code_key(launch, plan.arch)]
