@@ -1,0 +1,187 @@
+"""Compiling a backward's kernels in a thread, while the forward's are compiled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from multiattn import Problem
+from multiattn.operands import Operands, Options
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, get, make_plan
+from multiattn.run import ahead, calls
+from multiattn.run.ahead import Ahead, begin, following
+from multiattn.run.calls import Ready
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch):
+    monkeypatch.setattr(ahead, "_cores", lambda: ahead.CORES)
+
+
+def test_it_begins_when_python_is_done_or_else_at_the_end():
+    seen = []
+    with following(early := Ahead(lambda: seen.append("early"))):
+        early.wait()  # not started: waits for nothing
+        assert seen == []
+        begin()
+        early.wait()
+        assert seen == ["early"]
+    with following(late := Ahead(lambda: seen.append("late"))), following(None):
+        assert seen == ["early"]
+    late.wait()
+    late.start()  # once is enough
+    begin()
+    assert seen == ["early", "late"]
+
+
+def test_a_forward_that_fails_has_nothing_compiled():
+    never = Ahead(lambda: pytest.fail("started"))
+    with pytest.raises(ValueError, match="forward"), following(never):
+        raise ValueError("forward")
+    begin()
+    assert never._thread.ident is None
+
+
+def test_a_host_with_few_cores_compiles_nothing_ahead(monkeypatch):
+    monkeypatch.setattr(ahead, "_cores", lambda: ahead.CORES - 1)
+    with following(never := Ahead(lambda: pytest.fail("started"))):
+        begin()
+    assert never._thread.ident is None
+
+
+def test_errors_are_left_to_the_call_and_one_runs_at_a_time():
+    running, most = [], []
+
+    def task():
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.01)
+        running.pop()
+        raise RuntimeError("not told")
+
+    them = [Ahead(task) for _ in range(5)]
+    for it in them:
+        it.start()
+    for it in them:
+        it.wait()
+    assert most == [1] * 5
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_waits_for_no_thread_of_its_parent():
+    go = threading.Event()
+    running, queued = Ahead(go.wait), Ahead(int)
+    running.start()
+    queued.start()
+    child = os.fork()
+    if not child:
+        done = []
+        own = Ahead(lambda: done.append(1))
+        own.start()
+        for it in (running, queued, own):
+            it.wait()
+        os._exit(0 if done else 1)
+    for _ in range(600):
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    go.set()
+    assert (found, status) == (child, 0)
+
+
+def test_an_interpreter_that_ends_waits_for_it_and_starts_none():
+    program = """
+import atexit, time
+from multiattn.run.ahead import Ahead
+def slow():
+    time.sleep(0.3)
+    print("done", flush=True)
+def late():
+    it = Ahead(lambda: None)
+    it.start()
+    it.wait()
+    print("end", flush=True)
+atexit.register(late)
+Ahead(slow).start()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert (ran.stdout.split(), ran.stderr) == (["done", "end"], "")
+
+
+# ---------------------------------------------------------------- of a call
+
+
+def ready(monkeypatch, seen, **sizes):
+    """A forward with its gradient, as on a GPU, whose compilers and launchers go into `seen`."""
+    problem = Problem.contiguous(**{"batch": 1, "heads_q": 2, "seq_q": 64, "head_dim": 64, **sizes})
+    plans = [make_plan(get("triton"), problem, ARCHS["sm90"], direction=it, probe=False) for it in DIRECTIONS]
+    device = torch.device("cuda", 0)
+
+    def prepare(plan, device):
+        seen.append(f"prepare {plan.direction}")
+        return lambda operands: seen.append(f"launch {plan.direction}")
+
+    def compile_ahead(plan):
+        time.sleep(0.05)
+        seen.append(f"compile {plan.direction}")
+
+    monkeypatch.setattr(calls, "prepare", prepare)
+    backend = SimpleNamespace(op=lambda direction: SimpleNamespace(compile_ahead=compile_ahead))
+    monkeypatch.setattr(calls, "registry", SimpleNamespace(get=lambda name: backend))
+    monkeypatch.setattr(calls.compat, "allocator", lambda layouts, device: lambda: [])
+    backward = Ready(plans[1], Options(), device)
+    return Ready(plans[0], Options(), device, backward), Ready(plans[0], Options(), device), backward
+
+
+NOTHING = Operands(*(torch.empty(0) for _ in range(3)))
+
+
+def test_a_forward_has_its_backward_compiled_which_waits_for_that(monkeypatch):
+    seen = []
+    with_grad, _, backward = ready(monkeypatch, seen)
+    for call in (with_grad, backward, with_grad, backward):
+        call.launch(NOTHING)
+    assert seen == [
+        *("prepare forward", "launch forward", "compile backward", "prepare backward", "launch backward"),
+        *("launch forward", "launch backward"),
+    ]
+
+
+def test_a_forward_whose_gradient_nobody_wants_has_none_compiled(monkeypatch):
+    seen = []
+    _, without, backward = ready(monkeypatch, seen)
+    without.launch(NOTHING)
+    backward.launch(NOTHING)
+    assert seen == ["prepare forward", "launch forward", "prepare backward", "launch backward"]
+
+
+def test_no_work_has_nothing_compiled(monkeypatch):
+    seen = []
+    with_grad, _, backward = ready(monkeypatch, seen, seq_kv=0)
+    with_grad.launch(NOTHING)
+    backward.launch(NOTHING)
+    assert "compile backward" not in seen
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_compiles_ahead_and_nothing_for_a_cpu(backend):
+    for direction in DIRECTIONS:
+        problem = Problem.contiguous(batch=1, heads_q=2, seq_q=64, head_dim=64)
+        plan = make_plan(get(backend), problem, ARCHS["cpu"], direction=direction, probe=False)
+        compile_ahead = get(backend).op(direction).compile_ahead
+        assert compile_ahead is not None
+        assert not get(backend).probe_compiler()
+        compile_ahead(plan)
