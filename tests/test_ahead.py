@@ -29,13 +29,13 @@ def cores(monkeypatch):
 def test_it_begins_when_python_is_done_or_else_at_the_end():
     seen = []
     with following(early := Ahead(lambda: seen.append("early"))):
-        early.wait()  # not started: waits for nothing
         assert seen == []
         begin()
-        early.wait()
+        early._thread.join()
         assert seen == ["early"]
     with following(late := Ahead(lambda: seen.append("late"))), following(None):
         assert seen == ["early"]
+    late._thread.join()
     late.wait()
     late.start()  # once is enough
     begin()
@@ -71,22 +71,48 @@ def test_errors_are_left_to_the_call_and_one_runs_at_a_time():
     for it in them:
         it.start()
     for it in them:
+        it._thread.join()
         it.wait()
     assert most == [1] * 5
+
+
+def test_a_call_waits_for_what_is_under_way_and_for_nothing_that_is_not():
+    go, begun, seen = threading.Event(), threading.Event(), []
+
+    def task():
+        begun.set()
+        assert go.wait(60)
+        seen.append("under way")
+
+    under_way, queued, never = Ahead(task), Ahead(lambda: seen.append("queued")), Ahead(lambda: seen.append("never"))
+    under_way.start()
+    assert begun.wait(60)
+    queued.start()
+    queued.wait()  # its turn has not come: the call compiles itself
+    never.wait()
+    never.start()
+    threading.Timer(0.05, go.set).start()
+    under_way.wait()
+    assert seen == ["under way"]
+    for it in (queued, never):
+        it._thread.join()
+    assert seen == ["under way"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_waits_for_no_thread_of_its_parent():
-    go = threading.Event()
-    running, queued = Ahead(go.wait), Ahead(int)
+    go, begun = threading.Event(), threading.Event()
+    running, queued = Ahead(lambda: begun.set() or go.wait()), Ahead(int)
     running.start()
+    assert begun.wait(60)
     queued.start()
     child = os.fork()
     if not child:
         done = []
         own = Ahead(lambda: done.append(1))
         own.start()
+        own._thread.join()
         for it in (running, queued, own):
             it.wait()
         os._exit(0 if done else 1)
@@ -135,6 +161,7 @@ def ready(monkeypatch, seen, **sizes):
         return lambda operands: seen.append(f"launch {plan.direction}")
 
     def compile_ahead(plan):
+        begun.set()
         time.sleep(0.05)
         seen.append(f"compile {plan.direction}")
 
@@ -142,8 +169,8 @@ def ready(monkeypatch, seen, **sizes):
     backend = SimpleNamespace(op=lambda direction: SimpleNamespace(compile_ahead=compile_ahead))
     monkeypatch.setattr(calls, "registry", SimpleNamespace(get=lambda name: backend))
     monkeypatch.setattr(calls.compat, "allocator", lambda layouts, device: lambda: [])
-    backward = Ready(plans[1], Options(), device)
-    return Ready(plans[0], Options(), device, backward), Ready(plans[0], Options(), device), backward
+    begun, backward = threading.Event(), Ready(plans[1], Options(), device)
+    return Ready(plans[0], Options(), device, backward), Ready(plans[0], Options(), device), backward, begun
 
 
 NOTHING = Operands(*(torch.empty(0) for _ in range(3)))
@@ -151,8 +178,10 @@ NOTHING = Operands(*(torch.empty(0) for _ in range(3)))
 
 def test_a_forward_has_its_backward_compiled_which_waits_for_that(monkeypatch):
     seen = []
-    with_grad, _, backward = ready(monkeypatch, seen)
-    for call in (with_grad, backward, with_grad, backward):
+    with_grad, _, backward, begun = ready(monkeypatch, seen)
+    with_grad.launch(NOTHING)
+    assert begun.wait(60)
+    for call in (backward, with_grad, backward):
         call.launch(NOTHING)
     assert seen == [
         *("prepare forward", "launch forward", "compile backward", "prepare backward", "launch backward"),
@@ -162,7 +191,7 @@ def test_a_forward_has_its_backward_compiled_which_waits_for_that(monkeypatch):
 
 def test_a_forward_whose_gradient_nobody_wants_has_none_compiled(monkeypatch):
     seen = []
-    _, without, backward = ready(monkeypatch, seen)
+    _, without, backward, _ = ready(monkeypatch, seen)
     without.launch(NOTHING)
     backward.launch(NOTHING)
     assert seen == ["prepare forward", "launch forward", "prepare backward", "launch backward"]
@@ -170,7 +199,7 @@ def test_a_forward_whose_gradient_nobody_wants_has_none_compiled(monkeypatch):
 
 def test_no_work_has_nothing_compiled(monkeypatch):
     seen = []
-    with_grad, _, backward = ready(monkeypatch, seen, seq_kv=0)
+    with_grad, _, backward, _ = ready(monkeypatch, seen, seq_kv=0)
     with_grad.launch(NOTHING)
     backward.launch(NOTHING)
     assert "compile backward" not in seen

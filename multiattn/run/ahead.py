@@ -27,6 +27,8 @@ class Ahead:
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        self._claim = threading.Lock()
+        """Taken for good by the first who comes to it, the thread or the call."""
         self._thread = threading.Thread(target=self._run, name="multiattn compiles ahead")
 
     def start(self) -> None:
@@ -35,13 +37,14 @@ class Ahead:
             self._thread.start()
 
     def wait(self) -> None:
-        """Wait until it is done, if it was started."""
-        if self._thread.ident is not None:
+        """Wait until it is done, if it is under way; else it is not begun any more, as the caller does it now."""
+        if not self._claim.acquire(blocking=False) and self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
         with contextlib.suppress(Exception), _turn.taken():
-            self._task()
+            if self._claim.acquire(blocking=False):
+                self._task()
 
 
 class _Turn:
@@ -61,7 +64,7 @@ class _Turn:
 
 _turn = _Turn()
 _waiting: list[Ahead] = []
-"""What begins as soon as a forward's Python is done. Any forward's will do."""
+"""They begin as soon as a forward's Python is done. Any forward's will do."""
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class Ready:
         self.launch(operands)
 
     def compile_ahead(self) -> Ahead | None:
-        """What compiles for the first launch, for a thread to do before it; None where there is nothing to compile."""
+        """The compilation for the first launch, for a thread to do before it; None where there is none."""
         if self._ahead is None and self.device.type == "cuda" and not _launches_nothing(self.plan):
             compile_plan = registry.get(self.plan.backend).op(self.plan.direction).compile_ahead
             self._ahead = None if compile_plan is None else Ahead(functools.partial(compile_plan, self.plan))

@@ -143,7 +143,7 @@ def compile_sources(sources: Sequence[Source]) -> list[Any]:
     """
     missing = {it.key: it for it in sorted(sources, key=lambda it: not it.is_gluon) if it.key not in _known}
     if missing:
-        hashing().join()  # else each of them would do it again
+        hashing().wait()  # else each of them would do it again
         with interpreter.exclusive_language.as_it_is():
             _known.update(zip(missing, _compile_in_turn([*missing.values()]), strict=True))
     return [_known[it.key] for it in sources]
