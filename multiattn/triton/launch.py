@@ -141,7 +141,7 @@ def _warn(error: Exception) -> None:
 
 def _load(cubin: bytes, name: str, binding: abi.Binding, device: int) -> int:
     """A kernel, loaded and set up as Triton does it."""
-    driver.ensure_context(device)
+    driver.make_context_current(device)  # the one where it is to be resident
     smem_bytes = binding.image.dynamic_smem_bytes
     return driver.load_kernel(
         cubin, name, device, dynamic_smem_bytes=smem_bytes, is_resident=True, prefers_smem=smem_bytes > _PREFERS_L1
