@@ -4,6 +4,9 @@
 
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -152,3 +155,29 @@ def test_ptx_that_orders_launches_does_nothing_and_other_ptx_is_refused():
     assert out == 1
     with pytest.raises(NotImplementedError, match="no PTX but griddepcontrol; got 'mov"):
         interpreter.run(follow, 1, out, "mov.b32 $0, 1;")
+
+
+def test_the_language_is_for_one_to_patch_or_for_many_to_compile_with():
+    language, order = interpreter._Language(), []
+    compiling = threading.Barrier(2, timeout=60)
+
+    def compile_one():
+        with language.as_it_is():
+            compiling.wait()  # both are in it
+            time.sleep(0.02)
+            order.append("compiled")
+
+    def interpret():
+        with language, language:  # a kernel that is interpreted may interpret
+            order.append("begin")
+            time.sleep(0.02)
+            order.append("end")
+
+    with ThreadPoolExecutor(4) as threads:
+        with language.as_it_is():
+            them = [threads.submit(it) for it in (interpret, compile_one, compile_one, interpret)]
+            them[1].result()
+            assert "begin" not in order
+        for it in them:
+            it.result()
+    assert order == ["compiled"] * 2 + ["begin", "end"] * 2
