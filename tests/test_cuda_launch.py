@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import replace
 
 import cuda_fakes
@@ -24,6 +25,7 @@ from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
 from multiattn.problem import Problem
+from multiattn.run import cache
 
 pytestmark = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))
 
@@ -139,6 +141,25 @@ def test_a_backward_launches_its_kernels_in_order_with_one_struct(monkeypatch, t
     assert (params.delta is not None, params.dq_sum is not None) == (True, variant == "atomic")
     if variant == "atomic" and not has_sinks:
         assert params.delta - params.dq_sum == dq_sum_bytes(problem)
+
+
+def test_what_is_compiled_ahead_is_compiled_at_one_time_and_not_again(monkeypatch, tmp_path):
+    """Each kernel waits for the others; a launch would find them on disk."""
+    monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path))
+    problem = Problem.contiguous(batch=1, heads_q=2, seq_q=64, head_dim=64)
+    plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", probe=False)
+    kernels = {it.kernel for it in launches_of(plan)}
+    together, made = threading.Barrier(len(kernels), timeout=60), []
+
+    def compile_one(source, target):
+        together.wait()
+        made.append(target)
+        return b"code"
+
+    monkeypatch.setattr("multiattn.cuda.compile._compile", compile_one)
+    for _ in range(2):
+        BACKEND.backward.compile_ahead(plan)
+    assert len(made) == len(kernels) > 1
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,11 @@ def cubin_path(kernel: Instance, arch: Arch) -> Path:
 
 
 def compile_ahead(plan: Plan) -> None:
-    """Compile the kernels of a Plan into the cache on disk, where `launch.prepare` looks."""
-    for launch in launches_of(plan) if plan.arch.is_gpu else ():
-        cubin_path(launch.kernel, plan.arch)
+    """Compile the kernels of a Plan at one time into the cache on disk, where `launch.prepare` looks."""
+    if plan.arch.is_gpu:
+        kernels = {launch.kernel for launch in launches_of(plan)}
+        with ThreadPoolExecutor(len(kernels)) as threads:
+            list(threads.map(lambda kernel: cubin_path(kernel, plan.arch), kernels))
 
 
 def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
