@@ -233,6 +233,28 @@ def test_a_key_of_a_host_build_covers_headers_flags_and_compiler(header, monkeyp
     assert key() != first
 
 
+@needs_host
+def test_standard_headers_are_parsed_once_and_read_where_what_was_parsed_is_of_no_use(folder, monkeypatch):
+    """With -H g++ tells of what was parsed before: a ! where it takes it, an x where not."""
+    told = []
+
+    def run(command, source, *, scratch):
+        done = tools.run_compiler([*command, "-H"], source, scratch=scratch)
+        told.append(done.stderr)
+        return done
+
+    monkeypatch.setattr(host, "run_compiler", run)
+    monkeypatch.setattr(host, "RUNTIME", ())
+    for number in range(2):
+        host.build_source(f"std::initializer_list<int> number_{number};")
+    (parsed,) = folder.glob("*.h.gch")
+    assert len(told) == 3
+    assert all(f"! {parsed}\n" in it for it in told[1:])
+    parsed.write_bytes(b"of another compiler")
+    host.build_source("std::initializer_list<int> number_2;")
+    assert f"x {parsed}\n" in told[3]  # and yet it knew the type
+
+
 @needs_nvrtc
 def test_a_key_of_nvrtc_covers_headers_arch_and_compiler(folder, tmp_path, monkeypatch):
     from multiattn.cuda import compile as nvrtc
@@ -260,6 +282,7 @@ def test_an_interrupt_leaves_no_compiler_and_no_file(folder, tmp_path, monkeypat
     """SIGINT while cc1plus, a child of g++, works."""
     limits = ("-fconstexpr-loop-limit=2147483647", "-fconstexpr-ops-limit=9223372036854775807")
     monkeypatch.setattr(host, "RUNTIME", ())
+    monkeypatch.setattr(host, "_parsed_headers", lambda flags, directory: os.devnull)
     monkeypatch.setattr(host, "_KERNEL_FLAGS", (*host._KERNEL_FLAGS, *limits))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     code = (

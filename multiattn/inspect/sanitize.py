@@ -94,7 +94,8 @@ def main() -> int:
     if options.sample:
         plans = tuple({(it.direction, it.variant == WGMMA.name): it for it in reversed(plans)}.values())
     runtime = (it for it in host._RUNTIME_FLAGS if it != "-O2")  # which takes g++ 10 s more with the sanitizers
-    host._KERNEL_FLAGS, host._RUNTIME_FLAGS = (*host._KERNEL_FLAGS, *_FLAGS), (*runtime, *_FLAGS)
+    optimised = (it for it in host._KERNEL_FLAGS if it != "-O0")  # it warns of more
+    host._KERNEL_FLAGS, host._RUNTIME_FLAGS = (*optimised, "-O1", *_FLAGS), (*runtime, *_FLAGS)
     path = host.build(list(dict.fromkeys(kernel for plan in plans for kernel in kernels_of(plan))))
     if _PRELOADED in os.environ:
         library = host.load(path)
