@@ -35,6 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from multiattn.plan.support import OutOfBoundsError
 from multiattn.run.fork import hold_across_fork
+from multiattn.triton.cpu.remembered import REPLACEMENTS
 
 Array = npt.NDArray[Any]
 Extent = tuple[int, int]
@@ -126,6 +127,8 @@ class _HonestBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]  # T
 
     def __init__(self) -> None:
         super().__init__()
+        # A half of the time of a kernel: each sum of integers once more in 64 bits, for an assertion that is left out.
+        self.options = interpreter.InterpreterOptions(sanitize_overflow=False)
         self.extents: list[Extent] = []
         """[first, last) byte of each tensor argument."""
 
@@ -322,13 +325,15 @@ def _patched_language() -> Iterator[_HonestBuilder]:
     standard = _rewritten_standard()
     jitted = {name: standard[name] for name, value in vars(tl.standard).items() if isinstance(value, KernelInterface)}
     owners: Sequence[Any] = (
-        tl, tl.core, tl.math, tl.standard, tl.core.tensor, tl.core.dtype, tl.core.condition,
-        tl.core.tensor_descriptor_base, interpreter,
+        tl, tl.core, tl.math, tl.standard, tl.core.tensor, tl.core.dtype, tl.core.block_type,
+        tl.core.condition, tl.core.tensor_descriptor_base, interpreter,
     )  # fmt: skip
     before = [(owner, dict(vars(owner))) for owner in owners]
     try:
         interpreter.interpreter_semantic = semantic
         interpreter.interpreter_builder = semantic.builder
+        for owner, name, function in REPLACEMENTS:
+            setattr(owner, name, function)
         interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         # NumPy >= 2.4 has no int() of a one-element array, which Triton 3.6 takes of every loop bound.
         tl.core.tensor.__index__ = lambda self: int(self.handle.data.item())
