@@ -6,7 +6,7 @@ JOBS ?= 2
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all lint clean
+.PHONY: setup demo test test-all lint style types suite clean
 
 setup: $(VENV)/.ready
 
@@ -20,14 +20,21 @@ $(VENV)/.ready: pyproject.toml
 demo: setup
 	$(BIN)/python -m bench demo --jobs $(JOBS) --out out
 
-lint: setup
+lint: style types
+
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: setup
 	$(BIN)/mypy
 
-test: lint
+suite: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q
-	$(BIN)/python -m bench docs --check
+
+# mypy has work for one core alone: it runs beside the tests, which find out if a page is not current, too.
+test: style
+	$(MAKE) --jobs 2 types suite
 	$(BIN)/python -m bench record --check --sample --jobs $(JOBS)
 
 # Everything that make test runs, and what takes too long for every change: each point of the ladders, each rule
