@@ -69,14 +69,22 @@ def test_two_kernels_give_the_same_bits_in_every_order_of_blocks(variant, launch
 
 
 @both_masks
-@pytest.mark.parametrize("how", ["dq_transposed", "delta_first"])
-def test_products_of_one_pass_may_be_otherwise(how, causal):
+@pytest.mark.parametrize(
+    ("variant", "how"), [("atomic", "dq_transposed"), ("atomic", "delta_first"), ("stored", "delta_first")]
+)
+def test_products_may_be_otherwise(variant, how, causal):
     q, k, v, dout = make_tensors(batch=2, heads_q=4, heads_kv=2, head_dim=40)
-    problem = Problem.of(q, k, v, causal=causal)
-    check(plan_of("atomic", problem, OnePassConfig(tile_m=16, tile_n=32, **{how: True})), q, k, v, dout)
-    (reason,) = find_variant(BACKEND, "two_pass", "backward").fits(
-        problem, CPU, TwoPassConfig(**{how: True}, tile_m=16, tile_n=32)
-    )
+    config = config_of(variant, tile_m=16, tile_n=32, **{how: True})
+    check(plan_of(variant, Problem.of(q, k, v, causal=causal), config), q, k, v, dout)
+
+
+@pytest.mark.parametrize(
+    ("variant", "how"), [("two_pass", "dq_transposed"), ("two_pass", "delta_first"), ("stored", "dq_transposed")]
+)
+def test_products_that_may_not_be_otherwise(variant, how):
+    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
+    config = config_of(variant, tile_m=16, tile_n=32, **{how: True})
+    (reason,) = find_variant(BACKEND, variant, "backward").fits(problem, CPU, config)
     assert reason.allowed == "False"
 
 

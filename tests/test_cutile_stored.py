@@ -50,6 +50,22 @@ def test_gradients_of_all_heads_at_once(shape, head_dim, causal):
     check(plan, q, k, v, dout)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("stagger", [1, 7])
+def test_gradients_of_tiles_that_begin_at_queries_of_their_own(shape, stagger):
+    q, k, v, dout = make_tensors(head_dim=16, **shape)
+    check(plan_of(Problem.of(q, k, v), replace(CONFIG, stagger=stagger)), q, k, v, dout)
+
+
+@both_masks
+def test_tiles_begin_at_queries_of_their_own_without_a_mask_only(causal):
+    problem = Problem.contiguous(batch=1, heads_q=2, seq_q=256, head_dim=64, causal=causal)
+    _, keys, queries = launches_of(plan_of(problem, replace(CONFIG, stagger=7)))
+    _, plain_keys, plain_queries = launches_of(plan_of(problem))
+    assert (keys == plain_keys, queries == plain_queries) == (causal, True)
+    assert keys.constants.stagger == (0 if causal else 7)
+
+
 @both_masks
 @pytest.mark.parametrize(("heads", "at_a_time"), [(2, 1), (4, 2), (7, 2), (8, 4), (12, 4), (16, 8)])
 def test_gradients_of_some_heads_at_a_time(heads, at_a_time, causal, monkeypatch):
@@ -87,6 +103,8 @@ def test_it_refuses_what_one_head_has_no_memory_for():
     assert make_plan(BACKEND, long, ARCHS["sm90"], direction="backward", probe=False).variant != "stored"
     (reason,) = variant.fits(problem, ARCHS["sm90"], replace(config, dq_tile_m=32))
     assert (reason.got, reason.allowed) == ("dq_tile_m=32", "tile_m=64 and more")
+    (reason,) = variant.fits(problem, ARCHS["sm90"], replace(config, stagger=-1))
+    assert (reason.got, reason.allowed) == ("stagger=-1", "0 and more")
 
 
 @pytest.mark.parametrize("options", [{"window": (9, 4)}, {"sinks": torch.zeros(2)}], ids=str)

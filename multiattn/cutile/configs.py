@@ -106,6 +106,10 @@ class TwoPassConfig(OnePassConfig):
 class StoredConfig(TwoPassConfig):
     """With ds stored by the kernel that owns keys, which comes first; `dq_tile_m` is a multiple of `tile_m`."""
 
+    stagger: int = 0
+    """Without a mask: a tile of keys begins this many blocks of queries further than the tile before it, and comes back
+    to the first. With 0 tiles of a head are at the same queries at all times, and so at the same part of ds."""
+
 
 STORED_BYTES = 1 << 30
 """The most memory for ds. A launch has as many heads as it holds: 16 at N=4096 and 2 at N=16384."""
@@ -382,13 +386,14 @@ def why_not_backward(problem: Problem, arch: Arch, config: OnePassConfig) -> tup
         _grid(f"rows in tiles of {ROW_TILE}", query_tiles(problem, ROW_TILE), problem),
     ]
     if isinstance(config, TwoPassConfig):
-        only_one = config.dq_transposed or config.delta_first
+        only_one = config.dq_transposed or (config.delta_first and not isinstance(config, StoredConfig))
         checks.append((not only_one, "dq_transposed or delta_first in two kernels", "False"))
         checks += limits.field_checks(config, _BACKWARD_FIELDS, "dq_")
         checks.append(_grid(f"dq_tile_m={config.dq_tile_m}", query_tiles(problem, config.dq_tile_m), problem))
     if isinstance(config, StoredConfig):
         whole, fits = config.dq_tile_m >= config.tile_m, heads_at_a_time(problem, config) > 0
         checks.append((whole, f"dq_tile_m={config.dq_tile_m}", f"tile_m={config.tile_m} and more"))
+        checks.append((config.stagger >= 0, f"stagger={config.stagger}", "0 and more"))
         checks.append((fits, f"ds of a head of {problem}", f"{STORED_BYTES >> 20} MiB"))
     return limits.failed(checks)
 

@@ -20,6 +20,7 @@ from multiattn.cutile.kernels.constants import (
     QueryGradsConstants,
     RowConstants,
     RowDeltaConstants,
+    StaggeredConstants,
 )
 from multiattn.cutile.ladder import STEPS
 from multiattn.cutile.launches import (
@@ -301,8 +302,13 @@ def _stored(plan: Plan, config: StoredConfig, has_dlse: bool) -> tuple[KernelLau
     of_keys, of_queries = -(-problem.seq_kv // config.tile_n), -(-problem.seq_q // config.dq_tile_m)
     in_entry = min(at_a_time, problem.heads_kv)
     key_constants = BackwardConstants(
-        **_products(plan, QUERIES_OF_KEYS, config.tile_m, config.tile_n), ragged=False, latency=config.latency
+        **_products(plan, QUERIES_OF_KEYS, config.tile_m, config.tile_n),
+        ragged=False,
+        latency=config.latency,
+        delta_first=config.delta_first,
     )
+    if config.stagger and not problem.is_banded:
+        key_constants = StaggeredConstants(**vars(key_constants), stagger=config.stagger)
     query_constants = BackwardConstants(
         **{**_products(plan, KEYS_OF_QUERIES, config.dq_tile_m, config.dq_tile_n), "tma_columns": False},
         ragged=False,

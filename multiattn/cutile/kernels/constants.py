@@ -104,6 +104,15 @@ class BackwardConstants:
     delta_first: bool = False
     """Both as in `OnePassConfig`."""
     linear_grid = True
+    stagger = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaggeredConstants(BackwardConstants):
+    """Constants of a kernel whose tiles of keys begin at queries of their own."""
+
+    stagger: int
+    """As in `StoredConfig`."""
 
 
 @dataclass(frozen=True, kw_only=True)

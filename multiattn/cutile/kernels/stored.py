@@ -66,8 +66,12 @@ def add_queries(
     if seen is not None:
         p = ct.where(seen, p, 0.0)
     dv = ct.mma(p.astype(keys.dtype), douts, sums.dv)
-    dp = ct.mma(values, douts.transpose(), none)  # [tile_n, tile_m]
-    block = (p * (dp - d)).astype(keys.dtype)
+    if const.delta_first:
+        less = ct.mma(values, douts.transpose(), none - d)  # [tile_n, tile_m]
+        block = (p * less).astype(keys.dtype)
+    else:
+        dp = ct.mma(values, douts.transpose(), none)  # [tile_n, tile_m]
+        block = (p * (dp - d)).astype(keys.dtype)
     parts = ds.shape[3] // const.tile_m
     index = (slot, place.tile // parts, key_tile, place.tile % parts)
     ct.store(ds, index, block.reshape((1, 1, const.tile_n, const.tile_m)))
@@ -124,7 +128,10 @@ def stored_key_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
                 sums = add_queries(const, place, mine.tile, keys, values, given, ds, slot, sums, True)
         full = max(0, blocks.full_end - blocks.full_begin)
         for step in range(0, group * full):
-            place = replace(mine, head=mine.head_kv * group + step // full, tile=blocks.full_begin + step % full)
+            number = step
+            if const.stagger > 0:
+                number = step + mine.tile * const.stagger
+            place = replace(mine, head=mine.head_kv * group + step // full, tile=blocks.full_begin + number % full)
             slot = slot_of(q, place, first)
             sums = add_queries(const, place, mine.tile, keys, values, given, ds, slot, sums, False)
         dk_tile = (sums.dk * grad_factor).astype(dk.dtype).reshape((1, 1, const.tile_n, const.tile_d))
