@@ -297,7 +297,7 @@ def test_auto_follows_packed_cells_for_packed_batches_alone(monkeypatch):
 
 
 def test_a_variant_without_a_rule_tells_those_of_this_arch():
-    short = Problem.contiguous(batch=1, heads_q=2, seq_q=1024, head_dim=128)
+    short = Problem.contiguous(batch=1, heads_q=2, seq_q=512, head_dim=64)
     plan = multiattn.explain(short, arch="sm90", backend="cutile", direction="backward")
     (atomic,) = (line for line in plan.rejected if line.startswith("variant atomic: "))
     assert atomic.count("for callers that name the variant") == 1
@@ -319,7 +319,7 @@ def test_a_variant_without_a_rule_tells_those_of_this_arch():
         ),
         ("--shape 1,2,128,64 --direction both", 0, [" full forward on sm90", " full backward on sm90"]),
         (
-            "--shape 2,16,4096,128 --direction backward",
+            "--shape 2,32,4096,64 --direction backward",
             0,
             [
                 "\ncutile backward takes atomic; deterministic: two_pass\n",

@@ -149,7 +149,7 @@ _Tiles = tuple[tuple[_Hints, ...], tuple[_Hints, ...]]
 _HOPPER: tuple[_Tiles, ...] = (
     (((64, 128, 1, 8), (128, 128, 1, 8), (128, 64, 2, None), (64, 64, 2, None)),
      ((64, 64, 2, None), (64, 64, 3, None), (128, 64, 1, 8), (64, 128, 2, None))),
-    (((32, 128, 1, 8), (64, 128, 1, 8), (128, 64, 1, 8), (64, 64, 1, 8)),
+    (((64, 64, 2, None), (32, 128, 1, 8), (64, 128, 1, 8), (128, 64, 1, 8), (64, 64, 1, 8)),
      ((128, 64, 1, 8), (64, 64, 2, None), (128, 128, 1, 8))),
     (((64, 64, 1, 8), (32, 64, 1, 8)),
      ((64, 64, 1, 8), (64, 32, 1, None), (128, 32, 1, 8))),
@@ -178,7 +178,10 @@ def backward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Seque
     ways = [{**_fields(tile), "latency": it} for tile in keys for it in ((4, 2) if is_hopper else (4, 1))]
     if variant.config_type is StoredConfig:
         pairs = [(way, tile) for way in ways for tile in _OF_STORED]
-        configs: list[OnePassConfig] = [StoredConfig(**way, **_fields(tile, "dq_")) for way, tile in pairs]
+        staggers = (0,) if problem.is_banded else (0, 7)
+        configs: list[OnePassConfig] = [
+            StoredConfig(**way, **_fields(tile, "dq_"), stagger=it) for way, tile in pairs for it in staggers
+        ]
     elif variant.deterministic:  # two passes: each way to own keys with the first to own queries, then the others
         pairs = [(way, queries[0]) for way in ways] + [(ways[0], tile) for tile in queries[1:]]
         configs = [TwoPassConfig(**way, **_fields(tile, "dq_")) for way, tile in pairs]

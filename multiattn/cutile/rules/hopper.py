@@ -233,6 +233,12 @@ def _both(keys: tuple[int, int], queries: tuple[int, int], **hints: Any) -> TwoP
     )
 
 
+def _by_two(keys: tuple[int, int], queries: tuple[int, int], **hints: Any) -> TwoPassConfig:
+    """A config of two passes, with two blocks of 4 warps an SM for the keys."""
+    return replace(_both(keys, queries, **hints), num_worker_warps=None, occupancy=2)
+
+
+_PLAIN: dict[str, Any] = {"scored": False, "packed": False}
 _WARPS_8: dict[str, Any] = {"dq_num_worker_warps": 8}
 _FOURS: dict[str, Any] = {"heads_together": 4, "dq_heads_together": 4}
 
@@ -243,17 +249,26 @@ TWO_PASS: tuple[Rule[TwoPassConfig], ...] = (
           why=_21 + "337 TFLOPS, 0.81 ms for the queries; in 128x64 0.84"),
     _rule((1, 64), BANDED, _both((64, 128), (128, 64), **_WARPS_8, **_FOURS), seq_min=8192,
           why=_21 + "B=1 N=16k: 379 TFLOPS, 2.81 ms for the queries; in 64x64 2.98"),
-    _rule((65, 128), FULL, _both((32, 128), (128, 64), **_WARPS_8), why=_21 + "430 TFLOPS; one pass 415"),
-    _rule((65, 128), BANDED, _both((32, 128), (128, 64), **_WARPS_8, **_FOURS),
-          why=_21 + "402 TFLOPS, 1.08 and 0.63 ms; one head at a time 1.14 and 0.67"),
+    _rule((65, 128), FULL, _by_two((64, 64), (128, 64), heads_together=4, **_WARPS_8), **_PLAIN,
+          why=_26 + "1.85 ms for the keys; in 32x128 by 8 warps 2.04"),
+    _rule((65, 128), BANDED, _by_two((64, 64), (128, 64), **_WARPS_8, **_FOURS), **_PLAIN,
+          why=_26 + "0.97 ms for the keys; in 32x128 by 8 warps 1.12"),
+    *(
+        replace(rule, **{of: True})
+        for of in _PLAIN
+        for rule in (
+            _rule((65, 128), FULL, _both((32, 128), (128, 64), **_WARPS_8),
+                  why=_21 + "of plain scores, 430 TFLOPS; one pass 415"),
+            _rule((65, 128), BANDED, _both((32, 128), (128, 64), **_WARPS_8, **_FOURS),
+                  why=_21 + "of plain scores, 402 TFLOPS, 1.08 and 0.63 ms; one head at a time 1.14 and 0.67"),
+        )
+    ),
     _rule((129, 256), FULL, _both((64, 64), (64, 64), latency=2, **_WARPS_8),
           why=_21 + "392 TFLOPS, 1.86 ms for the keys; with a latency of 4 1.90"),
     _rule((129, 256), BANDED, _both((64, 64), (64, 32), dq_heads_together=4),
           why=_21 + "350 TFLOPS, 0.90 ms for the queries; in 64x64 0.98"),
 )  # fmt: skip
 
-_26 = "H200 2026-11-26, "
-_PLAIN: dict[str, Any] = {"scored": False, "packed": False}
 _SHARED: dict[str, Any] = {"heads_together": 4, "dq_transposed": True}
 
 ATOMIC: tuple[Rule[OnePassConfig], ...] = (
@@ -281,21 +296,25 @@ ATOMIC: tuple[Rule[OnePassConfig], ...] = (
 
 
 def _stored(keys: tuple[int, int], **hints: Any) -> StoredConfig:
-    """A config that stores ds: tiles of 128 queries for dq, 8 warps for both kernels."""
+    """A config that stores ds: tiles of 128 queries for dq, by 8 warps."""
     tile_m, tile_n = keys
-    return StoredConfig(tile_m=tile_m, tile_n=tile_n, num_worker_warps=8, dq_tile_m=128, **_WARPS_8, **_FOURS, **hints)
+    return StoredConfig(tile_m=tile_m, tile_n=tile_n, dq_tile_m=128, **_WARPS_8, **_FOURS, **hints)
 
+
+_KEYS_BY_8: dict[str, Any] = {"num_worker_warps": 8}
+_TWO_BLOCKS: dict[str, Any] = {"occupancy": 2}
+"""Each has one warpgroup that computes."""
 
 STORED: tuple[Rule[StoredConfig], ...] = (
-    _rule((129, 256), FULL, _stored((64, 64)),
+    _rule((129, 256), FULL, _stored((64, 64), **_KEYS_BY_8),
           why=_26 + "513 TFLOPS, 519 at N=16k, 383 at N=512; one pass 361, 396, 264"),
-    _rule((129, 256), BANDED, _stored((64, 64)),
+    _rule((129, 256), BANDED, _stored((64, 64), **_KEYS_BY_8),
           why=_26 + "482 TFLOPS, 530 at N=16k, 258 at N=512; one pass 334, 360, 169, two there 205"),
-    _rule((65, 128), BANDED, _stored((64, 128)), seq_max=8191,
-          why=_26 + "418 TFLOPS, 218 at N=512; two passes 377, 204"),
-    _rule((65, 128), BANDED, _stored((64, 128)), only_named=True,
-          why=_26 + "N=16k: 1.070 of two passes, where one pass has 1.096"),
-    _rule((65, 128), FULL, _stored((64, 128)), only_named=True, why=_26 + "370 TFLOPS; two passes 406"),
-    _rule((1, 64), None, _stored((64, 128)), only_named=True,
+    # Measured with each block of ds in one piece of memory, which is as fast (docs/experiments.md).
+    _rule((65, 128), FULL, _stored((64, 64), stagger=7, delta_first=True, **_TWO_BLOCKS),
+          why=_26 + "458 TFLOPS, 459 at N=16k, 361 at N=512; one pass 418, 432, two there 321"),
+    _rule((65, 128), BANDED, _stored((64, 64), **_TWO_BLOCKS),
+          why=_26 + "445 TFLOPS, 478 at N=16k, 253 at N=512; 64x128 by 8 warps 409, 218, one pass 454 at N=16k"),
+    _rule((1, 64), None, _stored((64, 128), **_KEYS_BY_8), only_named=True,
           why=_26 + "a prototype: 350 TFLOPS full, 342 with the mask; one pass 382, two passes 338 with the mask"),
 )  # fmt: skip
