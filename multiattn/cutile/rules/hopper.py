@@ -254,13 +254,12 @@ TWO_PASS: tuple[Rule[TwoPassConfig], ...] = (
     _rule((65, 128), BANDED, _by_two((64, 64), (128, 64), **_WARPS_8, **_FOURS), **_PLAIN,
           why=_26 + "0.97 ms for the keys; in 32x128 by 8 warps 1.12"),
     *(
-        replace(rule, **{of: True})
-        for of in _PLAIN
-        for rule in (
-            _rule((65, 128), FULL, _both((32, 128), (128, 64), **_WARPS_8),
-                  why=_21 + "of plain scores, 430 TFLOPS; one pass 415"),
-            _rule((65, 128), BANDED, _both((32, 128), (128, 64), **_WARPS_8, **_FOURS),
-                  why=_21 + "of plain scores, 402 TFLOPS, 1.08 and 0.63 ms; one head at a time 1.14 and 0.67"),
+        _rule((65, 128), banded, config, **kind, why=why)
+        for kind in ({"scored": True}, {"packed": True})
+        for banded, config, why in (
+            (FULL, _both((32, 128), (128, 64), **_WARPS_8), _21 + "of plain scores, 430 TFLOPS; one pass 415"),
+            (BANDED, _both((32, 128), (128, 64), **_WARPS_8, **_FOURS),
+             _21 + "of plain scores, 402 TFLOPS, 1.08 and 0.63 ms; one head at a time 1.14 and 0.67"),
         )
     ),
     _rule((129, 256), FULL, _both((64, 64), (64, 64), latency=2, **_WARPS_8),
