@@ -57,6 +57,33 @@ def test_a_host_with_few_cores_compiles_nothing_ahead(monkeypatch):
     assert never._thread.ident is None
 
 
+def test_a_switch_turns_it_off(monkeypatch):
+    monkeypatch.setenv(ahead.SWITCH, "0")
+    with following(never := Ahead(lambda: pytest.fail("started"))):
+        begin()
+    assert never._thread.ident is None
+
+
+def test_what_has_its_turn_may_wait_for_another_that_a_call_does():
+    """As a backward ahead of another language waits for Triton's hash, which the call of a Triton forward claimed."""
+    for other in (Ahead(int), Ahead(int, takes_turn=False)):
+        go, begun = threading.Event(), threading.Event()
+
+        def task(other=other, go=go, begun=begun):
+            begun.set()
+            assert go.wait(60)
+            other.wait()
+
+        has_turn = Ahead(task)
+        has_turn.start()
+        assert begun.wait(60)
+        other.wait()  # claimed by this call
+        other.start()
+        go.set()
+        has_turn._thread.join(60)
+        assert not has_turn._thread.is_alive()
+
+
 def test_errors_are_left_to_the_call_and_one_runs_at_a_time():
     running, most = [], []
 

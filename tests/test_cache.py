@@ -253,6 +253,10 @@ def test_standard_headers_are_parsed_once_and_read_where_what_was_parsed_is_of_n
     parsed.write_bytes(b"of another compiler")
     host.build_source("std::initializer_list<int> number_2;")
     assert f"x {parsed}\n" in told[3]  # and yet it knew the type
+    for path in (parsed, parsed.with_suffix("")):
+        path.unlink()
+    host.build_source("std::initializer_list<int> number_3;")
+    assert f"! {parsed}\n" in told[5]  # after it was made again
 
 
 @needs_nvrtc

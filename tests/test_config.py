@@ -26,7 +26,7 @@ CONDITIONS = {
     "arch": ({"arches": ("sm90",)}, "for sm90"),
     "head_dim": ({"head_dim_min": 65}, "for D in 65..256"),
     "sectors": ({"whole_sectors": False}, "for rows other than a whole number of 32-byte sectors"),
-    "ragged": ({"ragged": False}, "for keys of a whole number of tiles of 64"),
+    "ragged": ({"ragged": False}, "for lengths of keys that 64 divides"),
     "causal": ({"banded": True}, "for causal"),
     "full": ({"banded": False}, "for full"),
     "scored": ({"scored": True}, "for modified scores"),

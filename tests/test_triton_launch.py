@@ -280,12 +280,12 @@ def test_what_is_compiled_ahead_is_what_a_launch_wants(monkeypatch, tmp_path, ca
     monkeypatch.setattr(compiling, "_known", {})
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     plan, _ = plan_of(case)
+    expected = [kernel.asm["cubin"] for kernel in compiled(case)]
     BACKEND.op(plan.direction).compile_ahead(plan)
     monkeypatch.setattr(compiling.triton, "compile", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda it: SimpleNamespace(multi_processor_count=132))
     driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver({}))
     BACKEND.op(plan.direction).prepare(plan)
-    expected = [kernel.asm["cubin"] for kernel in compiled(case)]
     assert driver.loaded == expected
 
 

@@ -187,7 +187,7 @@ def _array(array: _Known, index_dtype: Any) -> Any:
     )
 
 
-def compile_limit() -> AbstractContextManager[None]:
+def _compile_limit() -> AbstractContextManager[None]:
     """Bounds compilation to `COMPILE_SECONDS`, unless the environment has its own limit."""
     if "CUDA_TILE_COMPILER_TIMEOUT_SEC" in os.environ:
         return nullcontext()
@@ -202,7 +202,7 @@ def make_cubins(launches: Sequence[KernelLaunch], arch: Arch) -> list[bytes]:
     """
     if not launches:
         return []
-    with _compiling:
+    with compiling:
         if len(launches) == 1:
             return [_make_cubin(launch, arch) for launch in launches]
         ordered = sorted(launches, key=lambda it: -len(it.arrays))
@@ -214,7 +214,8 @@ def make_cubins(launches: Sequence[KernelLaunch], arch: Arch) -> list[bytes]:
 class _Compiling:
     """Held by every compilation; those that overlap share the limit of time, which is cuTile's for the whole process.
 
-    While tileiras runs, a process of its own, cuTile's lock, which is of all compilation, is let go.
+    A limit that a caller sets meanwhile (`ct.compiler_timeout`) is lost when the last of them ends. While tileiras
+    runs, a process of its own, cuTile's lock, which is of all compilation, is let go.
     """
 
     def __init__(self) -> None:
@@ -225,8 +226,10 @@ class _Compiling:
     def __enter__(self) -> None:
         with self._changed:
             if not self._count:
-                self._shared.enter_context(compile_limit())
-                self._shared.enter_context(_without_lock())
+                with ExitStack() as entered:
+                    entered.enter_context(_compile_limit())
+                    entered.enter_context(_without_lock())
+                    self._shared = entered.pop_all()
             self._count += 1
 
     def __exit__(self, *error: object) -> None:
@@ -246,8 +249,8 @@ class _Compiling:
         self._changed.release()
 
 
-_compiling = _Compiling()
-hold_across_fork(_compiling)
+compiling = _Compiling()
+hold_across_fork(compiling)
 
 
 def _make_cubin(launch: KernelLaunch, arch: Arch) -> bytes:
@@ -258,8 +261,11 @@ def _make_cubin(launch: KernelLaunch, arch: Arch) -> bytes:
 
 @contextmanager
 def _without_lock() -> Iterator[None]:
-    """Lets go of cuTile's lock while tileiras runs."""
-    lock = private._compiler_lock
+    """Lets go of cuTile's lock while tileiras runs; a release without that lock has nothing to let go of."""
+    lock = getattr(private, "_compiler_lock", None)
+    if lock is None:
+        yield
+        return
 
     def compile_unlocked(*args: Any, **options: Any) -> Any:
         ahead.begin()
@@ -317,7 +323,7 @@ def compile_with_remarks(kernel: Any, signature: Any, arch: Arch) -> tuple[bytes
     """
     gpu_code = arch.name.replace("sm", "sm_")
     buffer = io.BytesIO()
-    with tempfile.TemporaryDirectory() as folder, compile_limit():
+    with tempfile.TemporaryDirectory() as folder, compiling:
         export_kernel(kernel, [signature], buffer, gpu_code=gpu_code, output_format="tileir_bytecode")
         source, remarks = Path(folder, "kernel.tileirbc"), Path(folder, "remarks.yaml")
         source.write_bytes(buffer.getvalue())

@@ -18,7 +18,7 @@ import torch
 from multiattn.cutile import cpu
 from multiattn.cutile.bind import bind_proven
 from multiattn.cutile.claims import tile_ir
-from multiattn.cutile.compile import compile_limit, get_kernel, get_signature, make_cubins
+from multiattn.cutile.compile import compiling, get_kernel, get_signature, make_cubins
 from multiattn.cutile.launches import KernelLaunch
 from multiattn.cutile.table import areas_of, launches_of, own_areas_of
 from multiattn.layout import Layout
@@ -99,7 +99,8 @@ def compile_ahead(plan: Plan) -> None:
     """Compile the kernels of the usual launch of a Plan, for `prepare` to load."""
     if plan.arch.is_gpu:
         unknown = {key: it for key, it in _unknown(launches_of(plan), plan.arch).items() if key not in _ahead}
-        _ahead.update(zip(unknown, make_cubins([*unknown.values()], plan.arch), strict=True))
+        made = zip(unknown, make_cubins([*unknown.values()], plan.arch), strict=True)
+        _ahead.update((key, cubin) for key, cubin in made if key not in _known)  # a call may have loaded it by now
 
 
 def _unknown(launches: Sequence[KernelLaunch], arch: Arch) -> dict[tuple[object, ...], KernelLaunch]:
@@ -174,7 +175,7 @@ def through_cutile(plan: Plan, multiprocessors: int | None = None) -> Launcher:
 
     def run(launch: KernelLaunch, arguments: tuple[Any, ...]) -> None:
         kernel = get_kernel(launch)
-        with nullcontext() if kernel in compiled else compile_limit():
+        with nullcontext() if kernel in compiled else compiling:
             ct.launch(torch.cuda.current_stream(), launch.grid, kernel, arguments)
         compiled.add(kernel)
 

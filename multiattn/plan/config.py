@@ -91,8 +91,8 @@ class Rule(Generic[C]):
             which = "of" if self.whole_sectors else "other than"
             return f"for rows {which} a whole number of {SECTOR_BYTES}-byte sectors"
         if self.ragged not in (None, problem.packing is not None or problem.seq_kv % self.config.tile_n != 0):
-            which = "other than" if self.ragged else "of"
-            return f"for keys {which} a whole number of tiles of {self.config.tile_n}"
+            divides = "does not divide" if self.ragged else "divides"
+            return f"for lengths of keys that {self.config.tile_n} {divides}"
         if self.banded not in (None, problem.is_banded):
             return "for causal" if self.banded else "for full"
         if self.scored not in (None, problem.has_score):
@@ -132,7 +132,10 @@ class Rule(Generic[C]):
         longest, theirs = (rule.seq_max if rule.seq_max is not None else sys.maxsize for rule in (self, other))
         most, its_most = (rule.rows_max if rule.rows_max is not None else sys.maxsize for rule in (self, other))
         lone, its_lone = (rule.lone_max if rule.lone_max is not None else sys.maxsize for rule in (self, other))
-        optional = ("ragged", "banded", "scored", "reads_keys", "packed", "cached", "dtype", "batch_max")
+        optional = (
+            *("whole_sectors", "ragged", "banded", "scored", "reads_keys", "packed", "cached"),
+            *("dtype", "batch_max"),
+        )
         return (
             set(other.arches) <= set(self.arches)
             and self.head_dim_min <= other.head_dim_min
@@ -146,7 +149,7 @@ class Rule(Generic[C]):
             and self.smem_min <= other.smem_min
             and not self.only_named
             and (self.ragged is None or self.config.tile_n == other.config.tile_n)
-            and all(getattr(self, name) in (None, getattr(other, name)) for name in ("whole_sectors", *optional))
+            and all(getattr(self, name) in (None, getattr(other, name)) for name in optional)
         )
 
     def __str__(self) -> str:

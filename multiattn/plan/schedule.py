@@ -70,7 +70,10 @@ def heads_side_by_side(problem: Problem) -> int:
 
 
 def kv_heads_side_by_side(problem: Problem) -> int:
-    """Heads of keys of the backward whose tiles run at one time: those of one share Q, dO and fp32 sums of dq."""
+    """Heads of keys whose tiles run at one time in a backward, so that Q, dO and fp32 sums of dq stay in L2.
+
+    Kernels without such sums go by the same number.
+    """
     row_bytes = problem.head_dim * (2 * problem.torch_dtype.itemsize + 4)
     seq_q = problem.seq_q if problem.packing is None else USUAL_LENGTH
     heads = max(1, KV_BYTES_SIDE_BY_SIDE // (seq_q * row_bytes * problem.group))
@@ -82,8 +85,8 @@ def kv_heads_of_section(problem: Problem, arch: Arch, *, tiles_of_head: int, sha
 
     Shares of a tile count as heads. Under a mask tiles differ. Where heads share keys they are few and their tiles
     long: then a section has tiles for all SMs twice, and sections are of one size, so that the last one is not a small
-    one with long tiles. By a simulation of the order. Causal, N=4096, 8 query heads a key head, CUDA's kernel over
-    FlashAttention-4: D=64 1.00, before 0.86, D=128 0.86, before 0.64 (2026-11-26, H200, before H100).
+    one with long tiles, as a simulation of the order showed. Causal, N=4096, 8 query heads a key head, CUDA's kernel
+    over FlashAttention-4: D=64 1.00, before 0.86, D=128 0.86, before 0.64 (2026-11-26, H200, before H100).
     """
     heads_kv = problem.batch * problem.heads_kv * shares
     heads = min(kv_heads_side_by_side(problem) * shares, heads_kv)

@@ -4,9 +4,10 @@ A call that needs a gradient compiles twice: in its forward, and later in its ba
 hold no lock of Python's, so on a host with cores to spare (`CORES`) the second costs little beside the first. What is
 Python's of the forward goes first: a backend says when that is done (`begin`).
 
-Nothing is lost by it. The thread only fills the caches that the backward looks into. Whatever goes wrong in it is told
-by the backward that needs the kernels, which compiles again. The thread asks nothing of CUDA, whose capture of a graph
-it might break. An interpreter that ends waits for it, as compilers cannot be stopped in their midst.
+The thread only fills the caches that the backward looks into, and asks nothing of CUDA, whose capture of a graph it
+might break. Whatever goes wrong in it is told by the backward that needs the kernels, which compiles again. It has its
+price: a backward that never runs was compiled for nothing, and a process that ends or forks waits for what is under
+way, as compilers cannot be stopped in their midst. `SWITCH` turns it off.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ from collections.abc import Callable, Iterator
 
 Task = Callable[[], None]
 
+SWITCH = "MULTIATTN_COMPILE_AHEAD"
+"""An environment variable: with 0 nothing is compiled ahead."""
 CORES = 4
-"""Fewest cores that a process must have: with fewer the compilers of the forward wait for those of the backward."""
+"""Fewest cores that a process must have: with fewer the compilers of the forward wait for those of the backward. A
+guess; a container's quota of their time is not seen."""
 
 
 class Ahead:
     """Something done ahead, in a thread, of which only the effects count."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, *, takes_turn: bool = True) -> None:
+        """Without `takes_turn` it is done beside others, which may wait for it."""
         self._task = task
+        self._takes_turn = takes_turn
         self._claim = threading.Lock()
-        """Taken for good by the first who comes to it, the thread or the call."""
+        """Taken for good by the first who comes to it, the thread or a call."""
+        self._is_in_thread = False
         self._thread = threading.Thread(target=self._run, name="multiattn compiles ahead")
 
     def start(self) -> None:
@@ -37,14 +44,17 @@ class Ahead:
             self._thread.start()
 
     def wait(self) -> None:
-        """Wait until it is done, if it is under way; else it is not begun any more, as the caller does it now."""
-        if not self._claim.acquire(blocking=False) and self._thread.ident is not None:
+        """Wait until it is done, if the thread does it; else it is not begun any more, as the caller does it now."""
+        if not self._claim.acquire(blocking=False) and self._is_in_thread:
             self._thread.join()
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception), _turn.taken():
+        with contextlib.suppress(Exception), _turn.taken() if self._takes_turn else contextlib.nullcontext():
+            self._is_in_thread = True  # first: who finds it claimed must know by whom
             if self._claim.acquire(blocking=False):
                 self._task()
+            else:
+                self._is_in_thread = False
 
 
 class _Turn:
@@ -70,7 +80,7 @@ _waiting: list[Ahead] = []
 @contextlib.contextmanager
 def following(ahead: Ahead | None) -> Iterator[None]:
     """Start `ahead` when what is done here calls `begin`, or else at its end; not if it fails."""
-    if ahead is None or _cores() < CORES:
+    if ahead is None or _cores() < CORES or os.environ.get(SWITCH) == "0":
         yield
         return
     _waiting.append(ahead)

@@ -80,7 +80,7 @@ def specialise(call: Call, arch: Arch) -> Any:
     """The CompiledKernel of `call` for `arch`, compiled afresh."""
     with interpreter.exclusive_language, knobs.compilation.scope():
         knobs.compilation.always_compile = True
-        return Source(call, arch).compile()
+        return Source(call, call.stubs(), arch).compile()
 
 
 # ---------------------------------------------------------------- for a launch
@@ -93,13 +93,14 @@ class Source:
     builds an extension module by a C compiler.
     """
 
-    def __init__(self, call: Call, arch: Arch) -> None:
+    def __init__(self, call: Call, stubs: Sequence[Any], arch: Arch) -> None:
+        """`stubs` are arguments of a launch, as Triton specialises on them."""
         major, minor = arch.capability
         self._target = GPUTarget("cuda", 10 * major + minor, 32)
         backend = make_backend(self._target)
         kernel: Any = call.kernel
         bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-        bound, specialization, _ = bind(*call.stubs(), **call.table.options)
+        bound, specialization, _ = bind(*stubs, **call.table.options)
         options, signature, constexprs, attributes = kernel._pack_args(
             backend, call.table.options, bound, specialization, None
         )
@@ -110,12 +111,12 @@ class Source:
         self.key = self._source.hash(), str(self._options), str(self._target)
         """All that the code depends on in a process."""
 
-    def compile(self, *, wait: Callable[[], object] = int, then: Callable[[], object] = int) -> Any:
+    def compile(self, *, wait: Callable[[], object] | None = None, then: Callable[[], object] | None = None) -> Any:
         """The CompiledKernel, from Triton's cache on disk where it is there.
 
         Triton's front end, which is Python, is run between `wait` and `then`; `then` is also called where it is not.
         """
-        make_ir = self._source.make_ir
+        make_ir, wait, then = self._source.make_ir, wait or _nothing, then or _nothing
 
         def make_ir_in_turn(*arguments: Any) -> Any:
             wait()
@@ -130,6 +131,9 @@ class Source:
         finally:
             self._source.make_ir = make_ir
             then()
+
+
+def _nothing() -> None: ...
 
 
 _known: dict[tuple[str, ...], Any] = {}
@@ -150,13 +154,12 @@ def compile_sources(sources: Sequence[Source]) -> list[Any]:
 
 
 def _compile_in_turn(sources: Sequence[Source]) -> list[Any]:
-    if len(sources) == 1:
-        return [sources[0].compile(then=ahead.begin)]
-    turns = [threading.Event() for _ in range(len(sources) + 1)]
+    turns = [threading.Event() for _ in sources]
     turns[0].set()
 
     def compile_one(index: int) -> Any:
-        return sources[index].compile(wait=turns[index].wait, then=turns[index + 1].set)
+        then = turns[index + 1].set if index + 1 < len(turns) else ahead.begin
+        return sources[index].compile(wait=turns[index].wait, then=then)
 
     with ThreadPoolExecutor(len(sources)) as threads:
         return list(threads.map(compile_one, range(len(sources))))
@@ -165,7 +168,7 @@ def _compile_in_turn(sources: Sequence[Source]) -> list[Any]:
 def compile_ahead(plan: Plan) -> None:
     """Compile the kernels of the usual launch of a Plan, for `launch.prepare` to find them known."""
     if plan.arch.is_gpu and not wants_jit():
-        compile_sources([Source(call, plan.arch) for call in calls_of(plan)])
+        compile_sources([Source(call, call.stubs(), plan.arch) for call in calls_of(plan)])
 
 
 def wants_jit() -> bool:
@@ -184,4 +187,5 @@ _HOOKS = (
     "kernel_load_end_hook",
     "jit_cache_hook",
     "jit_post_compile_hook",
+    "add_stages_inspection_hook",
 )

@@ -13,7 +13,7 @@ from multiattn.run.ahead import Ahead
 @functools.cache
 def hashing() -> Ahead:
     """The hash as it is computed, once for the process: Triton keeps it."""
-    ahead = Ahead(_hash)
+    ahead = Ahead(_hash, takes_turn=False)  # what has its turn may wait for it
     ahead.start()
     return ahead
 

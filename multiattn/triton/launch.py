@@ -115,8 +115,9 @@ _OTHER_RELEASE = (AttributeError, KeyError, TypeError, ValueError)
 
 def _for_driver(plan: Plan, calls: Sequence[Call], device: int) -> list[LoadedKernel] | None:
     """The kernels of a launch past Triton's, or None: what is handed over is what Triton and the cubin say."""
+    stubs = [call.stubs() for call in calls]
     try:
-        sources = [Source(call, plan.arch) for call in calls]
+        sources = [Source(call, arguments, plan.arch) for call, arguments in zip(calls, stubs, strict=True)]
     except _OTHER_RELEASE as error:
         _warn(error)
         return None

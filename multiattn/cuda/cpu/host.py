@@ -167,7 +167,7 @@ def build_source(source: str) -> Path:
 def _build(
     source: str, flags: Sequence[str], suffix: str, objects: Sequence[Path] = (), *, after_headers: bool = False
 ) -> Path:
-    """What g++ makes of `source` and `objects`; `after_headers` it knows the standard library's."""
+    """Compiles `source` and links `objects`. With `after_headers` g++ begins with the standard headers parsed."""
     key = _key(source, flags, objects)
 
     def make(made: Path) -> None:
@@ -177,13 +177,22 @@ def _build(
     return cache.fetch(key, suffix, make)
 
 
-@functools.cache
 def _parsed_headers(flags: tuple[str, ...], directory: Path) -> Path:
     """A header of the standard library's, in the cache `directory` beside what g++ has made of it.
 
-    To parse them takes half as long as to compile a small kernel. A g++ that cannot use what was parsed, as it is
-    another build of its version, reads the header.
+    They are fetched once a process, unless somebody empties the cache meanwhile. To parse them takes half as long as to
+    compile a small kernel. A g++ that cannot use what was parsed, as it is another build of its version, reads the
+    header.
     """
+    header = _fetch_headers(flags, directory)
+    if not (header.exists() and header.with_suffix(".h.gch").exists()):
+        _fetch_headers.cache_clear()
+        header = _fetch_headers(flags, directory)
+    return header
+
+
+@functools.cache
+def _fetch_headers(flags: tuple[str, ...], directory: Path) -> Path:
     text = "".join(f"#include <{name}>\n" for name in _STANDARD_HEADERS)
     key = _key(text, flags)
 

@@ -43,7 +43,9 @@ _ONLY_COMPILED = COMPILED + "loads have a warp of their own, which they have not
 _USUAL: dict[str, Any] = {"packed": False, "scored": False}
 """Conditions of rules that neither packed batches nor changed scores were timed for."""
 _UNALIGNED: dict[str, Any] = {"whole_sectors": False, **_USUAL}
-"""Those of the ones for rows that are no whole sectors."""
+"""`_USUAL`, for rows that are no whole sectors."""
+_OTHERS: tuple[dict[str, Any], ...] = ({"packed": True}, {"scored": True})
+"""The problems that `_USUAL` leaves out."""
 
 
 def _rule(head_dims: tuple[int, int], banded: bool | None, config: Any, *, why: str, **conditions: Any) -> Rule[Any]:
@@ -201,7 +203,7 @@ FORWARD: tuple[Rule[CutileConfig], ...] = (
     *(
         _rule((193, 256), BANDED, replace(_ONLINE_128X128, heads_together=4), **kind,
               why=_23 + "neither packed nor scored, bf16 as fp16 does it, N=8k 634, 16k 654 TFLOPS; cuDNN 544, 557")
-        for kind in ({"scored": True}, {"packed": True})
+        for kind in _OTHERS
     ),
 )  # fmt: skip
 
@@ -238,7 +240,6 @@ def _by_two(keys: tuple[int, int], queries: tuple[int, int], **hints: Any) -> Tw
     return replace(_both(keys, queries, **hints), num_worker_warps=None, occupancy=2)
 
 
-_PLAIN: dict[str, Any] = {"scored": False, "packed": False}
 _WARPS_8: dict[str, Any] = {"dq_num_worker_warps": 8}
 _FOURS: dict[str, Any] = {"heads_together": 4, "dq_heads_together": 4}
 
@@ -249,13 +250,13 @@ TWO_PASS: tuple[Rule[TwoPassConfig], ...] = (
           why=_21 + "337 TFLOPS, 0.81 ms for the queries; in 128x64 0.84"),
     _rule((1, 64), BANDED, _both((64, 128), (128, 64), **_WARPS_8, **_FOURS), seq_min=8192,
           why=_21 + "B=1 N=16k: 379 TFLOPS, 2.81 ms for the queries; in 64x64 2.98"),
-    _rule((65, 128), FULL, _by_two((64, 64), (128, 64), heads_together=4, **_WARPS_8), **_PLAIN,
+    _rule((65, 128), FULL, _by_two((64, 64), (128, 64), heads_together=4, **_WARPS_8), **_USUAL,
           why=_26 + "1.85 ms for the keys; in 32x128 by 8 warps 2.04"),
-    _rule((65, 128), BANDED, _by_two((64, 64), (128, 64), **_WARPS_8, **_FOURS), **_PLAIN,
+    _rule((65, 128), BANDED, _by_two((64, 64), (128, 64), **_WARPS_8, **_FOURS), **_USUAL,
           why=_26 + "0.97 ms for the keys; in 32x128 by 8 warps 1.12"),
     *(
         _rule((65, 128), banded, config, **kind, why=why)
-        for kind in ({"scored": True}, {"packed": True})
+        for kind in _OTHERS
         for banded, config, why in (
             (FULL, _both((32, 128), (128, 64), **_WARPS_8), _21 + "of plain scores, 430 TFLOPS; one pass 415"),
             (BANDED, _both((32, 128), (128, 64), **_WARPS_8, **_FOURS),
@@ -271,13 +272,13 @@ TWO_PASS: tuple[Rule[TwoPassConfig], ...] = (
 _SHARED: dict[str, Any] = {"heads_together": 4, "dq_transposed": True}
 
 ATOMIC: tuple[Rule[OnePassConfig], ...] = (
-    _rule((1, 64), FULL, _keys(128, 128, delta_first=True, **_SHARED), seq_min=1024, **_PLAIN,
+    _rule((1, 64), FULL, _keys(128, 128, delta_first=True, **_SHARED), seq_min=1024, **_USUAL,
           why=_26 + "413 TFLOPS, 402 at N=16k, 343 at N=1k; dq as it was 375, two passes 346, 340, 315"),
-    _rule((1, 64), BANDED, _keys(128, 128, **_SHARED), seq_min=2048, **_PLAIN,
+    _rule((1, 64), BANDED, _keys(128, 128, **_SHARED), seq_min=2048, **_USUAL,
           why=_26 + "380 TFLOPS, 416 at N=16k, 314 at N=2k; two passes 335, 350, 300"),
-    _rule((65, 128), FULL, _keys(64, 128, delta_first=True, **_SHARED), seq_min=2048, **_PLAIN,
+    _rule((65, 128), FULL, _keys(64, 128, delta_first=True, **_SHARED), seq_min=2048, **_USUAL,
           why=_26 + "428 TFLOPS, 429 at N=16k, 384 at N=2k; two passes 417, 389, 380"),
-    _rule((65, 128), BANDED, _keys(64, 128, delta_first=True, **_SHARED), seq_min=8192, **_PLAIN,
+    _rule((65, 128), BANDED, _keys(64, 128, delta_first=True, **_SHARED), seq_min=8192, **_USUAL,
           why=_26 + "N=16k: 432 TFLOPS; two passes 394"),
     _rule((1, 64), FULL, _keys(128, 128, heads_together=4), seq_min=2048, scored=True,
           why=_21 + "without a score 393 TFLOPS; 64x128 369"),
@@ -302,7 +303,7 @@ def _stored(keys: tuple[int, int], **hints: Any) -> StoredConfig:
 
 _KEYS_BY_8: dict[str, Any] = {"num_worker_warps": 8}
 _TWO_BLOCKS: dict[str, Any] = {"occupancy": 2}
-"""Each has one warpgroup that computes."""
+"""Two blocks an SM, each with one warpgroup that computes."""
 
 STORED: tuple[Rule[StoredConfig], ...] = (
     _rule((129, 256), FULL, _stored((64, 64), **_KEYS_BY_8),

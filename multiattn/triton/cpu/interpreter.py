@@ -90,7 +90,7 @@ class _Language:
 
 
 exclusive_language = _Language()
-"""Held while a kernel is interpreted; `as_it_is` while one is compiled."""
+"""Held while a kernel is interpreted, and while one is compiled afresh; `as_it_is` for kernels of a launch."""
 hold_across_fork(exclusive_language)
 hold_across_fork(exclusive_language.changed)  # taken first and given back last: no other thread is in its midst
 
@@ -127,7 +127,7 @@ class _HonestBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]  # T
 
     def __init__(self) -> None:
         super().__init__()
-        # A half of the time of a kernel: each sum of integers once more in 64 bits, for an assertion that is left out.
+        # By default each sum of integers is made again in 64 bits, half of all time, for an assertion that is off.
         self.options = interpreter.InterpreterOptions(sanitize_overflow=False)
         self.extents: list[Extent] = []
         """[first, last) byte of each tensor argument."""
