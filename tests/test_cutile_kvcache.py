@@ -270,7 +270,9 @@ def check_merged(out, lse, truth, truth_lse):
 
 def _merges():
     """Every number of parts with every head_dim, heads and sinks in turn: all pairs. The rest is for the night."""
-    for (i, splits), (j, head_dim) in itertools.product(enumerate([2, 3, 5, 16, 17]), enumerate([40, 64, 128, 256])):
+    for (i, splits), (j, head_dim) in itertools.product(
+        enumerate([2, 3, 5, 16, 17, 140]), enumerate([40, 64, 128, 256])
+    ):
         for (k, rows), has_sinks in itertools.product(enumerate([(3, 5), (6, 1), (1, 7), (20, 3)]), (False, True)):
             in_turn = k == (i + j) % 4 and has_sinks == bool((i + j // 2) % 2)
             marks = () if in_turn else pytest.mark.nightly
