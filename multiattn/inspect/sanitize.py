@@ -94,8 +94,8 @@ def main() -> int:
     if options.sample:
         plans = tuple({(it.direction, it.variant == WGMMA.name): it for it in reversed(plans)}.values())
     runtime = (it for it in host._RUNTIME_FLAGS if it != "-O2")  # which takes g++ 10 s more with the sanitizers
-    optimised = (it for it in host._KERNEL_FLAGS if it != "-O0")  # g++ warns of more with it
-    host._KERNEL_FLAGS, host._RUNTIME_FLAGS = (*optimised, "-O1", *_FLAGS), (*runtime, *_FLAGS)
+    optimised = () if options.sample else ("-O1",)  # which warns of more, and takes g++ 5 s more for the sample
+    host._KERNEL_FLAGS, host._RUNTIME_FLAGS = (*host._KERNEL_FLAGS, *optimised, *_FLAGS), (*runtime, *_FLAGS)
     path = host.build(list(dict.fromkeys(kernel for plan in plans for kernel in kernels_of(plan))))
     if _PRELOADED in os.environ:
         library = host.load(path)
