@@ -25,12 +25,6 @@ each_variant = pytest.mark.parametrize("variant", VARIANTS)
 each_mask = pytest.mark.parametrize("window", [(None, 0), (30, 5)], ids=["causal", "two_sided"])
 
 
-@pytest.fixture(autouse=True)
-def no_siblings(monkeypatch):
-    """Each config here meets one problem: nothing is built for others."""
-    monkeypatch.setattr(host, "siblings_of", host.kernels_of)
-
-
 def plan_of(variant, q, k, v, *, config=None, **options):
     return make_plan(BACKEND, Problem.of(q, k, v, **options), CPU, direction="backward", variant=variant, config=config)
 

@@ -25,13 +25,6 @@ from multiattn.plan.backend import make_plan
 from multiattn.problem import Problem
 from multiattn.varlen import Lengths, pack, with_packing
 
-
-@pytest.fixture(autouse=True)
-def no_siblings(monkeypatch):
-    """Nothing is built for others."""
-    monkeypatch.setattr(host, "siblings_of", host.kernels_of)
-
-
 NO_TILE = [-1, 0, 0, 0, 0, 0, 0, 0]
 
 

@@ -13,9 +13,8 @@ from cuda_runs import check_refused, on_cpu, with_nvrtc
 
 from multiattn import explain
 from multiattn.cuda import BACKEND
-from multiattn.cuda.cpu import host
 from multiattn.cuda.cpu.host import CpuLauncher
-from multiattn.cuda.instances import kernels_of, launches_of
+from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import areas_of
 from multiattn.cuda.split_wgmma_configs import SplitWgmmaConfig, box_rows, kept_steps, smem_bytes, why_not
 from multiattn.cuda.variants import SPLIT_KEYS, SPLIT_KEYS_WGMMA, WGMMA
@@ -235,7 +234,7 @@ def check(call: Call, **changed: Any) -> Plan:
     if changed:
         plan = plan_of(plan.problem, replace(plan.config, **changed), CPU)
     out, lse = torch.full_like(operands.q, math.nan), torch.full(operands.q.shape[:3], math.nan)
-    CpuLauncher(plan, host.load(host.build(kernels_of(plan))))(operands._replace(out=out, lse=lse))
+    CpuLauncher(plan)(operands._replace(out=out, lse=lse))
 
     row = 0
     for entry, (its_q, its_keys) in enumerate(zip(queries, keys, strict=True)):
@@ -354,7 +353,7 @@ def test_plain_calls_divide_keys_too(queries, splits):
     found = plan_of(Problem.of(q, k, v, causal=True), arch=CPU)
     plan = plan_of(found.problem, replace(found.config, splits=splits), CPU)
     out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:3], math.nan)
-    CpuLauncher(plan, host.load(host.build(kernels_of(plan))))(Operands(q, k, v, out, lse))
+    CpuLauncher(plan)(Operands(q, k, v, out, lse))
     for got, expected in zip((out, lse), Truth.of(q, k, v, causal=True).of_plan(plan), strict=True):
         expected.check(got, plan)
 

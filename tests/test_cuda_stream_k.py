@@ -9,7 +9,6 @@ from cuda_runs import on_cpu
 from gradient_checks import check, make_tensors
 
 from multiattn.cuda import BACKEND
-from multiattn.cuda.cpu import host
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import areas_of, numbers_of
 from multiattn.cuda.stream_k import LEAST_RANGE_STEPS, LEAST_SHARE_STEPS, Divided, division_of
@@ -116,12 +115,6 @@ def test_a_launch_knows_of_parts():
 
 
 # ---------------------------------------------------------------- emulated
-
-
-@pytest.fixture(autouse=True)
-def no_siblings(monkeypatch):
-    """Each config here meets one problem: nothing is built for others."""
-    monkeypatch.setattr(host, "siblings_of", host.kernels_of)
 
 
 @on_cpu

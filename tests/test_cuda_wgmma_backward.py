@@ -10,7 +10,6 @@ from cuda_runs import on_cpu
 from gradient_checks import check, make_tensors
 
 from multiattn.cuda import BACKEND
-from multiattn.cuda.cpu import host
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import areas_of, numbers_of, struct_of
 from multiattn.cuda.variants import BACKWARD_VARIANTS
@@ -27,12 +26,6 @@ KEPT = replace(PLAIN, k_in_registers=True, v_in_registers=True, k_stages=2)
 HALVES = replace(PLAIN, half_dq=True, dout_stages=3)
 EARLY = replace(PLAIN, k_in_registers=True, early_scores=True, k_stages=2)
 HALVES_BY_TMA = replace(PLAIN, half_dq=True, dq_by_tma=True)
-
-
-@pytest.fixture(autouse=True)
-def no_siblings(monkeypatch):
-    """Each config here meets one problem: nothing is built for others."""
-    monkeypatch.setattr(host, "siblings_of", host.kernels_of)
 
 
 def plan_of(problem: Problem, config: WgmmaBackwardConfig | None = None, *, arch=SM90) -> Plan:

@@ -11,7 +11,6 @@ from gradient_checks import check, make_tensors
 
 from multiattn import fmha_varlen, fmha_varlen_backward
 from multiattn.cuda import BACKEND
-from multiattn.cuda.cpu import host
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import areas_of, struct_of
 from multiattn.cuda.wgmma_two_pass_configs import WgmmaTwoPassConfig, why_not
@@ -30,12 +29,6 @@ PLAIN = WgmmaTwoPassConfig(tile_m=64, tile_n=64)
 DEEP = replace(PLAIN, q_stages=3, dout_stages=3, k_stages=3, v_stages=2)
 KEPT = replace(DEEP, kv_in_registers=True)
 AHEAD = replace(DEEP, ahead=True, dq_ahead=True)
-
-
-@pytest.fixture(autouse=True)
-def no_siblings(monkeypatch):
-    """Each config here meets one problem: nothing is built for others."""
-    monkeypatch.setattr(host, "siblings_of", host.kernels_of)
 
 
 def plan_of(problem: Problem, config: WgmmaTwoPassConfig | None = None, *, arch=SM90) -> Plan:

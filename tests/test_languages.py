@@ -8,7 +8,6 @@ import torch
 
 import multiattn
 from multiattn import Plan, Problem
-from multiattn.cuda.cpu import host
 from multiattn.operands import Operands
 from multiattn.plan.arch import ARCHS, GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, get, make_plan, plan_variant
@@ -67,11 +66,10 @@ def test_a_sweep_tries_what_fits_and_nothing_twice(language, direction, head_dim
     ("language", "variant"),
     [(name, it.name) for name in BACKENDS for it in get(name).backward.variants if "cpu" in it.capability.arches],
 )
-def test_weights_that_would_be_infinite_are_zero(language, variant, monkeypatch):
+def test_weights_that_would_be_infinite_are_zero(language, variant):
     """Masked ones, whose scores are 2^14 above their row's lse, and, as ``exp2(0 - lse)``, those beyond the ends."""
     if reasons := get(language).probe(ARCHS["cpu"]):
         pytest.skip("; ".join(map(str, reasons)))
-    monkeypatch.setattr(host, "siblings_of", host.kernels_of)
     q, k, v, dout = gradient_checks.make_tensors(heads_q=1, seq_q=20, seq_kv=20, head_dim=16)
     k[0, 0, 1:] = 32 * q[0, 0, :1]
 
@@ -87,11 +85,10 @@ def test_weights_that_would_be_infinite_are_zero(language, variant, monkeypatch)
 
 
 @pytest.mark.parametrize("language", BACKENDS)
-def test_the_mask_begins_at_every_place_of_a_block(language, monkeypatch):
+def test_the_mask_begins_at_every_place_of_a_block(language):
     """Scores grow by one a key: one key too many, in a block taken for unmasked, would have most of the weight."""
     if reasons := get(language).probe(ARCHS["cpu"]):
         pytest.skip("; ".join(map(str, reasons)))
-    monkeypatch.setattr(host, "siblings_of", host.kernels_of)
     seq_q, options = 84, {"causal": True, "scale": 1.0}
     _, _, values, dout = gradient_checks.make_tensors(heads_q=1, seq_q=seq_q, seq_kv=seq_q + 24, head_dim=16)
     q = torch.ones_like(dout)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from multiattn.cuda import backward_configs as backward
 from multiattn.cuda import configs as forward
 from multiattn.cuda import wgmma_backward_configs as wgmma_backward
@@ -32,11 +30,9 @@ from multiattn.cuda.variants import axes_of, is_wgmma
 from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig
 from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.cuda.wgmma_two_pass_configs import QUERY_TILE, WgmmaTwoPassConfig
-from multiattn.layout import VECTOR_BYTES
-from multiattn.mask import CAUSAL, FULL
 from multiattn.packed import TILE_LISTS, PackingSpec
 from multiattn.plan.arch import WARP_THREADS
-from multiattn.plan.backend import Plan, variant_of
+from multiattn.plan.backend import Plan
 from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore
@@ -77,27 +73,6 @@ def _launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
 def kernels_of(plan: Plan) -> tuple[Instance, ...]:
     """The kernels that `plan` launches."""
     return tuple(launch.kernel for launch in launches_of(plan))
-
-
-def siblings_of(plan: Plan) -> tuple[Instance, ...]:
-    """The kernels of one head_dim and config, for every dtype that it takes, mask and alignment.
-
-    A mask of two sides has siblings of its own: few calls have one, and it is as much to build as the others together.
-    With an expression of its own for scores, or a block mask, a kernel has none, nor has one for few queries.
-    """
-    is_split = isinstance(plan.config, (CudaSplitConfig, SplitWgmmaConfig))
-    if plan.problem.has_score or plan.problem.blocks is not None or is_split:
-        return kernels_of(plan)
-    takes = variant_of(plan).capability
-    bands = (plan.problem.band,) if plan.problem.is_two_sided else (FULL, CAUSAL)
-    problems = (
-        replace(plan.problem, dtype=dtype, band=band, alignment=alignment)
-        for dtype in takes.dtypes
-        for band in bands
-        for alignment in (takes.alignment, VECTOR_BYTES)
-    )
-    kernels = (kernel for problem in problems for kernel in kernels_of(replace(plan, problem=problem)))
-    return tuple(dict.fromkeys(kernels))
 
 
 # ---------------------------------------------------------------- before both

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from multiattn.cuda.instances import kernels_of, launches_of, siblings_of
+from multiattn.cuda.instances import kernels_of, launches_of
 from multiattn.cuda.params import areas_of, argument_of, has_counter
 from multiattn.cuda.source import HOST_INCLUDES, ROOT, Instance, PlannedLaunch, cache_key, translation_unit
 from multiattn.cuda.structs import read_structs
@@ -23,7 +23,7 @@ from multiattn.cuda.tools import GXX, gxx_version, run_compiler
 from multiattn.operands import Operands
 from multiattn.packed import TILE_LISTS
 from multiattn.plan.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, TensorMap, pack
-from multiattn.plan.backend import Plan, variant_of
+from multiattn.plan.backend import Plan
 from multiattn.run import cache
 from multiattn.run.fork import hold_across_fork
 from multiattn.run.launch import pack_areas
@@ -59,13 +59,11 @@ class BuildError(RuntimeError):
 class CpuLauncher:
     """A Plan's kernels on the CPU; see `plan.backend.Launcher`. A persistent grid has `MULTIPROCESSORS` blocks.
 
-    They are built with those of the same head_dim and config that a next call may want; a variant that callers must
-    name, which few do, without. Another `library` may have them, too.
+    They are built for it alone, or another `library` has them.
     """
 
     def __init__(self, plan: Plan, library: ctypes.CDLL | None = None) -> None:
-        wanted = kernels_of if variant_of(plan).only_named else siblings_of
-        self._library = library or load(build(wanted(plan)))
+        self._library = library or load(build(kernels_of(plan)))
         self._launches = launches_of(plan)
         self._plan = plan
         self._sizes = areas_of(plan)
