@@ -278,6 +278,13 @@ def test_auto_follows_the_nearest_measured_cell(monkeypatch):
     assert preferred_order(contiguous(72), ARCHS["sm90"])[0][0] == "triton"
     own = preferred_order(contiguous(72), ARCHS["sm90"], "backward")[0]
     assert own == ("cuda", "9 TFLOPS on H200, 2026-11-21, D=64 N=4096 B*H=8 full backward")
+    cells[:] = [
+        replace(cell(64, triton=2.0, cuda=3.0), gpu="H100"),
+        replace(cell(64, cutile=99.0), gpu="H20"),  # of others than on the GPUs before it, so that it does not count
+        cell(64, triton=8.0, cuda=3.0),
+    ]
+    told = preferred_order(contiguous(72), ARCHS["sm90"])[0]
+    assert told == ("triton", "4 TFLOPS on H100 and H200, 2026-11-21, D=64 N=4096 B*H=8 full forward")
 
 
 def test_auto_follows_packed_cells_for_packed_batches_alone(monkeypatch):

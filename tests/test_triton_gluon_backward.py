@@ -172,7 +172,7 @@ def test_heads_side_by_side_share_queries_and_sums_that_l2_has_room_for(name, si
 
 @pytest.mark.parametrize(("name", "expected"), [("warp_specialized", 6), ("warp_specialized_two_pass", 4)])
 def test_a_section_of_shared_keys_under_a_mask_has_tiles_for_all_sms_twice(name, expected):
-    """Of 64 heads of keys with 64 tiles of 128 keys, or 128 of 64, on 132 SMs: in sections of one size."""
+    """64 heads of keys with 64 tiles of 128 keys, or 128 of 64, on 132 SMs: in sections of one size."""
     plan = backward_plan(
         find_variant(BACKEND, name, "backward"), band=CAUSAL, batch=16, heads_q=16, heads_kv=4, seq_q=8192
     )

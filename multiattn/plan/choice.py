@@ -217,10 +217,27 @@ def preferred_order(problem: Problem, arch: Arch, direction: Direction = "forwar
     size = f"D={cell.head_dim} {'tokens' if cell.packed else 'N'}={cell.seq_kv} {heads} {mask}"
     if cell.rows:
         size = f"D={cell.head_dim}, caches with {cell.rows} queries of the heads that share a key,"
-    where = f"{cell.gpu}, {cell.date}, {size} {'packed ' * cell.packed}{cell.direction}"
+    alike = _on_all_gpus(cell, own or cells)
+    gpus = " and ".join(dict.fromkeys(it.gpu for it in alike))
+    where = f"{gpus}, {cell.date}, {size} {'packed ' * cell.packed}{cell.direction}"
     if not own:
         where += f" (no {direction} measured on {arch.name} yet)"
-    measured = sorted(cell.tflops, key=lambda pair: -pair[1])
+    measured = _mean_tflops(alike)
     order = [(name, f"{tflops:.0f} TFLOPS on {where}") for name, tflops in measured if name in BACKENDS]
     known = {name for name, _ in order}
     return (*order, *((name, f"not measured on {where}") for name in BACKENDS if name not in known))
+
+
+def _on_all_gpus(cell: MeasuredCell, cells: Sequence[MeasuredCell]) -> list[MeasuredCell]:
+    """The cell, and the same problem on other GPUs of its arch on which the same backends were measured."""
+    names = {name for name, _ in cell.tflops}
+    same = [it for it in cells if replace(it, gpu=cell.gpu, date=cell.date, tflops=cell.tflops) == cell]
+    return [it for it in same if {name for name, _ in it.tflops} == names]
+
+
+def _mean_tflops(alike: Sequence[MeasuredCell]) -> list[tuple[str, float]]:
+    """The geometric mean of each backend over the GPUs, the highest first: no plan knows which of them it is for."""
+    found: dict[str, list[float]] = {}
+    for name, tflops in itertools.chain.from_iterable(cell.tflops for cell in alike):
+        found.setdefault(name, []).append(tflops)
+    return sorted(((name, math.prod(it) ** (1 / len(it))) for name, it in found.items()), key=lambda pair: -pair[1])

@@ -310,11 +310,10 @@ STORED: tuple[Rule[StoredConfig], ...] = (
           why=_26 + "513 TFLOPS, 519 at N=16k, 383 at N=512; one pass 361, 396, 264"),
     _rule((129, 256), BANDED, _stored((64, 64), **_KEYS_BY_8),
           why=_26 + "482 TFLOPS, 530 at N=16k, 258 at N=512; one pass 334, 360, 169, two there 205"),
-    # Measured with each block of ds in one piece of memory, which is as fast (docs/experiments.md).
     _rule((65, 128), FULL, _stored((64, 64), stagger=7, delta_first=True, **_TWO_BLOCKS),
-          why=_26 + "458 TFLOPS, 459 at N=16k, 361 at N=512; one pass 418, 432, two there 321"),
+          why=_26 + "471 TFLOPS, 461 at N=16k, 357 at N=512; one pass 426, 427, two 318; H100 N=16k 420, one pass 433"),
     _rule((65, 128), BANDED, _stored((64, 64), **_TWO_BLOCKS),
-          why=_26 + "445 TFLOPS, 478 at N=16k, 253 at N=512; 64x128 by 8 warps 409, 218, one pass 454 at N=16k"),
+          why=_26 + "465 TFLOPS, 463 at N=16k, 252 at N=512; one pass 452 at N=16k; H100 N=16k 417, one pass 442"),
     _rule((1, 64), None, _stored((64, 128), **_KEYS_BY_8), only_named=True,
           why=_26 + "a prototype: 350 TFLOPS full, 342 with the mask; one pass 382, two passes 338 with the mask"),
 )  # fmt: skip
