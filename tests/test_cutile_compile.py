@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -169,6 +170,24 @@ def test_compilations_that_overlap_share_the_limit_and_leave_none(monkeypatch):
         second.set()
         other.result()
     assert (config.compiler_timeout_sec, compile.private.compile_cubin) == (before, known)
+
+
+def test_an_export_shares_the_limit_of_what_is_compiled_beside_it(monkeypatch):
+    """Else it put back a limit that was not there when it began, after the others had ended: for ever."""
+    monkeypatch.delenv("CUDA_TILE_COMPILER_TIMEOUT_SEC", raising=False)
+    config = default_tile_context.config
+    before, beside = config.compiler_timeout_sec, ExitStack()
+
+    def export(*_, **__):
+        beside.close()  # the others end while it is under way
+        assert config.compiler_timeout_sec == compile.COMPILE_SECONDS
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(compile, "export_kernel", export)
+    beside.enter_context(compile.compiling)
+    with pytest.raises(RuntimeError, match="far enough"):
+        compile.compile_with_remarks(None, None, ARCHS["sm90"])
+    assert config.compiler_timeout_sec == before
 
 
 def test_a_fork_waits_for_compilations(monkeypatch):

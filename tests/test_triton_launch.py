@@ -168,6 +168,18 @@ def test_what_needs_more_than_arguments_goes_through_triton(monkeypatch, metadat
     assert driver.launched == []
 
 
+def test_a_bug_of_ours_is_not_told_as_another_release(monkeypatch):
+    """What is made for Triton is ours; only what Triton makes of it is private."""
+
+    def stubs(call):
+        raise TypeError("ours")
+
+    plan, _ = plan_of("two_pass")
+    monkeypatch.setattr(Call, "stubs", stubs)
+    with pytest.raises(TypeError, match="ours"):
+        launch._for_driver(plan, calls_of(plan), 0)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -175,6 +187,7 @@ def test_what_needs_more_than_arguments_goes_through_triton(monkeypatch, metadat
         ("launch_exit_hook", SimpleNamespace(calls=[print])),
         ("kernel_load_end_hook", SimpleNamespace(calls=[print])),
         ("jit_post_compile_hook", print),
+        ("add_stages_inspection_hook", print),
         ("debug", True),
     ],
 )
@@ -255,11 +268,13 @@ def test_kernels_of_a_launch_are_compiled_at_one_time_but_their_python(monkeypat
     """Python takes turns, Gluon's first; the compilers wait for each other."""
     monkeypatch.setattr(compiling, "_known", {})
     together, seen = threading.Barrier(3, timeout=60), []
+    monkeypatch.setattr(compiling.ahead, "begin", lambda: seen.append("a backward ahead begins"))
     sources = [FakeSource(key, key == "b", seen, together) for key in "abc"]
     assert compile_sources(sources) == [f"code of {key}" for key in "abc"]
-    assert seen == [f"{step} {key}" for key in "bac" for step in ("python", "end")]
+    python = [f"{step} {key}" for key in "bac" for step in ("python", "end")]
+    assert seen == [*python, "a backward ahead begins"]
     assert compile_sources(sources[::-1]) == [f"code of {key}" for key in "cba"]
-    assert len(seen) == 6
+    assert len(seen) == 7
 
 
 def test_a_kernel_that_fails_holds_up_no_other_and_is_compiled_again(monkeypatch):
