@@ -27,10 +27,10 @@ from multiattn.triton.kernels.gluon.backward_parts import (
     make_tiles,
     multiply_rows,
     statistics_of,
-    tile_of,
 )
 from multiattn.triton.kernels.gluon.backward_producer import produce
 from multiattn.triton.kernels.gluon.backward_tiles import DS_STAGES, block_of, make_ds, mask_weights, modify
+from multiattn.triton.kernels.gluon.ring import tile_of
 from multiattn.triton.kernels.gluon.scores import pack_weights
 
 # ---------------------------------------------------------------- weights and dS

@@ -34,16 +34,6 @@ def _make_tiles(number: gl.constexpr, columns: gl.constexpr, map, C: gl.constexp
 
 
 @gluon.jit
-def tile_of(buffers, slot, C: gl.constexpr):
-    """A tile ``[64, head_dim]``, in a piece or two."""
-    wide = buffers[0].index(slot).reshape([64, C.wide])
-    both = (wide, wide)
-    if C.narrow > 0:
-        both = (wide, buffers[1].index(slot).reshape([64, C.narrow]))
-    return both
-
-
-@gluon.jit
 def load_tile(maps, at, head, row, full, buffers, slot, C: gl.constexpr):
     """Rows of one head by TMA; `full` expects them."""
     sequences.load_rows(maps[0], at, head, row, 0, full, buffers[0].index(slot), C)

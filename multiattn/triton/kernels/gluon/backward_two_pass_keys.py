@@ -26,7 +26,6 @@ from multiattn.triton.kernels.gluon.backward_parts import (
     multiply_rows,
     read_entry,
     statistics_of,
-    tile_of,
 )
 from multiattn.triton.kernels.gluon.backward_tiles import make_ds
 from multiattn.triton.kernels.gluon.backward_two_pass import (
@@ -44,6 +43,7 @@ from multiattn.triton.kernels.gluon.backward_two_pass import (
     zero_sums,
 )
 from multiattn.triton.kernels.gluon.producer import in_turn, listed_tile, tile_after
+from multiattn.triton.kernels.gluon.ring import tile_of
 from multiattn.triton.kernels.gluon.scores import pack_weights
 
 WEIGHT_STAGES = gl.constexpr(STAGES_OF_WEIGHTS)

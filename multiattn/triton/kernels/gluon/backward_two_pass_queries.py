@@ -19,7 +19,6 @@ from multiattn.triton.kernels.gluon.backward_parts import (
     make_tiles,
     multiply_rows,
     read_entry,
-    tile_of,
 )
 from multiattn.triton.kernels.gluon.backward_two_pass import (
     WORDS,
@@ -35,6 +34,7 @@ from multiattn.triton.kernels.gluon.backward_two_pass import (
     zero_sums,
 )
 from multiattn.triton.kernels.gluon.producer import in_turn, tile_after
+from multiattn.triton.kernels.gluon.ring import tile_of
 from multiattn.triton.kernels.gluon.scores import begin_of_keys, end_before, pack_weights, range_of_blocks
 from multiattn.triton.kernels.gluon.sequences import ENTRY_WORDS
 

@@ -192,16 +192,6 @@ def _await_stored(q_place, ring_q, C: gl.constexpr):
 
 
 @gluon.jit
-def _queries(q_buffers, at, C: gl.constexpr):
-    """A warpgroup's rows of Q in shared memory, in a piece or two."""
-    wide = q_buffers[0].index(at).reshape([64, C.wide])
-    both = (wide, wide)
-    if C.narrow > 0:
-        both = (wide, q_buffers[1].index(at).reshape([64, C.narrow]))
-    return both
-
-
-@gluon.jit
 def _attend(
     queries, q_place, place, turn, tile_begin, tile_end, exact_tile, first_query, scale, of_score, sizes, shared,
     warpgroup: gl.constexpr, C: gl.constexpr,
@@ -362,7 +352,7 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, aux, scale, sizes, sh
         batch = ring.read_word(words, at + ring.BATCH)
         exact_tile = ring.read_word(words, at + ring.EXACT)
         buffer = slot * C.warpgroups + warpgroup
-        queries = _queries(q_buffers, buffer, C)
+        queries = ring.tile_of(q_buffers, buffer, C)
         own = sizes
         if C.packed:
             len_q, len_kv = sequences.read_lengths(words, at, C)

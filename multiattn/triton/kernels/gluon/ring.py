@@ -42,6 +42,16 @@ def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
+def tile_of(buffers, slot, C: gl.constexpr):
+    """A warpgroup's tile ``[64, head_dim]`` in shared memory, in a piece or two."""
+    wide = buffers[0].index(slot).reshape([64, C.wide])
+    both = (wide, wide)
+    if C.narrow > 0:
+        both = (wide, buffers[1].index(slot).reshape([64, C.narrow]))
+    return both
+
+
+@gluon.jit
 def await_full(ring, place, SLOTS: gl.constexpr):
     """Until a slot has what belongs at `place`."""
     mbarrier.wait(ring[0].index(place % SLOTS), (place // SLOTS) & 1)
