@@ -169,7 +169,7 @@ def test_what_needs_more_than_arguments_goes_through_triton(monkeypatch, metadat
 
 
 def test_a_bug_of_ours_is_not_told_as_another_release(monkeypatch):
-    """What is made for Triton is ours; only what Triton makes of it is private."""
+    """Arguments that Triton specialises on are ours; only the functions that do it are private."""
 
     def stubs(call):
         raise TypeError("ours")
