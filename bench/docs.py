@@ -1,4 +1,4 @@
-"""``python -m bench docs [--check]``: the generated tables of README.md and docs/.
+"""``python -m bench docs [--check]``: the generated tables and pictures of README.md and docs/.
 
 They are made of bench/results, bench/compiled and the backends' data. A page marks a table with
 ``<!-- generated:NAME -->`` and ``<!-- /generated -->``; `pages` says what makes each. A dash stands for what was not
@@ -7,51 +7,40 @@ measured, or for a kernel that does not exist.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
-from bench import decode, host, ladder, layout_docs, models, record, scaling
+from bench import decode, host, ladder, layout_docs, models, pictures, record, scaling
+from bench.comparison import NOT_MEASURED, auto_backend, compared, comparison_block, verdict_block
+from bench.docs_support import LANGUAGES, features_block, head_dims_block, language_of, support_block
 from bench.layout_docs import Blocks
 from bench.matrix import SUITES, Cell, InputError
 from bench.record_kernels import main_of
 from bench.report import describe, figure, markdown, memory_summary, provenance, write
 from bench.results import RESULTS, ROOT, Row, load, one_run
 from multiattn.inspect.layout_svg import draw
-from multiattn.operands import Options
-from multiattn.paged import CacheSpec
 from multiattn.plan import backend as registry
-from multiattn.plan.arch import ARCHS, GPU_ARCHS, by_name
-from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, make_plan, plan_variant
-from multiattn.plan.choice import choose
-from multiattn.plan.support import Unsupported
+from multiattn.plan.arch import by_name
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, make_plan
 from multiattn.problem import Problem
-from multiattn.triton.gluon_backward_configs import GLUON_VARIANTS
 
 MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
 
 GPU_FOLDER = "h200"
 NOTHING = "-"
-NOT_MEASURED = "Not measured yet: `python -m bench` on a GPU writes bench/results."
 SHOWN_SEQS = (1024, 4096, 16384)
 PEERS = ("sdpa-cudnn", "fa4")
 """The peers that ours are compared with: the fastest two."""
 FEATURE_PEERS = ("fa4", "flex")
 """The peers that have most of the features."""
 LADDER_HEAD_DIMS = {"triton": (128,), "cutile": (128,), "cuda": (64, 512)}
-LANGUAGES = ("cuTile", "plain Triton", "Gluon", "CUDA C++")
-
-
-def language_of(backend: str, variant: str) -> str:
-    """The language of a kernel, empty for a peer's. Triton has two, and only the variant tells them apart."""
-    if backend == "triton":
-        return "Gluon" if variant in GLUON_VARIANTS else "plain Triton"
-    return {"cutile": "cuTile", "cuda": "CUDA C++"}.get(backend, "")
 
 
 def _language(row: Row) -> str:
@@ -71,68 +60,7 @@ def geometric_mean(ratios: Sequence[float], digits: int) -> str:
     return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.{digits}f}" if ratios else NOTHING
 
 
-# ---------------------------------------------------------------- what runs where
-
-
-def support_block() -> str:
-    """The head_dims that each offered variant takes on each arch, or why none; then the number of named rungs."""
-    rows, more = [], []
-    for name in BACKENDS:
-        for direction in DIRECTIONS:
-            op = registry.get(name).op(direction)
-            for variant in op.offered:
-                found = [supported_head_dims(name, variant, arch, direction) for arch in GPU_ARCHS]
-                cells = (ranges(able) or "no: " + ", ".join(dict.fromkeys(codes)) for able, codes in found)
-                rows.append((name, direction, variant.name, ", ".join(variant.capability.dtypes), *cells))
-            if named := len(op.variants) - len(op.offered):
-                rungs = f"{named} more rung{'s' if named > 1 else ''}, selected only by name"
-                more.append(f"- {name} {direction} has {rungs}: [docs/ladder.md](docs/ladder.md)")
-    table = markdown(("backend", "direction", "variant", "dtypes", *GPU_ARCHS), rows)
-    told = "A range is of head_dims, in multiples of 8; a word says what refuses the rest."
-    return "\n\n".join(filter(None, (table, told, "\n".join(more))))
-
-
-def supported_head_dims(backend: str, variant: Variant, arch: str, direction: Direction) -> tuple[list[int], list[str]]:
-    """The multiples of 8 that a variant takes on an arch, by the data alone, and the codes of what refuses others."""
-    able, codes = [], []
-    for head_dim in range(8, variant.capability.head_dim_max + 1, 8):
-        cache = CacheSpec(4, 4) if variant.capability.caches else None  # without one they are for few queries
-        problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim, cache=cache)
-        plan = plan_variant(registry.get(backend), variant, problem, ARCHS[arch], direction=direction)
-        if isinstance(plan, Plan):
-            able.append(head_dim)
-        else:
-            codes += [reason.code for reason in plan]
-    return able, codes
-
-
-def ranges(head_dims: Sequence[int]) -> str:
-    """``8-128, 192``: runs of neighbouring multiples of 8."""
-    runs: list[list[int]] = []
-    for head_dim in head_dims:
-        if runs and head_dim == runs[-1][-1] + 8:
-            runs[-1].append(head_dim)
-        else:
-            runs.append([head_dim])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-def head_dims_block() -> str:
-    """The head_dims that each language takes on each arch, the CPU included."""
-    able: dict[tuple[str, str, str], set[int]] = {}
-    arches = ("cpu", *GPU_ARCHS)
-    for name in BACKENDS:
-        for direction in DIRECTIONS:
-            for variant in registry.get(name).op(direction).offered:
-                for arch in set(arches) & set(variant.capability.arches):
-                    found = supported_head_dims(name, variant, arch, direction)[0]
-                    able.setdefault((language_of(name, variant.name), direction, arch), set()).update(found)
-    rows = []
-    for language in LANGUAGES:
-        for direction in DIRECTIONS:
-            lists = (sorted(able.get((language, direction, arch), ())) for arch in arches)
-            rows.append((language, direction, *(ranges(its) or NOTHING for its in lists)))
-    return markdown(("language", "direction", *arches), rows)
+# ---------------------------------------------------------------- compiled
 
 
 def targets_block() -> str:
@@ -161,20 +89,29 @@ def _compiled(found: record.Record, backend: str, direction: Direction, head_dim
 
 
 def results_block(results: Path) -> str:
-    """Forward at three lengths, backward, its memory, and the cost of a call on the host, for each GPU."""
+    """A section for each GPU: forward, backward and its memory, features, packed batches, models, the host's cost."""
     parts = []
-    for folder in sorted(path for path in results.glob("*") if path.is_dir()):
-        forward = [row for row in _rows(folder / "standard.json") if "/" not in row.contender]
-        training = _rows(folder / "backward.json")
-        parts += [_speed_table(forward, "forward"), _speed_table(training, "backward"), memory_summary(training)]
-        parts += features_tables(_rows(folder / "features.json"))
-        parts += features_tables(_rows(folder / "packed.json"))
-        if (folder / "models.json").exists():
-            parts.append(models_table(models.load(folder / "models.json")))
-        if (folder / "host.json").exists():
-            found = host.load(folder / "host.json")
-            parts += [f"Host cost of one warm call, {found.environment.gpu}, {found.cell.key}:", found.table("github")]
-    return "\n\n".join(filter(None, parts)) or NOT_MEASURED
+    for folder in sorted((path for path in results.glob("*") if path.is_dir()), reverse=True):
+        sections = {title: "\n\n".join(filter(None, made)) for title, made in _sections(folder)}
+        if any(sections.values()):
+            parts.append(f"## {folder.name.upper()}")
+            parts += [f"### {title}, {folder.name.upper()}\n\n{text}" for title, text in sections.items() if text]
+    return "\n\n".join(parts) or NOT_MEASURED
+
+
+def _sections(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    forward = [row for row in _rows(folder / "standard.json") if "/" not in row.contender]
+    yield "Forward", [_speed_table(forward, "forward")]
+    training = _rows(folder / "backward.json")
+    yield "Backward", [_speed_table(training, "backward"), memory_summary(training)]
+    yield "Masks and scores", features_tables(_rows(folder / "features.json"))
+    yield "Packed batches", features_tables(_rows(folder / "packed.json"))
+    if (folder / "models.json").exists():
+        yield "Models", [models_table(models.load(folder / "models.json"))]
+    if (folder / "host.json").exists():
+        found = host.load(folder / "host.json")
+        told = f"Host cost of one warm call, {found.environment.gpu}, {found.cell.key}:"
+        yield "Host cost", [told, found.table("github")]
 
 
 def _speed_table(rows: Sequence[Row], what: str) -> str:
@@ -201,7 +138,7 @@ def features_tables(rows: Sequence[Row]) -> list[str]:
         found = {(row.cell, row.contender): row for row in chosen}
         lines = []
         for cell in dict.fromkeys(row.cell for row in chosen):
-            auto = _auto(cell, chosen[0].environment.arch, "forward" if direction == "fwd" else "backward")
+            auto = auto_backend(cell, chosen[0].environment.arch, "forward" if direction == "fwd" else "backward")
             ours = found.get((cell, auto))
             figures = (figure(found[cell, name]) if (cell, name) in found else NOTHING for name in names)
             ratios = (_ratio(ours, found.get((cell, name))) for name in FEATURE_PEERS)
@@ -221,14 +158,6 @@ def models_table(runs: Sequence[models.ModelRun]) -> str:
         release = ", ".join(f"{name} {number}" for name, number in run.versions.items())
         where.append(f"{names}: {release}. {describe(run.environment)}")
     return "\n\n".join((told, models.table_text(runs, "github"), *where))
-
-
-def _auto(cell: Cell, arch: str, direction: Direction) -> str:
-    """The backend that ``auto`` runs in a cell, by the data alone."""
-    try:
-        return choose(cell.problem, by_name(arch), Options(), direction, probe=False)[0].backend
-    except Unsupported:
-        return NOTHING
 
 
 def _ratio(row: Row | None, peer: Row | None) -> str:
@@ -332,11 +261,23 @@ def scaling_block(folder: Path, direction: Literal["fwd", "bwd"]) -> str:
 def pages(results: Path = RESULTS) -> Mapping[str, Blocks]:
     """The tables of each page, by the names in its markers."""
     gpu = results / GPU_FOLDER
+    beside_peers = functools.cache(partial(compared, results))
     return {
         "README.md": {
-            "support": support_block,
-            "results": partial(results_block, results),
+            "picture": partial(pictures.element, pictures.H200, results, "docs/pictures/"),
+            "support": features_block,
+            "verdict": lambda: verdict_block(beside_peers()),
+            "comparison": lambda: comparison_block(beside_peers()),
+        },
+        "docs/support.md": {"features": features_block, "support": support_block},
+        "docs/results.md": {
+            "picture_128": partial(pictures.element, pictures.H200, results, "pictures/"),
+            "picture_64": partial(pictures.element, pictures.H200_D64, results, "pictures/"),
+            "picture_256": partial(pictures.element, pictures.H200_D256, results, "pictures/"),
+            "picture_h100": partial(pictures.element, pictures.H100, results, "pictures/"),
+            "comparison": lambda: comparison_block(beside_peers()),
             "peers": partial(peers_summary, results),
+            "results": partial(results_block, results),
         },
         "docs/decode.md": {"decode": partial(decode.block, gpu / "decode.json")},
         "docs/hopper.md": {"peers": partial(peers_block, results)},
@@ -381,8 +322,13 @@ def update_all(*, check: bool, root: Path = ROOT, results: Path = RESULTS) -> li
     """Write every page and picture, or with `check` only compare. Returns those that were stale."""
     texts = {root / name: render((root / name).read_text(), blocks) for name, blocks in pages(results).items()}
     texts |= {root / "docs" / name: draw(tile) for name, tile in layout_docs.PICTURES.items()}
+    specs = {root / path: spec for path, spec in pictures.specifications(results)}
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    undrawn = [path for path, it in specs.items() if not (path.exists() and pictures.is_current(path.read_text(), it))]
     if not check:
         for path in stale:
             path.write_text(texts[path])
-    return stale
+        for path in undrawn:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(pictures.render(specs[path]))
+    return [*stale, *undrawn]

@@ -82,7 +82,7 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     owners: dict[tuple[Any, ...], Cell] = {}
     found = [row for row in one_run(_of_several(rows)) if _counts(row)]
-    outdated = {(row.cell, row.run) for row in found if not _runs_now(row)}
+    outdated = {(row.cell, row.run) for row in found if not runs_now(row)}
     found.sort(key=lambda row: row.run, reverse=True)
     for row in sorted(found, key=lambda row: row.cell in SUITES["heldout"]):
         setup, cell, measured = row.environment, row.cell, row.measured
@@ -148,7 +148,7 @@ def _counts(row: Row) -> bool:
     return is_usual and row.contender in BACKENDS and plain
 
 
-def _runs_now(row: Row) -> bool:
+def runs_now(row: Row) -> bool:
     """Tell whether a backend would run the variant of this row today."""
     if row.plan is None:
         return True

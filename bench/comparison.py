@@ -1,0 +1,244 @@
+"""The README's comparison: each backend over the fastest peer, its geometric mean and its worst cell, by GPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from bench import models
+from bench.decode_cells import DecodeCell
+from bench.matrix import Cell
+from bench.report import markdown
+from bench.results import Row, is_ours, load, one_run
+from bench.verdicts import runs_now
+from multiattn.operands import Options
+from multiattn.paged import CacheSpec
+from multiattn.plan.arch import by_name
+from multiattn.plan.backend import BACKENDS, Direction
+from multiattn.plan.choice import choose
+from multiattn.plan.support import Unsupported
+from multiattn.problem import Problem
+
+NOTHING = "-"
+AUTO = "auto"
+GPU_FOLDERS = ("h200", "h100")
+TITLES = {"triton": "Triton", "cutile": "cuTile", "cuda": "CUDA", AUTO: "`auto`"}
+PEER_TITLES = {
+    "sdpa-cudnn": "cuDNN", "cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4",
+    "flex": "Flex", "flashinfer": "FlashInfer", "sdpa": "SDPA", "flex_attention": "Flex",
+    "flash_attention_4": "FA4",
+}  # fmt: skip
+MODES = {"training": "training a model", "prefill": "prefill of a model"}
+OLD = "†"
+"""Stands by ratios of kernels that have been replaced."""
+LEVEL = 0.02
+"""How far from 1 a mean may be and still count as level."""
+NOT_MEASURED = "Not measured yet: `python -m bench` on a GPU writes bench/results."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Cells of one results file that have a line of the table."""
+
+    title: str
+    stem: str
+    direction: str = "fwd"
+    regime: str = "device"
+
+
+PARTS = (
+    Part(title="forward", stem="standard"),
+    Part(title="backward", stem="backward", direction="bwd"),
+    Part(title="decode", stem="decode", regime="graph"),
+    Part(title="masks and scores, forward", stem="features"),
+    Part(title="masks and scores, backward", stem="features", direction="bwd"),
+    Part(title="packed, forward", stem="packed"),
+    Part(title="packed, backward", stem="packed", direction="bwd"),
+)
+
+
+class Ratio(NamedTuple):
+    """One cell: how many times as fast as the fastest peer of the same turns, and its short name."""
+
+    value: float
+    where: str
+    is_old: bool = False
+    """The backend would run another kernel now than the one that was timed."""
+
+
+@functools.cache
+def auto_backend(cell: Cell, arch: str, direction: Direction) -> str:
+    """The backend that ``auto`` runs in a cell, by the data alone."""
+    problem = _cached_problem(cell) if isinstance(cell, DecodeCell) else cell.problem
+    try:
+        return choose(problem, by_name(arch), Options(), direction, probe=False)[0].backend
+    except Unsupported:
+        return NOTHING
+
+
+def _cached_problem(cell: DecodeCell) -> Problem:
+    pages = cell.seq // (cell.page or cell.seq)  # of one sequence
+    max_pages = pages if cell.page is not None else 0
+    cache = CacheSpec(
+        cell.batch,
+        cell.batch * pages,
+        page=cell.page,
+        max_pages=max_pages,
+        table_stride=max_pages,
+        max_q=max(cell.lengths_q) if cell.mixed else None,
+    )
+    rows = sum(cell.lengths_q)
+    return Problem.contiguous(
+        batch=1 if cell.mixed else cell.batch,
+        heads_q=cell.heads,
+        heads_kv=cell.heads_kv,
+        seq_q=rows if cell.mixed else cell.queries,
+        seq_kv=cell.seq,
+        head_dim=cell.head_dim,
+        dtype=cell.dtype,
+        band=cell.band,
+        cache=cache,
+    )
+
+
+def short_name(cell: Cell) -> str:
+    """The few words that tell cells of one file apart: ``D128 causal 16k``."""
+    length = f"{cell.seq // 1024}k" if cell.seq >= 1024 and cell.seq % 1024 == 0 else str(cell.seq)
+    if isinstance(cell, DecodeCell):
+        kind = "mixed" if cell.mixed else f"{cell.queries} quer{'y' if cell.queries == 1 else 'ies'}"
+        return f"D{cell.head_dim} {kind} B{cell.batch} {length} keys {cell.cache}"
+    return f"D{cell.head_dim} {cell.attention.replace('_', ' ')} {length}"
+
+
+def over_best_peer(rows: Iterable[Row], direction: Direction) -> dict[str, list[Ratio]]:
+    """The ratios of ``auto`` and of each backend, over cells in which it and a peer were timed in the same turns."""
+    by_cell: dict[Cell, dict[str, Row]] = {}
+    for row in rows:
+        by_cell.setdefault(row.cell, {})[row.contender] = row
+    found: dict[str, list[Ratio]] = {name: [] for name in (AUTO, *BACKENDS)}
+    for cell, its in by_cell.items():
+        best = max((row.tflops for name, row in its.items() if not is_ours(name)), default=0.0)
+        if not best:
+            continue
+        arch = next(iter(its.values())).environment.arch
+        picked = auto_backend(cell, arch, direction)
+        for name, ratios in found.items():
+            contender = picked if name == AUTO else name
+            if contender in its:
+                row = its[contender]
+                is_old = not isinstance(cell, DecodeCell) and not runs_now(row)
+                ratios.append(Ratio(row.tflops / best, short_name(cell), is_old))
+    return found
+
+
+def told(ratios: Sequence[Ratio], cells: int) -> str:
+    """``**1.16** (0.98)``: the mean, the least and where that is; also the number of cells where it is not of all."""
+    if not ratios:
+        return NOTHING
+    least = min(ratios, key=lambda it: it.value)
+    some = f", {len(ratios)} cells" if len(ratios) < cells else ""
+    return f"**{mean_of(ratios):.2f}**{mark_of(ratios)} ({least.value:.2f})<br>{least.where}{some}"
+
+
+def peers_of(rows: Iterable[Row]) -> str:
+    """The peers that were timed, in words."""
+    found = {it.contender for it in rows if not is_ours(it.contender)}
+    named = sorted(found - PEER_TITLES.keys())
+    return ", ".join(dict.fromkeys([title for name, title in PEER_TITLES.items() if name in found] + named))
+
+
+class Compared(NamedTuple):
+    """The ratios of one part on one GPU, by backend."""
+
+    part: str
+    gpu: str
+    cells: int
+    ratios: Mapping[str, Sequence[Ratio]]
+    peers: str
+
+
+def compared(results: Path) -> list[Compared]:
+    """All parts on all GPUs that were measured."""
+    return [*_of_kernels(results), *_of_models(results)]
+
+
+def comparison_block(found: Sequence[Compared]) -> str:
+    """A line for each part and GPU, a column for ``auto`` and each backend."""
+    if not found:
+        return NOT_MEASURED
+    lines = []
+    for it in found:
+        texts = (told(it.ratios.get(name, ()), it.cells) for name in (AUTO, *BACKENDS))
+        lines.append((f"{it.part}, {it.gpu}", it.cells, *texts, it.peers))
+    table = markdown(("what, GPU", "cells", *(TITLES[name] for name in (AUTO, *BACKENDS)), "peers"), lines)
+    if OLD not in table:
+        return table
+    return f"{table}\n\n{OLD} Some of these cells were timed before the backend had the kernel that it runs there now."
+
+
+def verdict_block(found: Sequence[Compared]) -> str:
+    """The means of ``auto`` in three lists: faster than the fastest peer, level with it, slower."""
+    by_part: dict[str, dict[str, Sequence[Ratio]]] = {}
+    for it in found:
+        by_part.setdefault(it.part, {})[it.gpu] = it.ratios[AUTO]
+    lists: dict[str, list[str]] = {"Faster": [], "Level": [], "Slower": []}
+    for part, by_gpu in by_part.items():
+        means = list(map(mean_of, by_gpu.values()))
+        title = "Slower" if min(means) < 1 - LEVEL else "Faster" if max(means) > 1 + LEVEL else "Level"
+        figures = ", ".join(f"{gpu} {mean_of(its):.2f}{mark_of(its)}" for gpu, its in by_gpu.items())
+        lists[title].append(f"{part} ({figures})")
+    lines = [f"- **{title}:** {'; '.join(its)}." for title, its in lists.items() if its]
+    if lines and OLD in lines[-1]:
+        lines[-1] += f" {OLD} Partly of kernels that have been replaced since."
+    return "\n".join(lines) or NOT_MEASURED
+
+
+def mean_of(ratios: Sequence[Ratio]) -> float:
+    """The geometric mean."""
+    return statistics.geometric_mean(it.value for it in ratios)
+
+
+def mark_of(ratios: Sequence[Ratio]) -> str:
+    """A dagger where some were timed with a kernel that has been replaced."""
+    return OLD if any(it.is_old for it in ratios) else ""
+
+
+def _of_kernels(results: Path) -> Iterator[Compared]:
+    for part, folder in itertools.product(PARTS, GPU_FOLDERS):
+        rows = _timed(results / folder / f"{part.stem}.json", part)
+        ratios = over_best_peer(rows, "backward" if part.direction == "bwd" else "forward")
+        if ratios[AUTO]:
+            yield Compared(part.title, folder.upper(), len({row.cell for row in rows}), ratios, peers_of(rows))
+
+
+def _of_models(results: Path) -> Iterator[Compared]:
+    peers = ", ".join(PEER_TITLES[it] for it in ("sdpa", "flex_attention", "flash_attention_4"))
+    for (mode, title), folder in itertools.product(MODES.items(), GPU_FOLDERS):
+        ratios = _over_others(results / folder / "models.json", mode)
+        if ratios:
+            yield Compared(title, folder.upper(), len(ratios), {AUTO: ratios}, peers)
+
+
+def _timed(path: Path, part: Part) -> list[Row]:
+    rows = one_run(load(path)) if path.exists() else []
+    return [row for row in rows if row.tflops and (row.cell.direction, row.regime) == (part.direction, part.regime)]
+
+
+def _over_others(path: Path, mode: str) -> list[Ratio]:
+    """Ours over the fastest of the others, in each model."""
+    rates: dict[str, dict[str, float]] = {}
+    for run in models.load(path) if path.exists() else ():
+        for row in run.rows:
+            if row.mode == mode and row.tokens_per_s is not None:
+                rates.setdefault(row.model, {})[row.implementation] = row.tokens_per_s
+    ours = models.IMPLEMENTATIONS[0]
+    return [
+        Ratio(its[ours] / max(rate for name, rate in its.items() if name != ours), model)
+        for model, its in rates.items()
+        if ours in its and len(its) > 1
+    ]

@@ -1,0 +1,128 @@
+"""Generated tables and pictures: what they make of results, and how a stale one is found."""
+
+import functools
+import re
+from dataclasses import replace
+
+import bench_fakes as fakes
+import pytest
+
+from bench import comparison, docs
+from bench.docs import results_block
+from bench.docs_support import features_block, ranges, support_block
+from bench.matrix import SUITES, InputError
+from bench.results import RESULTS, dumps
+from multiattn.plan.backend import BACKENDS, DIRECTIONS
+
+CELLS = [cell for cell in SUITES["standard"] if cell.head_dim == 128]
+ROWS = [
+    fakes.row(name, time_ms * cell.seq / 4096, cell=cell, spread=0.02)
+    for cell in CELLS
+    for name, time_ms in (("cuda", 1.0), ("sdpa-cudnn", 1.5))
+]
+NOT_MEASURED = comparison.NOT_MEASURED
+
+
+# ---------------------------------------------------------------- tables
+
+
+def test_the_support_table_has_a_word_in_every_cell():
+    table = [line for line in support_block().splitlines() if line.startswith("|")]
+    assert all(name in "".join(table) for name in BACKENDS)
+    assert not any(re.search(r"\|\s*\|", line) for line in table)
+    assert (ranges([8, 16, 24, 64, 128, 136]), ranges([])) == ("8-24, 64, 128-136", "")
+
+
+def test_tables_are_made_again(tmp_path):
+    made = {"results": lambda: results_block(tmp_path)}
+    page = docs.render("a\n<!-- generated:results -->\nstale\n<!-- /generated -->\nb\n", made)
+    assert page == f"a\n<!-- generated:results -->\n\n{NOT_MEASURED}\n\n<!-- /generated -->\nb\n"
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "standard.json").write_text(dumps("standard", ROWS))
+    assert re.search(r"128 \| causal \| 4096 +\| 100", page := docs.render(page, made))
+    assert "backward" not in page
+    for text, why in (
+        ("no marker", "there is no <!-- gen"),
+        ("<!-- generated:x -->\n<!-- /generated -->", "nothing gen"),
+    ):
+        with pytest.raises(InputError, match=why):
+            docs.render(text, made)
+
+
+@pytest.fixture
+def pages_made_once(monkeypatch):
+    """Each table of the repository's pages is made when it is first asked for, as it takes seconds."""
+    made = {
+        name: {table: functools.cache(make) for table, make in blocks.items()} for name, blocks in docs.pages().items()
+    }
+    pages = docs.pages
+    monkeypatch.setattr(docs, "pages", lambda results=docs.RESULTS: made if results == docs.RESULTS else pages(results))
+
+
+def test_every_page_and_picture_is_current_and_can_be_made_before_anything_is_measured(tmp_path):
+    assert docs.update_all(check=True) == [], "run python -m bench docs"
+    for blocks in docs.pages(tmp_path).values():
+        assert all(make() for make in blocks.values())
+
+
+def test_a_stale_page_is_found_and_written(pages_made_once, tmp_path):
+    for name in docs.pages():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((docs.ROOT / name).read_text())
+    for picture in (docs.ROOT / "docs").rglob("*.svg"):
+        copy = tmp_path / picture.relative_to(docs.ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(picture.read_text())
+    page = tmp_path / "docs" / "hopper.md"
+    page.write_text(page.read_text().replace("| 128 ", "| 129 ", 1))
+    assert docs.update_all(check=True, root=tmp_path) == [page]
+    assert "| 129 " in page.read_text()
+    assert docs.update_all(check=False, root=tmp_path) == [page]
+    assert page.read_text() == (docs.ROOT / "docs" / "hopper.md").read_text()
+
+
+def test_the_table_of_features_has_a_column_for_each_backend_and_direction():
+    header, _, *lines = [line.strip("|").split("|") for line in re.sub(" +", " ", features_block()).splitlines()]
+    assert len(header) == 1 + len(BACKENDS) * len(DIRECTIONS)
+    found = {title.strip(): [it.strip() for it in its] for title, *its in lines}
+    head_dims = next(its for title, its in found.items() if "Hopper (sm90), Blackwell (sm100" in title)
+    assert head_dims == ["8-256", "8-256", "8-256", "8-256", "8-1024", "8-256"]
+    assert found["caches, dense and paged"] == ["yes", "no"] * 3
+    assert found["block masks, of multiples of"] == ["16"] * 4 + ["32"] * 2
+    assert len({tuple(its) for its in found.values()}) == len(found), "what is the same has one line"
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def store(folder, stem, rows):
+    folder.mkdir(exist_ok=True)
+    (folder / f"{stem}.json").write_text(dumps(stem, rows))
+
+
+def test_the_comparison_tells_the_worst_cell_and_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison, "auto_backend", lambda cell, arch, direction: "cuda")
+    fast, slow = (cell for cell in CELLS if cell.seq in (1024, 4096) and cell.causal)
+    times = {fast: {"cuda": 1.0, "fa4": 2.0, "sdpa-cudnn": 3.0}, slow: {"cuda": 4.0, "fa4": 2.0, "sdpa-cudnn": 1.0}}
+    store(tmp_path / "h200", "standard", [fakes.row(*it, cell=cell) for cell in times for it in times[cell].items()])
+    found = comparison.compared(tmp_path)
+    table = comparison.comparison_block(found)
+    assert f"forward, H200 | 2       | **{(2 * 0.25) ** 0.5:.2f}** (0.25)<br>D128 causal 4k" in table
+    assert "cuDNN, FA4" in table
+    assert comparison.verdict_block(found) == "- **Slower:** forward (H200 0.71)."
+
+
+def test_a_ratio_of_a_kernel_that_has_been_replaced_has_a_mark(tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison, "auto_backend", lambda cell, arch, direction: "cuda")
+    rows = [fakes.row("cuda", 1.0, cell=CELLS[0]), fakes.row("fa4", 2.0, cell=CELLS[0])]
+    rows[0] = replace(rows[0], plan={"variant": "split_q"})
+    store(tmp_path / "h200", "standard", rows)
+    found = comparison.compared(tmp_path)
+    assert "**2.00**† (2.00)" in comparison.comparison_block(found)
+    assert "forward (H200 2.00†). † Partly" in comparison.verdict_block(found)
+
+
+def test_auto_has_a_backend_in_every_cell_of_decode():
+    cells = {row.cell for row in docs._rows(RESULTS / "h200" / "decode.json")}
+    kinds = {(it.head_dim, it.queries * it.group, it.mixed, it.page): it for it in cells}
+    assert {comparison.auto_backend(it, "sm90", "forward") for it in kinds.values()} <= set(BACKENDS)
