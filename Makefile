@@ -6,7 +6,7 @@ JOBS ?= 2
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all lint style types suite clean
+.PHONY: setup demo docs test test-all lint style types suite clean
 
 setup: $(VENV)/.ready
 
@@ -19,6 +19,12 @@ $(VENV)/.ready: pyproject.toml
 
 demo: setup
 	$(BIN)/python -m bench demo --jobs $(JOBS) --out out
+
+# The tables and pictures first; then the site, in which a dead link is an error.
+docs: setup
+	$(BIN)/python -m bench docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "written: out/docs/index.html; to search in it: $(BIN)/python -m http.server --directory out/docs"
 
 lint: style types
 
