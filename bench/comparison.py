@@ -182,20 +182,36 @@ def comparison_block(found: Sequence[Compared]) -> str:
 
 
 def verdict_block(found: Sequence[Compared]) -> str:
-    """The means of ``auto`` in three lists: faster than the fastest peer, level with it, slower."""
-    by_part: dict[str, dict[str, Sequence[Ratio]]] = {}
-    for it in found:
-        by_part.setdefault(it.part, {})[it.gpu] = it.ratios[AUTO]
+    """The means of ``auto``: faster than the fastest peer, level with it, slower; then each backend's slower ones."""
     lists: dict[str, list[str]] = {"Faster": [], "Level": [], "Slower": []}
-    for part, by_gpu in by_part.items():
+    for part, by_gpu in by_part(found, AUTO).items():
         means = list(map(mean_of, by_gpu.values()))
         title = "Slower" if min(means) < 1 - LEVEL else "Faster" if max(means) > 1 + LEVEL else "Level"
-        figures = ", ".join(f"{gpu} {mean_of(its):.2f}{mark_of(its)}" for gpu, its in by_gpu.items())
-        lists[title].append(f"{part} ({figures})")
+        lists[title].append(f"{part} ({means_text(by_gpu)})")
+    lists["Slower by name"] = [
+        f"{TITLES[name]} in {part} ({means_text(by_gpu)})"
+        for name in BACKENDS
+        for part, by_gpu in by_part(found, name).items()
+        if min(map(mean_of, by_gpu.values())) < 1 - LEVEL
+    ]
     lines = [f"- **{title}:** {'; '.join(its)}." for title, its in lists.items() if its]
-    if lines and OLD in lines[-1]:
+    if any(OLD in line for line in lines):
         lines[-1] += f" {OLD} Partly of kernels that have been replaced since."
     return "\n".join(lines) or NOT_MEASURED
+
+
+def by_part(found: Sequence[Compared], name: str) -> dict[str, dict[str, Sequence[Ratio]]]:
+    """The ratios of one backend, or of ``auto``, by part and GPU."""
+    parts: dict[str, dict[str, Sequence[Ratio]]] = {}
+    for it in found:
+        if ratios := it.ratios.get(name):
+            parts.setdefault(it.part, {})[it.gpu] = ratios
+    return parts
+
+
+def means_text(by_gpu: Mapping[str, Sequence[Ratio]]) -> str:
+    """``H200 1.16, H100 1.14``."""
+    return ", ".join(f"{gpu} {mean_of(its):.2f}{mark_of(its)}" for gpu, its in by_gpu.items())
 
 
 def mean_of(ratios: Sequence[Ratio]) -> float:

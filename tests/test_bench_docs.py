@@ -109,7 +109,10 @@ def test_the_comparison_tells_the_worst_cell_and_where_it_is(tmp_path, monkeypat
     table = comparison.comparison_block(found)
     assert f"forward, H200 | 2       | **{(2 * 0.25) ** 0.5:.2f}** (0.25)<br>D128 causal 4k" in table
     assert "cuDNN, FA4" in table
-    assert comparison.verdict_block(found) == "- **Slower:** forward (H200 0.71)."
+    assert comparison.verdict_block(found).splitlines() == [
+        "- **Slower:** forward (H200 0.71).",
+        "- **Slower by name:** CUDA in forward (H200 0.71).",
+    ]
 
 
 def test_a_ratio_of_a_kernel_that_has_been_replaced_has_a_mark(tmp_path, monkeypatch):
