@@ -1,49 +1,18 @@
-"""The truth of dq, dk and dv in fp64, and how far from it a backward may be.
-
-The rule is that of `parity.tolerance`. Its naive error is the larger of two, both against fp64:
-
-- *autograd*: eager attention in the kernel's own dtype, differentiated by PyTorch;
-- *what is saved*: the exact backward of what the best possible forward hands over. It gets out rounded to its dtype,
-  lse to fp32, and the row sums of ``dout * out`` as fp32 adds them up. Autograd does not pay for these: where softmax
-  has one weight of 1, it finds ``dp - delta = 0`` exactly, and a backward that is fed with a rounded out cannot.
-"""
+"""The truth of a case's gradients, by the rule of `multiattn.truth.gradients`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from multiattn.block_mask import BlockLists
 from multiattn.mask import Window
-from multiattn.operands import INPUTS, Operands, Options
-from multiattn.problem import Problem, options_of
-from multiattn.reference import attend, differentiate, sequences
 from multiattn.score import BoundScore
-from multiattn.score.eager import Part
-from parity.tolerance import (
-    CHUNK,
-    Expected,
-    Packed,
-    derive_budget,
-    operands_and_problem,
-    probe_rounding,
-    rows_of,
-    softcap_factor,
-    truncation,
-)
+from multiattn.truth.gradients import by_autograd, differentiate_in_chunks, exactly, expected_gradients
+from parity.tolerance import Expected, Packed, operands_and_problem
 
-GRAD_CHUNK = CHUNK // 4
-"""Scores held at a time: differentiating fp64 attention holds about eight tensors of them, 2 GiB in all."""
-
-
-Grads = tuple[torch.Tensor, ...]
-"""dq, dk and dv, dsinks where there are sinks, and the gradients of captured tensors."""
-
-Differentiate = Callable[[Operands, Options, Part | None], Grads]
-"""Gradients of some rows of queries: of their tensors, with their own mask, and where they are from."""
+__all__ = ["GradTruth", "by_autograd", "differentiate_in_chunks", "exactly"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,144 +53,11 @@ class GradTruth:
         """The truth of one problem; q, k, v and the options as for `Truth.of`.
 
         dout ``[B, Hq, Sq, D]`` is like out, dlse ``[B, Hq, Sq]`` fp32 or None. `chunk` scores are held at a time,
-        by default `GRAD_CHUNK`. Raises ValueError where naive has overflown in most places.
+        by default `multiattn.truth.gradients.GRAD_CHUNK`. Raises ValueError where naive has overflown in most places.
         """
         inputs, problem = operands_and_problem(
             q, k, v, causal=causal, window=window, scale=scale, sinks=sinks, score=score, slots=slots, blocks=blocks,
             packed=packed,
         )  # fmt: skip
-        operands = inputs._replace(dout=dout, dlse=dlse)
-        truth = differentiate_in_chunks(operands, problem, exactly, keep=torch.float64, chunk=chunk)
-        naive = differentiate_in_chunks(operands, problem, by_autograd, keep=q.dtype, chunk=chunk)
-        saved = differentiate_in_chunks(operands, problem, from_what_is_saved, keep=torch.float32, chunk=chunk)
-        rows = problem.seq_q * problem.group
-        terms = {"dq": problem.seq_kv, "dk": rows, "dv": rows}
-        if problem.has_sinks:
-            terms["dsinks"] = problem.batch * problem.seq_q
-        captured = [f"dcaptured{slot}" for slot in slots]
-        entries, most_q, most_kv = problem.lengths
-        scores = entries * problem.heads_q * most_q * most_kv
-        terms |= {
-            name: scores // max(1, operands.captured[it].numel()) for name, it in zip(captured, slots, strict=True)
-        }
-        expected = {
-            name: Expected(
-                name=name,
-                truth=want,
-                budget=derive_budget(
-                    (of_naive, of_saved),
-                    want,
-                    atol=softcap_factor(problem) * probe_rounding(want, q.dtype) + truncation(want, terms[name]),
-                ),
-            )
-            for name, want, of_naive, of_saved in zip(terms, truth, naive, saved, strict=True)
-        }
-        return cls(dcaptured=tuple(expected.pop(name) for name in captured), **expected)
-
-
-def exactly(given: Operands, options: Options, part: Part | None) -> Grads:
-    """The formulas in fp64, on an out and an lse in fp64."""
-    out, lse = attend(given, options, torch.float64, part)
-    return differentiate(given._replace(out=out, lse=lse), options, torch.float64, part)
-
-
-def by_autograd(given: Operands, options: Options, part: Part | None) -> Grads:
-    """PyTorch's gradients of eager attention whose every intermediate has the dtype of q."""
-    inputs = [tensor.detach() for tensor in given.inputs]
-    some = Operands.of_inputs(inputs, given.sinks is not None)
-    leaves = [it for it in (*some.qkv, some.sinks) if it is not None]
-    leaves += [some.captured[slot] for slot in options.gradient_slots]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    with torch.enable_grad():
-        out, lse = attend(some, options, given.q.dtype, part)
-    results, upstream = [out], [given.dout]
-    if given.dlse is not None:
-        results.append(lse)
-        upstream.append(given.dlse.to(given.q.dtype))
-    pairs = [pair for pair in zip(results, upstream, strict=True) if pair[0].requires_grad]
-    moved, by = zip(*pairs, strict=True)
-    return torch.autograd.grad(moved, leaves, by, allow_unused=True, materialize_grads=True)
-
-
-def from_what_is_saved(given: Operands, options: Options, part: Part | None) -> Grads:
-    """The formulas in fp64, on out and lse as a forward stores them and with what fp32 makes of ``dp - delta``.
-
-    Both are sums of D products: after a random walk of D roundings of an ulp, sqrt(D) of them. It is added to dlse,
-    as that is what is subtracted from delta.
-    """
-    out, lse = attend(given, options, torch.float64, part)
-    out, lse = out.to(given.q.dtype), lse.float()
-    ulps = math.sqrt(given.q.shape[3]) * torch.finfo(torch.float32).eps
-    assert given.dout is not None
-    noise = ulps * (given.dout.double() * out.double()).abs().sum(dim=-1)
-    dlse = noise if given.dlse is None else given.dlse + noise
-    return differentiate(given._replace(out=out, lse=lse, dlse=dlse), options, torch.float64, part)
-
-
-def differentiate_in_chunks(
-    given: Operands,
-    problem: Problem,
-    differentiate_rows: Differentiate,
-    *,
-    keep: torch.dtype,
-    chunk: int | None = None,
-    entry: int = 0,
-) -> Grads:
-    """Gradients in the dtype `keep`, a few query rows at a time, as `reference_in_chunks` does forward.
-
-    Rows of queries that see no key, nor a sink, are left out, as they have dq = 0 and add nothing: autograd would make
-    NaN of ``log(0)``. All but dq are added up over the rows in fp64.
-    """
-    q = given.q
-    dq = torch.zeros(q.shape, dtype=keep, device=q.device)
-    summed = [*given.inputs[1 : INPUTS + problem.has_sinks]]
-    summed += [given.captured[slot] for slot in (problem.score.gradients if problem.score is not None else ())]
-    sums = [torch.zeros(it.shape, dtype=torch.float64, device=q.device) for it in summed]
-    row = max(1, problem.batch * problem.heads_q * max(problem.seq_kv, problem.head_dim))
-    rows = max(1, (chunk or GRAD_CHUNK) // row)
-    if problem.packing is not None:
-        return _differentiate_sequences(given, problem, differentiate_rows, dq, sums, keep=keep, chunk=chunk)
-    start = 0 if problem.has_sinks else max(0, -problem.diagonal - problem.reach[1])
-    if problem.is_empty or (problem.seq_kv == 0 and not problem.has_sinks):
-        start = problem.seq_q
-    for first in range(start, problem.seq_q, rows):
-        last = min(first + rows, problem.seq_q)
-        some, options, part, keys = rows_of(problem, given, first, last, entry)
-        some = some._replace(
-            dout=None if given.dout is None else given.dout[:, :, first:last],
-            dlse=None if given.dlse is None else given.dlse[:, :, first:last],
-        )
-        dq[:, :, first:last], dk, dv, *others = differentiate_rows(some, options, part)
-        for total, its in zip((sums[0][:, :, keys], sums[1][:, :, keys], *sums[2:]), (dk, dv, *others), strict=True):
-            total += its
-    return (dq, *(total.to(keep) for total in sums))
-
-
-def _differentiate_sequences(
-    given: Operands,
-    problem: Problem,
-    differentiate_rows: Differentiate,
-    dq: torch.Tensor,
-    sums: list[torch.Tensor],
-    *,
-    keep: torch.dtype,
-    chunk: int | None,
-) -> Grads:
-    """The same of a packed batch, a sequence at a time, into dq and the other `sums`, which are zero."""
-    end_q = end_kv = 0
-    for own, options, place in sequences(given, options_of(problem)):
-        begin_q, begin_kv = end_q, end_kv
-        end_q, end_kv = end_q + place.seq_q, end_kv + place.seq_kv
-        found = differentiate_in_chunks(
-            own,
-            Problem.of_operands(own, options),
-            differentiate_rows,
-            keep=torch.float64,
-            chunk=chunk,
-            entry=place.first_entry,
-        )
-        dq[:, :, begin_q:end_q] = found[0]
-        for total, its in zip((*(it[:, :, begin_kv:end_kv] for it in sums[:2]), *sums[2:]), found[1:], strict=True):
-            total += its
-    return (dq, *(total.to(keep) for total in sums))
+        expected = expected_gradients(inputs._replace(dout=dout, dlse=dlse), problem, slots, chunk=chunk)
+        return cls(dcaptured=tuple(expected.pop(f"dcaptured{slot}") for slot in slots), **expected)

@@ -87,7 +87,7 @@ def test_ours_and_peers_are_measured_in_a_backward(cell, regime, tmp_path):
 def test_a_wrong_gradient_is_never_timed(name, monkeypatch, tmp_path):
     two_variants(monkeypatch, spoil=(name,))
     (row,) = run_once(tmp_path, OURS)
-    assert row.error.startswith(f"parity.tolerance.Mismatch: {name} is off")
+    assert row.error.startswith(f"multiattn.truth.tolerance.Mismatch: {name} is off")
 
 
 def test_a_peer_with_another_gradient_is_an_error(tmp_path):

@@ -211,7 +211,7 @@ def test_another_copy_than_the_first_is_checked(ours, monkeypatch, tmp_path):
     first = []
     monkeypatch.setattr(multiattn, "fmha_kvcache", wrong)
     (row,), _ = run(tmp_path, OverCache(backend="cuda"))
-    assert row.error.startswith("parity.tolerance.Mismatch: out is off")
+    assert row.error.startswith("multiattn.truth.tolerance.Mismatch: out is off")
     assert len(set(first)) == COPIES_ON_CPU
 
 

@@ -75,7 +75,7 @@ def test_ours_is_held_to_parity_before_it_is_timed(tmp_path, monkeypatch):
 
     launching(monkeypatch, wrong)
     (row,) = run_once(tmp_path, OURS)
-    assert row.error.startswith("parity.tolerance.Mismatch: out is off")
+    assert row.error.startswith("multiattn.truth.tolerance.Mismatch: out is off")
     assert row.measured is None
 
 

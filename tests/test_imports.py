@@ -30,6 +30,7 @@ ALLOWED = {
     "plan": _DATA,
     "run": {*_DATA, "plan"},
     "reference": {*_DATA, "plan"},
+    "truth": {*_DATA, "reference"},
     **dict.fromkeys(multiattn.BACKENDS, _LANGUAGE),
     "api": {*_DATA, "plan", "run", "varlen", "kvcache"},
     "aot": {*_DATA, "plan", "run"},
@@ -41,7 +42,8 @@ ALLOWED = {
     "merging": {"validate"},
     "nn": {*_DATA, "api"},
     "__init__": {"problem", "plan", "run", "reference", "api", "flex", "kvcache", "merging", "varlen", "nn"},
-    "__main__": {"problem", "plan", "inspect"},
+    "tune": {*_DATA, "plan", "run", "inspect", "truth"},
+    "__main__": {"problem", "plan", "run", "inspect", "tune"},
 }
 LANGUAGES = ("triton", "cuda", "nvidia", "torch.utils.cpp_extension")
 

@@ -14,7 +14,7 @@ from multiattn.problem import options_of
 from multiattn.reference import attend
 from multiattn.reference import differentiate as gradients_of
 from multiattn.score import eager
-from parity import gradients
+from multiattn.truth import gradients
 from parity.case import Case
 from parity.cases import CASES, suite
 from parity.gradients import by_autograd, differentiate_in_chunks, exactly

@@ -12,6 +12,7 @@ from multiattn import Problem, reference
 from multiattn.operands import Operands
 from multiattn.plan.backend import BACKENDS, get
 from multiattn.score import BoundScore
+from multiattn.truth import tolerance as truth
 from parity import tolerance
 from parity.case import BACKWARD_HEAD_DIM_MAX, Case, Memory
 from parity.cases import CASES, suite
@@ -19,7 +20,7 @@ from parity.launch import prepare_case
 from parity.memory import GUARD, POISON, poisoned
 from parity.tensors import Inputs, Outputs
 from parity.tolerance import (
-    Budget,
+    Allowance,
     Expected,
     Mismatch,
     Truth,
@@ -434,7 +435,7 @@ def test_atol_is_the_rounding_of_an_addition():
 
 
 def test_a_mismatch_names_the_place_both_values_the_budget_and_the_plan():
-    expected = Expected(name="out", truth=torch.zeros(2, 3, dtype=torch.float64), budget=Budget(max=0.5, rms=0.5))
+    expected = Expected(name="out", truth=torch.zeros(2, 3, dtype=torch.float64), budget=Allowance(max=0.5, rms=0.5))
     got = torch.zeros(2, 3)
     got[1, 2] = 0.75
     with pytest.raises(Mismatch, match=r"(?s)allowed 5\.000e-01.*\[1, 2\]: got 0\.75, want 0.*the plan"):
@@ -442,7 +443,7 @@ def test_a_mismatch_names_the_place_both_values_the_budget_and_the_plan():
 
 
 def test_many_small_errors_exceed_the_rms_budget_and_the_ratio_is_that_of_the_larger():
-    expected = Expected(name="out", truth=torch.zeros(100, dtype=torch.float64), budget=Budget(max=1.0, rms=0.1))
+    expected = Expected(name="out", truth=torch.zeros(100, dtype=torch.float64), budget=Allowance(max=1.0, rms=0.1))
     one = torch.tensor([0.9] + [0.0] * 99)
     expected.check(one, "")
     assert expected.ratio(deviate(one, expected.truth)) == pytest.approx(0.9)
@@ -459,7 +460,7 @@ def test_deviations_are_the_same_in_chunks(monkeypatch):
     got[2, 3], want[4, 1], got[4, 6], want[4, 6] = math.nan, math.inf, -math.inf, -math.inf
     whole = deviate(got, want)
     assert (whole.strangers, whole.first_stranger) == (2, 2 * 7 + 3)
-    monkeypatch.setattr(tolerance, "CHUNK", 4)
+    monkeypatch.setattr(truth, "CHUNK", 4)
     parts = deviate(got, want)
     assert replace(parts, rms=0.0) == replace(whole, rms=0.0)
     assert parts.rms == pytest.approx(whole.rms)
@@ -475,7 +476,7 @@ def test_the_reference_is_the_same_in_chunks(name, monkeypatch):
     options = {"causal": case.causal, "window": case.window, "sinks": inputs.sinks}
     problem = Problem.of(q, k, v, **options)
     whole = reference(q, k, v, compute_dtype=torch.float64, **options)
-    monkeypatch.setattr(tolerance, "CHUNK", 11 * case.heads_q * max(case.seq_kv, case.head_dim))
+    monkeypatch.setattr(truth, "CHUNK", 11 * case.heads_q * max(case.seq_kv, case.head_dim))
     parts = reference_in_chunks(Operands(q, k, v, sinks=inputs.sinks), problem, torch.float64)
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12, equal_nan=True)
 
