@@ -24,7 +24,7 @@ from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch, detect, find_gpu
 from multiattn.plan.backend import BACKENDS
 from multiattn.plan.support import Reason
-from multiattn.plan.toolchain import version_of
+from multiattn.plan.toolchain import driver_version, version_of
 
 T = TypeVar("T")
 
@@ -320,28 +320,16 @@ def gpu_arch() -> Arch | None:
     return detect(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
 
 
-def device_works() -> bool:
-    """Tell whether this process may go on after an error."""
-    if not torch.cuda.is_available():
-        return True
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return False
-    return True
-
-
 def environment() -> Environment:
     """This machine, this checkout, now."""
     arch = gpu_arch()
     name = torch.cuda.get_device_name() if arch is not None else "none"
     gpu = find_gpu(name)
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if arch is not None else None
     return Environment(
         gpu=name,
         arch=arch.name if arch is not None else "none",
         peak_tflops=gpu.tflops if gpu is not None else None,
-        driver=driver.splitlines()[0] if driver else "unknown",
+        driver=driver_version() if arch is not None else "unknown",
         commit=_commit(),
         source=source_digest(),
         versions=versions(),

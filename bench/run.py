@@ -19,11 +19,12 @@ from bench.contenders import Contender, Ours, RefusedError, Truths, check, named
 from bench.decode_cells import DecodeCell
 from bench.matrix import Cell, Direction, Tensors, cell_flops, tflops
 from bench.peers import PEERS, Provider
-from bench.results import LOST_DEVICE, Environment, Measured, Row, Store, device_works, environment, gpu_arch
+from bench.results import LOST_DEVICE, Environment, Measured, Row, Store, environment, gpu_arch
 from bench.timing import Budget, Call, Contestant, CudaClock, Timing, measure
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan.arch import Arch
 from multiattn.plan.support import Reason, Unsupported
+from multiattn.tune.check import device_works
 
 ERROR_CHARACTERS = 600
 

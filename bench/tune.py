@@ -11,6 +11,7 @@ import argparse
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from tabulate import tabulate
@@ -20,30 +21,24 @@ from bench import options as shared
 from bench.contenders import Ours, RefusedError, Truths, check, truth_of
 from bench.matrix import SUITES, Cell, InputError, Tensors, rate_text
 from bench.peers import Provider, find_peers
-from bench.results import NO_GPU, ROOT, Row, Store, device_works
+from bench.results import NO_GPU, ROOT, Row, Store
 from bench.run import Job, Machine, run
 from bench.timing import Budget
+from bench.tuned_lines import print_lines
 from multiattn.inspect.facts import read_plan
 from multiattn.inspect.options import count
-from multiattn.inspect.pool import run_isolated
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
-from multiattn.plan.backend import Plan, plan_variant
+from multiattn.plan.backend import Plan
 from multiattn.plan.support import Unsupported
 from multiattn.plan.toolchain import find_cuobjdump
+from multiattn.tune import check as checking
+from multiattn.tune.candidates import configs_of
 
 YARDSTICK = "sdpa-cudnn"
 TUNE_SEQ = 4096
 """The length that is swept unless others are asked for, where the suite has it: most users run long sequences."""
 
-RAGGED = ((200, 16), (777, 7))
-"""Lengths, and batches of six heads, that candidates are checked at as well.
-
-No tile divides them, at one of them the last tile has warps with nothing to do, and there are more tiles than any GPU
-has SMs: a block of a persistent kernel has several.
-"""
-
-OUT_OF_MEMORY = ("torch.OutOfMemoryError", "CUDA_ERROR_OUT_OF_MEMORY")
 TUNE_BUDGET = Budget(rounds=5, sample_ms=3.0, warmup_ms=8.0)
 FINAL_BUDGET = Budget(rounds=21, sample_ms=16.0, warmup_ms=30.0)
 
@@ -66,17 +61,15 @@ def candidates(backend: str, cell: Cell, arch: Arch, variants: Sequence[str] = (
     found = []
     for variant in op.variants:
         if variant.name in (variants or [offered.name for offered in op.offered]):
-            own = plan_variant(registry.get(backend), variant, cell.problem, arch, direction=direction)
-            configs = dict.fromkeys(op.candidates(variant, cell.problem, arch))
-            others = (it for it in configs if not isinstance(own, Plan) or it != own.config)
-            found += [Ours(backend=backend, variant=variant.name, config=config) for config in (None, *others)]
+            configs = configs_of(registry.get(backend), variant, cell.problem, arch, direction)
+            found += [Ours(backend=backend, variant=variant.name, config=config) for config in configs]
     return found
 
 
 # ---------------------------------------------------------------- checked
 
 
-@functools.lru_cache(maxsize=1 + len(RAGGED))
+@functools.lru_cache(maxsize=1 + len(checking.RAGGED))
 def _cell_truth(cell: Cell, device: str) -> tuple[Tensors, Truths]:
     """Tensors of a cell and the truth of its last batch entry."""
     tensors = cell.tensors(device)
@@ -86,7 +79,7 @@ def _cell_truth(cell: Cell, device: str) -> tuple[Tensors, Truths]:
 
 
 def check_candidate(it: Candidate) -> bool:
-    """Compile and launch a candidate, in its cell and in `RAGGED` ones, and check the last batch entry of each.
+    """Compile and launch a candidate, in its cell and in ragged ones, and check the last batch entry of each.
 
     Raises RuntimeError where it spills, Mismatch where it is wrong.
     """
@@ -105,8 +98,8 @@ def check_candidate(it: Candidate) -> bool:
 
 
 def _ragged(cell: Cell) -> Iterator[Cell]:
-    """The cell with each of `RAGGED` lengths; a packed batch is one of them, with sequences that are shorter still."""
-    for seq, batch in RAGGED:
+    """The cell with each of `multiattn.tune.check.RAGGED`; of a packed batch there is one, of still shorter sequences."""
+    for seq, batch in checking.RAGGED:
         yield replace(cell, seq=seq, batch=1 if cell.is_packed else batch, heads=6, heads_kv=None)
 
 
@@ -119,27 +112,16 @@ def refuse_spills(plan: Plan) -> None:
             raise RuntimeError(f"spills in its hot loops: {', '.join(told)}")
 
 
-def check_all(wanted: Sequence[Candidate], *, jobs: int, timeout_s: float) -> Iterator[tuple[Candidate, str]]:
-    """Check candidates in processes of their own; each as it ends, with its failure if any.
-
-    What finds too little memory beside the others is checked once more, alone.
-    """
-    waiting = list(wanted)
-    for processes in (jobs, 1):
-        crowded = []
-        for outcome in run_isolated(check_candidate, waiting, jobs=processes, timeout_s=timeout_s, keep=device_works):
-            if processes > 1 and any(word in outcome.error for word in OUT_OF_MEMORY):
-                crowded.append(outcome.item)
-            else:
-                yield outcome.item, outcome.error
-        waiting = crowded
-
-
 # ---------------------------------------------------------------- timed
 
 
 def sweep(options: argparse.Namespace) -> int:
-    """Sweep the candidates of each backend, print the ranking of each cell and keep it as results."""
+    """Sweep the candidates of each backend, print the ranking of each cell and keep it as results.
+
+    Or print rules from a file of a user's own tuning.
+    """
+    if options.take is not None:
+        return print_lines(options.take)
     if any(cell.seq == TUNE_SEQ for cell in SUITES[options.suite or "standard"]):
         options.seq = options.seq or [TUNE_SEQ]
     cells = shared.cells_of(options, "standard")
@@ -156,8 +138,9 @@ def sweep(options: argparse.Namespace) -> int:
         ]
         if not wanted:
             raise InputError(f"--variant: got {', '.join(options.variant)}; {backend} has none of them")
-        checked = check_all(wanted, jobs=options.jobs, timeout_s=options.timeout)
-        failures = dict(tqdm(checked, total=len(wanted), desc=backend, unit="candidate"))
+        checked = checking.check_all(check_candidate, wanted, jobs=options.jobs, timeout_s=options.timeout)
+        seen = tqdm(checked, total=len(wanted), desc=backend, unit="candidate")
+        failures = {outcome.item: outcome.error for outcome in seen}
         name = f"tune_{backend}"
         kept = Store((options.out or ROOT / "out" / "tune") / f"{name}.json", name)
         for cell in cells:
@@ -218,4 +201,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--top", type=count, default=12, help="places to print (%(default)s)")
     command.add_argument("--spills", action="store_true", help="time also what spills in its hot loops")
     command.add_argument("--finals", type=int, default=0, metavar="N", help="time the N fastest again, long")
+    told = "sweep nothing: check what `multiattn tune --export` wrote, and print its rules as lines for the package"
+    command.add_argument("--import", type=Path, metavar="FILE", dest="take", help=told)
     shared.add_run(command, TUNE_BUDGET, "out/tune")

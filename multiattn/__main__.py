@@ -18,11 +18,16 @@ from multiattn.inspect import cli, ncu, roofline
 from multiattn.inspect.layout import SharedTile, describe
 from multiattn.inspect.layout_svg import draw
 from multiattn.inspect.options import add_problem, default_arch, problem_of
+from multiattn.operands import Options
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, Arch, detect
-from multiattn.plan.backend import BACKENDS, DIRECTIONS, Backend, Direction, Plan, make_plan, plan_variant
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Backend, Direction, Plan, TunedChoice, make_plan, plan_tuned
+from multiattn.plan.choice import choose
 from multiattn.plan.support import Reason, Unsupported
+from multiattn.plan.tuning import Tuning
 from multiattn.problem import Problem
+from multiattn.run.tuning import tuning_for
+from multiattn.tune import cli as tune
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,15 +96,18 @@ def _diagnose_backend(backend: Backend, devices: Iterable[torch.device]) -> dict
 def explain(options: argparse.Namespace) -> int:
     """Print the plan of each variant, by direction and backend, with what was passed over; or why there is none."""
     problem, arch = problem_of(options), ARCHS[options.arch]
+    tuning = _tuning_here(arch)
     able = 0
     for direction in DIRECTIONS if options.direction == "both" else (options.direction,):
         print(f"{problem} {direction} on {arch.name} ({arch.title})")
+        _print_auto(problem, arch, direction, tuning)
         for name in options.backend or BACKENDS:
             backend = registry.get(name)
             print()
-            _print_default(backend, problem, arch, direction)
+            tuned = () if tuning is None else tuning.choices(problem, direction, name)
+            _print_default(backend, problem, arch, direction, tuned)
             for variant in backend.op(direction).offered:
-                plan = plan_variant(backend, variant, problem, arch, direction=direction)
+                plan = plan_tuned(backend, variant, problem, arch, tuned, direction=direction)
                 if isinstance(plan, Plan):
                     able += 1
                     print(plan.describe())
@@ -110,12 +118,31 @@ def explain(options: argparse.Namespace) -> int:
     return 0 if able else 1
 
 
-def _print_default(backend: Backend, problem: Problem, arch: Arch, direction: Direction) -> None:
+def _tuning_here(arch: Arch) -> Tuning | None:
+    """What the user measured on this machine's GPU, if that is what a problem is explained for."""
+    if not torch.cuda.is_available() or detect(torch.device("cuda")) != arch:
+        return None
+    return tuning_for(torch.device("cuda"))
+
+
+def _print_auto(problem: Problem, arch: Arch, direction: Direction, tuning: Tuning | None) -> None:
+    """Print what ``backend="auto"`` takes, and why."""
+    if arch.is_gpu:
+        with contextlib.suppress(Unsupported):
+            (plan,) = choose(problem, arch, Options(), direction, probe=False, tuning=tuning)
+            print(f"auto takes {plan.backend}, variant {plan.variant}: {plan.why}")
+
+
+def _print_default(
+    backend: Backend, problem: Problem, arch: Arch, direction: Direction, tuned: Sequence[TunedChoice]
+) -> None:
     """Print the variants that run where the caller names none."""
     chosen = []
     for deterministic in (False, True):
         with contextlib.suppress(Unsupported):
-            plan = make_plan(backend, problem, arch, direction=direction, deterministic=deterministic, probe=False)
+            plan = make_plan(
+                backend, problem, arch, direction=direction, deterministic=deterministic, probe=False, tuned=tuned
+            )
             chosen.append(plan.variant)
     if chosen:
         also = f"; deterministic: {chosen[-1]}" if len(set(chosen)) > 1 else ""
@@ -169,6 +196,11 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("ncu", help="profile a plan with Nsight Compute: what its kernels wait for")
     ncu.add_arguments(command)
     command.set_defaults(run=ncu.run)
+
+    command = commands.add_parser(
+        "tune", help="measure what runs your shapes fastest on this GPU, and keep it for calls"
+    )
+    tune.add_arguments(command)
 
     command = commands.add_parser("layout", help="the banks of shared memory that a CUDA kernel's tile falls in")
     command.add_argument("--tile", required=True, metavar="ROWSxCOLUMNS", help="of 16-bit elements, as in 64x64")

@@ -17,9 +17,11 @@ from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan
 from multiattn.plan.choice import BOTH, choose
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import probe_gpu
+from multiattn.plan.tuning import Tuning
 from multiattn.problem import Problem, problem_of
 from multiattn.run import compat
 from multiattn.run.autograd import attend, autocast, differentiate, needs_grad, refuse_gradient
+from multiattn.run.tuning import tuning_for
 from multiattn.validate import hides_unknown, refuse_unknown
 from multiattn.varlen import Lengths, pack, with_packing
 
@@ -284,6 +286,7 @@ def explain(
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
     directions: tuple[Direction, ...] = (direction,)
+    tuning: Tuning | None = None
     if seqlens_kv is None:
         _refuse_given({"page_table": page_table, "num_splits": num_splits}, "without seqlens_kv")
     elif direction != "forward":
@@ -325,10 +328,11 @@ def explain(
             operands, options = with_packing(operands, options, lengths, *changes)
         problem = problem_of(operands, options)
         target = detect(q.device) if arch is None else arch_by_name(arch)
+        tuning = tuning_for(q.device) if arch is None else None
         from_autograd = needs_grad(operands) and (direction == "forward" or variant is None)
         directions = BOTH if from_autograd else directions
     try:
-        plans = choose(problem, target, options, *directions, probe=arch is None)
+        plans = choose(problem, target, options, *directions, probe=arch is None, tuning=tuning)
     except Unsupported as error:
         return error.reasons
     return plans[directions.index(direction)]

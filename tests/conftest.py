@@ -1,11 +1,14 @@
 """Settings of all tests."""
 
+import os
+
 import driver_fakes
 import pytest
 import torch
 
 from multiattn.run import calls
 
+os.environ["MULTIATTN_TUNED"] = "0"  # no test depends on what this user has tuned
 torch.set_num_threads(1)  # `make test` runs a process on each core
 
 

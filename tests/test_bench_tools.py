@@ -24,6 +24,7 @@ from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS, Plan, find_variant, get, plan_variant
 from multiattn.plan.config import Config
 from multiattn.plan.support import Reason, Unsupported
+from multiattn.tune import check as checking
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 
@@ -48,8 +49,8 @@ def test_tuning_ranks_what_ran_and_tells_what_failed(monkeypatch, tmp_path, caps
     forward = replace(get("reference").forward, variants=(variant,), candidates=lambda *_: configs)
     backend = replace(get("reference"), forward=forward)
     monkeypatch.setattr("multiattn.plan.backend.get", lambda name: backend)
-    monkeypatch.setattr(tune, "run_isolated", run_here)
-    monkeypatch.setattr(tune, "RAGGED", ((40, 2),))
+    monkeypatch.setattr(checking, "run_isolated", run_here)
+    monkeypatch.setattr(checking, "RAGGED", ((40, 2),))
     monkeypatch.setattr(tune, "find_peers", lambda names: (fakes.peer(tune.YARDSTICK),))
     monkeypatch.setattr(tune.Machine, "current", lambda: fakes.machine())
     monkeypatch.setattr(shared, "SUITES", {**SUITES, "smoke": (fakes.CELL,)})
@@ -96,11 +97,11 @@ def test_what_finds_no_memory_beside_others_is_checked_alone(monkeypatch):
             fits = needs[item.ours.config.tile_m] * jobs < 9
             yield Outcome(item=item, error="" if fits else "torch.OutOfMemoryError: CUDA out of memory")
 
-    monkeypatch.setattr(tune, "run_isolated", run)
+    monkeypatch.setattr(checking, "run_isolated", run)
     ours = [Ours(backend="cuda", config=Choice(tile_m=tile_m, tile_n=16)) for tile_m in needs]
     wanted = [tune.Candidate(ours=it, cell=fakes.CELL, arch=ARCHS["cpu"], device="cpu") for it in ours]
-    found = tune.check_all(wanted, jobs=4, timeout_s=1)
-    errors = {it.ours.config.tile_m: error.partition(":")[0] for it, error in found}
+    found = checking.check_all(tune.check_candidate, wanted, jobs=4, timeout_s=1)
+    errors = {it.item.ours.config.tile_m: it.error.partition(":")[0] for it in found}
     assert errors == {16: "", 32: "", 64: "torch.OutOfMemoryError"}
 
 

@@ -159,7 +159,7 @@ def test_abandoned_drafts_are_swept_and_no_others(folder, monkeypatch):
     assert [name for name in entries(folder) if name.startswith(".making-")] == [".making-foreign", ".making-new"]
     os.utime(folder / ".making-foreign", (old, old))
     with monkeypatch.context() as patched:
-        patched.setattr(cache, "_check_owner", lambda folder: None)
+        patched.setattr(cache, "check_owner", lambda folder: None)
         patched.setattr(os, "geteuid", lambda: 12345)
         cache.fetch("third", ".x", write_whole)
     assert ".making-foreign" in entries(folder)

@@ -43,7 +43,7 @@ ALLOWED = {
     "nn": {*_DATA, "api"},
     "__init__": {"problem", "plan", "run", "reference", "api", "flex", "kvcache", "merging", "varlen", "nn"},
     "tune": {*_DATA, "plan", "run", "inspect", "truth"},
-    "__main__": {"problem", "plan", "run", "inspect", "tune"},
+    "__main__": {"problem", "operands", "plan", "run", "inspect", "tune"},
 }
 LANGUAGES = ("triton", "cuda", "nvidia", "torch.utils.cpp_extension")
 

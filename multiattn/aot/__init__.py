@@ -26,6 +26,7 @@ from multiattn.plan import abi, cubin
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Exported, Plan
+from multiattn.plan.records import record_of
 from multiattn.problem import Problem, options_of
 from multiattn.run import driver
 from multiattn.run.calls import fill_empty
@@ -184,7 +185,7 @@ class Kernel:
         self.name = str(entry["name"])
         self.plan = manifest.plan_of(entry)
         """The Plan that it was compiled for."""
-        launch = manifest.record_of(manifest.Launch, entry["launch"], "launch")
+        launch = record_of(manifest.Launch, entry["launch"], "launch")
         self._image, self._constants = launch.image, launch.constants
         self._code = code
         self._entry = cubin.read_entry(code, str(entry["symbol"]))

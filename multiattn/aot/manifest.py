@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import os
 import threading
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import filelock
 
@@ -21,8 +20,8 @@ from multiattn.operands import ScoreSpec
 from multiattn.plan import abi
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
-from multiattn.plan.backend import Plan, Variant, find_variant, plan_variant
-from multiattn.plan.config import Config
+from multiattn.plan.backend import Plan, find_variant, plan_variant
+from multiattn.plan.records import config_of, record_of, value_of
 from multiattn.problem import Problem
 from multiattn.score.serial import dumps, loads
 
@@ -32,9 +31,6 @@ SCHEMA = 3
 MANIFEST = "manifest.json"
 
 _LOCK = "manifest.lock"
-_INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
-
-Record = TypeVar("Record")
 
 
 # ---------------------------------------------------------------- the file
@@ -152,53 +148,3 @@ def plan_of(entry: Mapping[str, Any]) -> Plan:
     if not isinstance(plan, Plan):
         raise ValueError("; ".join(map(str, plan)))
     return plan
-
-
-def config_of(value: object, variant: Variant) -> Config | None:
-    """The config of an entry, of the variant's own kind; None only for a variant that has no configs."""
-    if variant.rules:
-        kind: type[Config] = type(variant.rules[0].config)
-        return record_of(kind, value, "config")
-    if value is not None:
-        raise ValueError(f"config: got {value!r}; allowed null: {variant.name} has none")
-    return None
-
-
-# ---------------------------------------------------------------- dataclasses from JSON
-
-
-def record_of(kind: type[Record], value: object, what: str) -> Record:
-    """A dataclass from its fields by name; ValueError for other names, types, or numbers that no field holds.
-
-    `what` names the value in errors. Whole numbers are from 0 on, of 31 bits, and of 63 bits in a tuple.
-    """
-    hints = typing.get_type_hints(kind)
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    if not isinstance(value, dict):
-        raise ValueError(f"{what}: got {value!r}; allowed a record")
-    if absent := sorted(set(names) - set(value)):
-        raise ValueError(f"{what}: got no {', '.join(absent)}; allowed {', '.join(names)}")
-    if more := sorted(set(value) - set(names)):
-        raise ValueError(f"{what}: got {', '.join(more)}; allowed {', '.join(names)}")
-    return kind(**{name: value_of(hints[name], value[name], f"{what}: {name}") for name in names})
-
-
-def value_of(hint: Any, value: Any, what: str, largest: int = _INT32_MAX) -> Any:
-    """A value of a type; ValueError as `record_of`."""
-    if is_dataclass(hint):
-        return record_of(typing.cast("type[Any]", hint), value, what)
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple:
-        if not isinstance(value, list) or (Ellipsis not in arguments and len(value) != len(arguments)):
-            raise ValueError(f"{what}: got {value!r}; allowed {hint}")
-        return tuple(value_of(arguments[0], it, what, _INT64_MAX) for it in value)
-    if origin is Mapping:
-        if not isinstance(value, dict):
-            raise ValueError(f"{what}: got {value!r}; allowed a record")
-        return {name: value_of(arguments[1], it, f"{what}: {name}") for name, it in value.items()}
-    fits = value in arguments if origin is typing.Literal else type(value) in (arguments or (hint,))  # a bool is no int
-    if not fits:
-        raise ValueError(f"{what}: got {value!r}; allowed {hint}")
-    if type(value) is int and not 0 <= value <= largest:
-        raise ValueError(f"{what}: got {value}; allowed 0 to {largest}")
-    return value

@@ -69,9 +69,10 @@ def masks(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_problem(command: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add the options that `problem_of` reads."""
-    command.add_argument("--shape", type=shape, required=required, metavar="B,H,S,D", help="of q")
+def add_problem(command: argparse.ArgumentParser, *, required: bool, several: bool = False) -> None:
+    """Add the options that `problem_of` reads; with `several` shapes `options.shape` is a list."""
+    again, told = ("append", "of q; may be given again") if several else ("store", "of q")
+    command.add_argument("--shape", type=shape, action=again, required=required, metavar="B,H,S,D", help=told)
     command.add_argument("--kv-heads", type=int, metavar="H", help="heads of k and v (default: those of q)")
     command.add_argument("--kv-len", type=int, metavar="S", help="sequence length of k and v (default: that of q)")
     command.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default: %(default)s")

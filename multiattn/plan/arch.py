@@ -254,6 +254,12 @@ def detect(device: torch.device) -> Arch:
 
 
 @functools.cache
+def gpu_name(index: int) -> str:
+    """All that the driver calls a GPU: ``NVIDIA H200``."""
+    return torch.cuda.get_device_name(index)
+
+
+@functools.cache
 def _detect_gpu(index: int) -> Arch:
     if torch.version.hip is not None:
         return Arch(name=torch.cuda.get_device_properties(index).gcnArchName, title="AMD GPU")

@@ -127,6 +127,16 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TunedChoice:
+    """A variant that was measured on the user's own GPU, near a problem, with its best config there."""
+
+    variant: str
+    config: Config | None
+    """None: that of the variant's rule."""
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
     """One direction of a backend: its variants, best first, and what can be done with a Plan."""
 
@@ -279,6 +289,30 @@ def plan_variant(
     )
 
 
+def plan_tuned(
+    backend: Backend,
+    variant: Variant,
+    problem: Problem,
+    arch: Arch,
+    tuned: Sequence[TunedChoice],
+    *,
+    direction: Direction = "forward",
+    named: bool = True,
+) -> Plan | tuple[Reason, ...]:
+    """The same as `tuned` has it, if that has the variant; by the variant's rules where a config does not fit."""
+    choice = next((it for it in tuned if it.variant == variant.name), None)
+    if choice is None:
+        return plan_variant(backend, variant, problem, arch, direction=direction, named=named)
+    found = plan_variant(backend, variant, problem, arch, choice.config, direction=direction)
+    if isinstance(found, Plan):
+        return replace(found, why=choice.why if choice.config is not None else f"{choice.why}; {found.why}")
+    plan = plan_variant(backend, variant, problem, arch, direction=direction, named=named)
+    if isinstance(plan, Plan):
+        passed_over = (f"{choice.config} ({choice.why}): {reason}" for reason in found)
+        plan = replace(plan, rejected=(*passed_over, *plan.rejected))
+    return plan
+
+
 def make_plan(
     backend: Backend,
     problem: Problem,
@@ -289,23 +323,30 @@ def make_plan(
     config: Config | None = None,
     deterministic: bool = False,
     probe: bool = True,
+    tuned: Sequence[TunedChoice] = (),
 ) -> Plan:
     """The Plan of the first variant that can run `problem` on `arch`; `Unsupported`, with all reasons, if none can.
 
     Reasons of variants made for other arches are left out where there are some for this one.
 
     With `deterministic` only variants that give the same bits each time are asked. With `probe=False` only the data is
-    asked, not this machine: for explaining and compiling for another arch.
+    asked, not this machine: for explaining and compiling for another arch. Variants in `tuned` come first, in its
+    order and with its configs.
     """
     reasons = list(backend.probe(arch)) if probe else []
     if not backend.op(direction).variants:
         reasons.append(Reason(code="direction", got=direction, allowed=f"what {backend.name} has kernels for"))
     named = variant is not None
     asked = backend.op(direction).offered if variant is None else (find_variant(backend, variant, direction),)
+    places = {it.variant: place for place, it in enumerate(tuned)}
+    asked = tuple(sorted(asked, key=lambda it: places.get(it.name, len(places))))
     refusals: dict[str, tuple[Reason, ...]] = {}
     found = None
     for candidate in asked:
-        plan = plan_variant(backend, candidate, problem, arch, config, direction=direction, named=named)
+        if config is None:
+            plan = plan_tuned(backend, candidate, problem, arch, tuned, direction=direction, named=named)
+        else:
+            plan = plan_variant(backend, candidate, problem, arch, config, direction=direction, named=named)
         if deterministic and not candidate.deterministic:
             got = f"variant {candidate.name}, which adds in any order"
             plan = (Reason(code="deterministic", got=got, allowed="variants that give the same bits each time"),)

@@ -1,7 +1,8 @@
 """The backend and variant of a call, in each direction: by name, or by recorded measurements (`choose`).
 
 ``backend="auto"`` on a GPU takes the order of the nearest measured cell of the benchmark matrix. The cells are
-`measured.json` beside this file, written from bench/results by ``python -m bench prefer``.
+`measured.json` beside this file, written from bench/results by ``python -m bench prefer``. Near what the user measured
+on this very GPU (`multiattn.plan.tuning`) that comes first.
 """
 
 from __future__ import annotations
@@ -20,24 +21,31 @@ from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import BACKENDS, REFERENCE, Direction, Plan, make_plan
 from multiattn.plan.support import Reason, Unsupported
+from multiattn.plan.tuning import Tuning
 from multiattn.problem import Problem
 
 BOTH: tuple[Direction, ...] = ("forward", "backward")
 
 
 def choose(
-    problem: Problem, arch: Arch, options: Options, *directions: Direction, probe: bool = True
+    problem: Problem,
+    arch: Arch,
+    options: Options,
+    *directions: Direction,
+    probe: bool = True,
+    tuning: Tuning | None = None,
 ) -> tuple[Plan, ...]:
     """A Plan for each direction, or `Unsupported` with every reason of all that have none.
 
     `options.variant` is one of the first direction. ``"auto"`` chooses each direction by its own measurements: any
-    backend's forward feeds any backend's backward.
+    backend's forward feeds any backend's backward. `tuning` is what was measured on the GPU that this is for: only a
+    caller who knows that has it.
     """
     plans, refusals = [], []
     for direction in directions:
         asked = options if direction == directions[0] else options.of_gradient
         try:
-            plans.append(_choose(problem, arch, asked, direction, probe))
+            plans.append(_choose(problem, arch, asked, direction, probe, tuning))
         except Unsupported as refusal:
             refusals.append(refusal)
     if refusals:
@@ -52,7 +60,9 @@ def choose(
     return tuple(plans)
 
 
-def _choose(problem: Problem, arch: Arch, options: Options, direction: Direction, probe: bool) -> Plan:
+def _choose(
+    problem: Problem, arch: Arch, options: Options, direction: Direction, probe: bool, tuning: Tuning | None = None
+) -> Plan:
     def plan(name: str) -> Plan:
         return make_plan(
             registry.get(name),
@@ -62,6 +72,7 @@ def _choose(problem: Problem, arch: Arch, options: Options, direction: Direction
             variant=options.variant,
             deterministic=options.deterministic,
             probe=probe,
+            tuned=() if tuning is None else tuning.choices(problem, direction, name),
         )
 
     if options.backend != "auto":
@@ -72,7 +83,8 @@ def _choose(problem: Problem, arch: Arch, options: Options, direction: Direction
         return plan(REFERENCE)
     reasons: list[Reason] = []
     others: list[Plan] = []
-    for name, why in preferred_order(problem, arch, direction):
+    order = preferred_order(problem, arch, direction)
+    for name, why in order if tuning is None else tuning.order(problem, direction, order):
         try:
             found = plan(name)
         except Unsupported as refusal:
@@ -182,6 +194,11 @@ def measured_cells() -> tuple[MeasuredCell, ...]:
     """Every recorded cell."""
     rows = json.loads(resources.files(__package__).joinpath("measured.json").read_text())
     return tuple(MeasuredCell(**{**row, "tflops": tuple(sorted(row["tflops"].items()))}) for row in rows)
+
+
+def measured_gpus(arch: str) -> tuple[str, ...]:
+    """The GPUs of an arch that have recorded cells, by all that the driver calls them."""
+    return tuple(dict.fromkeys(cell.gpu for cell in measured_cells() if cell.arch == arch))
 
 
 FEW_ROWS, MANY_KEYS = 16, 1024

@@ -55,6 +55,15 @@ def probe_gpu() -> tuple[Reason, ...]:
     return (Reason(code="gpu", got="no CUDA device that torch can use", allowed="an NVIDIA GPU and its driver"),)
 
 
+def driver_version() -> str:
+    """The version of NVIDIA's driver, or ``unknown``."""
+    if shutil.which("nvidia-smi") is None:
+        return "unknown"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else "unknown"
+
+
 @functools.cache
 def find_cuobjdump() -> str | None:
     """The cuobjdump of its own wheel, which knows every target, else of a toolkit on PATH; None where there is none."""

@@ -67,11 +67,11 @@ def fetch(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
     folder = directory()
     entry = folder / f"{key}{suffix}"
     with _named_errors(folder):
-        _check_owner(folder)
+        check_owner(folder)
         if _state(entry) == "whole":
             return entry
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(folder)
+        check_owner(folder)
         locks = folder / ".locks"
         locks.mkdir(mode=0o700, exist_ok=True)
         lock = filelock.FileLock(locks / f"{entry.name}.lock")
@@ -139,7 +139,7 @@ def _sweep(folder: Path) -> None:
                 shutil.rmtree(draft, ignore_errors=True)
 
 
-def _check_owner(folder: Path) -> None:
+def check_owner(folder: Path) -> None:
     """PermissionError if a user other than this one and root can put code into the directory."""
     try:
         status = folder.stat()

@@ -22,6 +22,7 @@ from multiattn.problem import problem_of
 from multiattn.run import compat
 from multiattn.run.ahead import Ahead, following
 from multiattn.run.log import logged
+from multiattn.run.tuning import tell_unmeasured, tuning_for
 
 _CallKey = tuple[object, ...]
 _LIMIT = 4096  # distinct call signatures kept; a serving loop with ever-changing lengths must not grow for ever
@@ -180,7 +181,10 @@ def _choose(operands: Operands, options: Options, *directions: Direction) -> tup
     problem, device = problem_of(operands, options), operands.q.device
     if device.type == "meta":
         return choose(problem, CPU, options._replace(backend=REFERENCE, variant=None), *directions)
-    return choose(problem, detect(device), options, *directions)
+    arch = detect(device)
+    if arch.is_gpu:
+        tell_unmeasured(device, arch.name)
+    return choose(problem, arch, options, *directions, tuning=tuning_for(device))
 
 
 # ---------------------------------------------------------------- launchers

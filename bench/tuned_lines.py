@@ -1,0 +1,97 @@
+"""Rules for the package from what users measured on their GPUs, as ``multiattn tune --export`` writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from bench.matrix import InputError
+from multiattn.mask import parse_band
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import by_name
+from multiattn.plan.backend import Plan, find_variant, plan_variant
+from multiattn.plan.config import length_of
+from multiattn.plan.records import config_of
+from multiattn.plan.tuning import NEAR_LENGTH, Sizes, TimedWay, TunedBackend, TunedCell, Tuning, tuning_of
+from multiattn.problem import Problem
+
+
+def print_lines(path: Path) -> int:
+    """Check a file and print a rule for each config that was better than the bundled one; 1 where none was.
+
+    Raises InputError for a file that is none of `multiattn tune --export`.
+    """
+    try:
+        tuning = tuning_of(json.loads(path.read_text()))
+    except ValueError as error:
+        raise InputError(f"--import: {path}: {error}") from None
+    found = list(rules_of(tuning))
+    print(f"{tuning.gpu} ({tuning.arch}), multiattn {tuning.multiattn}: {len(tuning.cells)} cells, {len(found)} rules")
+    for place, line in found:
+        print(f"\n{place}\n{line}")
+    return 0 if found else 1
+
+
+def rules_of(tuning: Tuning) -> Iterator[tuple[str, str]]:
+    """The place and the line of each rule: better than the bundled choice, and planned anew on the arch."""
+    for cell in tuning.cells:
+        problem = problem_of_sizes(cell.sizes)
+        for name, own in cell.backends.items():
+            for way in own.ways[:1]:
+                if way.config is None:
+                    continue
+                backend = registry.get(name)
+                variant = find_variant(backend, way.variant, cell.direction)
+                config = config_of(way.config, variant)
+                plan = plan_variant(backend, variant, problem, by_name(tuning.arch), config, direction=cell.direction)
+                if isinstance(plan, Plan):
+                    yield _place(name, way.variant), json.dumps(_rule(tuning, cell, name, way, own, problem))
+                else:
+                    yield f"no rule, {name}/{way.variant} {config} does not fit", "; ".join(map(str, plan))
+
+
+def problem_of_sizes(sizes: Sizes) -> Problem:
+    """The contiguous problem of a cell."""
+    return Problem.contiguous(
+        batch=sizes.batch,
+        heads_q=sizes.heads_q,
+        heads_kv=sizes.heads_kv,
+        seq_q=sizes.seq_q,
+        seq_kv=sizes.seq_kv,
+        head_dim=sizes.head_dim,
+        dtype=sizes.dtype,
+        band=parse_band(sizes.mask),
+    )
+
+
+def _place(backend: str, variant: str) -> str:
+    """The file that has the rules of a variant."""
+    rows = json.loads(resources.files("multiattn.plan").joinpath("tuned.json").read_text())
+    if any((row["backend"], row["variant"]) == (backend, variant) for row in rows):
+        return "multiattn/plan/tuned.json:"
+    return f"multiattn/{backend}/rules/, as a Rule of {variant}:"
+
+
+def _rule(
+    tuning: Tuning, cell: TunedCell, backend: str, way: TimedWay, own: TunedBackend, problem: Problem
+) -> dict[str, Any]:
+    length = length_of(problem)
+    bundled = ", ".join(f"bundled {it.variant} {it.shown} {it.tflops:.0f}" for it in own.bundled)
+    tools = ", ".join(f"{name} {version}" for name, version in cell.versions.items() if name not in ("python", "torch"))
+    return {
+        "backend": backend,
+        "variant": way.variant,
+        "arches": [tuning.arch],
+        "head_dim_min": problem.head_dim,
+        "head_dim_max": problem.head_dim,
+        "banded": problem.is_banded,
+        "dtype": problem.dtype,
+        "seq_min": round(length / NEAR_LENGTH),
+        "seq_max": round(length * NEAR_LENGTH),
+        "config": way.config,
+        "why": f"{tuning.gpu}, {cell.date}, {tools}, {cell.sizes} {cell.direction}: {way.tflops:.0f} TFLOPS"
+        + (f", {bundled}" if bundled else ""),
+    }

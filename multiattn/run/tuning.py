@@ -1,0 +1,129 @@
+"""The file of measurements that ``multiattn tune`` keeps for each GPU, in the cache's folder, and who reads it.
+
+It is read once in a process, when the first plan for such a GPU is made. ``MULTIATTN_TUNED=0`` leaves it unread.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from multiattn.plan.arch import gpu_name
+from multiattn.plan.choice import measured_gpus
+from multiattn.plan.tuning import Tuning, tuning_of
+from multiattn.run.cache import check_owner, directory
+
+VARIABLE = "MULTIATTN_TUNED"
+ALLOWED = ("0", "1")
+LOGGER = logging.getLogger("multiattn")
+
+
+def folder() -> Path:
+    """The folder of the files, a GPU each."""
+    return directory() / "tuned"
+
+
+def path_of(gpu: str) -> Path:
+    """The file of GPUs of a name, as the driver has it."""
+    return folder() / f"{re.sub('[^a-z0-9]+', '-', gpu.casefold()).strip('-')}.json"
+
+
+def is_on() -> bool:
+    """False where `MULTIATTN_TUNED` turns the user's measurements off; ValueError for what it does not know."""
+    value = os.environ.get(VARIABLE, "1")
+    if value not in ALLOWED:
+        raise ValueError(f"{VARIABLE}: got {value!r}; allowed 0 for off, 1 or unset for on")
+    return value == "1"
+
+
+def version() -> str:
+    """The version of multiattn, from the package that imports this module: its modules do not import it."""
+    return str(sys.modules["multiattn"].__version__)
+
+
+def read(path: Path) -> Tuning:
+    """The measurements of a file; ValueError, with what came, where it has not those of this version's kernels."""
+    try:
+        found = tuning_of(json.loads(path.read_text()))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if found.multiattn != version():
+        raise ValueError(f"{path}: multiattn: got kernels of {found.multiattn}; allowed those of {version()}")
+    return found
+
+
+def write(tuning: Tuning, path: Path) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; the message has the path.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".making-", delete=False) as draft:
+            draft.write(json.dumps(asdict(tuning), indent=1) + "\n")
+        os.replace(draft.name, path)
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}; allowed a folder that can be written to") from error
+    _kept.cache_clear()
+
+
+def tuning_for(device: torch.device) -> Tuning | None:
+    """What was measured on GPUs of this one's name; None where nothing was, on a CPU, and where it is turned off.
+
+    A file that cannot be used is warned of, once, and left as it is.
+    """
+    if device.type != "cuda" or not is_on():
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    gpu = gpu_name(index)
+    return _kept(gpu, path_of(gpu))
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(gpu: str, path: Path) -> Tuning | None:
+    try:
+        check_owner(path.parent)
+        found = read(path)
+        if found.gpu != gpu:
+            raise ValueError(f"{path}: gpu: got {found.gpu!r}; allowed {gpu!r}")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        todo = "`multiattn tune` measures anew, `multiattn tune --forget` removes it"
+        warnings.warn(f"the measurements of this GPU are not used: {error}. {todo}", RuntimeWarning, stacklevel=2)
+        return None
+    return found
+
+
+# ---------------------------------------------------------------- a GPU without a record
+
+
+def tell_unmeasured(device: torch.device, arch: str) -> None:
+    """Log once for each GPU that its rules were never timed on it: the first plan for it does."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    _tell_once(gpu_name(index), arch)
+
+
+@functools.lru_cache(maxsize=64)
+def _tell_once(gpu: str, arch: str) -> None:
+    measured = measured_gpus(arch)
+    if gpu in measured or (is_on() and _kept(gpu, path_of(gpu)) is not None):
+        return
+    how = "`multiattn tune --shape B,H,S,D` measures this one"
+    if measured:
+        LOGGER.info(
+            "multiattn: %s (%s) has the rules of %s, measured on %s: %s", gpu, arch, arch, " and ".join(measured), how
+        )
+    else:
+        LOGGER.warning("multiattn: no measurement of %s (%s) yet, its rules are guesses: %s", gpu, arch, how)

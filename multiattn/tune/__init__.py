@@ -1,0 +1,1 @@
+"""``multiattn tune``: what may run a problem compiled, checked against the truth and timed, on the user's own GPU."""
