@@ -98,7 +98,7 @@ def check_candidate(it: Candidate) -> bool:
 
 
 def _ragged(cell: Cell) -> Iterator[Cell]:
-    """The cell with each of `multiattn.tune.check.RAGGED`; of a packed batch there is one, of still shorter sequences."""
+    """The cell with each of `multiattn.tune.check.RAGGED`; of a packed batch there is one, of shorter sequences yet."""
     for seq, batch in checking.RAGGED:
         yield replace(cell, seq=seq, batch=1 if cell.is_packed else batch, heads=6, heads_kv=None)
 

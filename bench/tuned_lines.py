@@ -79,7 +79,7 @@ def _rule(
     tuning: Tuning, cell: TunedCell, backend: str, way: TimedWay, own: TunedBackend, problem: Problem
 ) -> dict[str, Any]:
     length = length_of(problem)
-    bundled = ", ".join(f"bundled {it.variant} {it.shown} {it.tflops:.0f}" for it in own.bundled)
+    bundled = ", ".join(f"bundled {it.variant} {it.shown} {it.rate}" for it in own.bundled)
     tools = ", ".join(f"{name} {version}" for name, version in cell.versions.items() if name not in ("python", "torch"))
     return {
         "backend": backend,
@@ -92,6 +92,6 @@ def _rule(
         "seq_min": round(length / NEAR_LENGTH),
         "seq_max": round(length * NEAR_LENGTH),
         "config": way.config,
-        "why": f"{tuning.gpu}, {cell.date}, {tools}, {cell.sizes} {cell.direction}: {way.tflops:.0f} TFLOPS"
+        "why": f"{tuning.gpu}, {cell.date}, {tools}, {cell.sizes} {cell.direction}: {way.rate} TFLOPS"
         + (f", {bundled}" if bundled else ""),
     }

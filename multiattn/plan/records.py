@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import typing
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -48,6 +49,8 @@ def value_of(hint: Any, value: Any, what: str, largest: int = _INT32_MAX) -> Any
     if is_dataclass(hint):
         return record_of(typing.cast("type[Any]", hint), value, what)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if value is not None and origin in (typing.Union, types.UnionType) and is_dataclass(arguments[0]):
+        return value_of(arguments[0], value, what)  # a record or None
     if origin is tuple:
         if not isinstance(value, list) or (Ellipsis not in arguments and len(value) != len(arguments)):
             raise ValueError(f"{what}: got {value!r}; allowed {hint}")

@@ -63,6 +63,11 @@ class TimedWay:
     spread: float
     """The interquartile range over the median."""
 
+    @property
+    def rate(self) -> str:
+        """TFLOPS as text: with two digits at least."""
+        return f"{self.tflops:.0f}" if self.tflops >= 10 else f"{self.tflops:.2g}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunedBackend:
@@ -149,14 +154,14 @@ class Tuning:
 
     def _why(self, cell: TunedCell, way: TimedWay, own: TunedBackend) -> str:
         where = f"{self.gpu}, {cell.date}, {cell.sizes} {cell.direction}"
-        told = f"tuned here: {where}: {way.tflops:.0f} TFLOPS"
+        told = f"tuned here: {where}: {way.rate} TFLOPS"
         if not own.bundled:
             return f"{told}; the bundled choice was not timed"
         (bundled,) = own.bundled
         if (way.variant, way.config) == (bundled.variant, None):
             return f"{told}, the bundled rule, the best of {own.candidates} timed"
         with_variant = f"{bundled.variant} {bundled.shown}" if bundled.variant != way.variant else bundled.shown
-        return f"{told}; the bundled choice, {with_variant.strip()}, {bundled.tflops:.0f}"
+        return f"{told}; the bundled choice, {with_variant.strip()}, {bundled.rate}"
 
     def order(
         self, problem: Problem, direction: Direction, known: Sequence[tuple[str, str]]
@@ -176,7 +181,7 @@ class Tuning:
         for name, why in known:
             if name in timed:
                 here = next(fastest)
-                order.append((here, f"{timed[here].tflops:.0f} TFLOPS, {where}"))
+                order.append((here, f"{timed[here].rate} TFLOPS, {where}"))
             else:
                 order.append((name, why))
         return tuple(order)

@@ -250,9 +250,9 @@ def summary(cell: TunedCell, gpu: str) -> str:
             told = "chosen" if place == 0 else ""
             if any(_same(way, bundled) for bundled in its.bundled):
                 told = f"{told}, bundled" if told else "bundled"
-            lines.append((name, way.variant, way.shown, f"{way.tflops:.0f}", f"{100 * way.spread:.1f} %", told))
+            lines.append((name, way.variant, way.shown, way.rate, f"{100 * way.spread:.1f} %", told))
         lines += [
-            (name, way.variant, way.shown, f"{way.tflops:.0f}", f"{100 * way.spread:.1f} %", "bundled")
+            (name, way.variant, way.shown, way.rate, f"{100 * way.spread:.1f} %", "bundled")
             for way in its.bundled
             if not any(_same(way, other) for other in its.ways)
         ]
@@ -271,8 +271,8 @@ def _line(cell: TunedCell, name: str) -> str:
     """The chosen way of a backend in words, beside the bundled one."""
     its = cell.backends[name]
     way = its.ways[0]
-    bundled = "".join(f", bundled {it.tflops:.0f}" for it in its.bundled)
-    return f"{way.variant} {way.shown}, {way.tflops:.0f} TFLOPS{bundled}"
+    bundled = "".join(f", bundled {it.rate}" for it in its.bundled)
+    return f"{way.variant} {way.shown}, {way.rate} TFLOPS{bundled}"
 
 
 # ---------------------------------------------------------------- arguments

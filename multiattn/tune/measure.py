@@ -219,7 +219,7 @@ def _way(it: Candidate, timing: Timing) -> TimedWay:
         config=None if it.config is None else asdict(it.config),
         shown=str(plan.config or ""),
         time_ms=round(timing.time_ms, 5),
-        tflops=round(flops_of(it.problem, it.direction) / timing.time_ms / 1e9, 1),
+        tflops=float(f"{flops_of(it.problem, it.direction) / timing.time_ms / 1e9:.4g}"),
         spread=round((timing.high_ms - timing.low_ms) / timing.time_ms, 4),
     )
 

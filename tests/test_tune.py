@@ -1,0 +1,519 @@
+"""multiattn tune: the ranking, what is kept of it, what goes by that, and the command."""
+
+import importlib
+import json
+import logging
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import tune_fakes as fakes
+from tune_fakes import GPU, PROBLEM, FakeGpu, choice, timed, way
+
+import bench
+import parity
+from bench import cli as bench_cli
+from bench.matrix import InputError
+from bench.tuned_lines import print_lines
+from multiattn import __main__ as command
+from multiattn.inspect import ncu
+from multiattn.inspect.pool import Outcome
+from multiattn.operands import Operands, Options
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, find_variant, get, make_plan
+from multiattn.plan.choice import choose, preferred_order
+from multiattn.plan.records import config_of
+from multiattn.plan.tuning import tuning_of
+from multiattn.problem import Problem
+from multiattn.run import calls
+from multiattn.run import tuning as kept
+from multiattn.tune import check, cli, measure
+from multiattn.tune.candidates import candidates_of
+
+SM90 = ARCHS["sm90"]
+LAYER = Problem.contiguous(batch=2, heads_q=16, seq_q=1024, head_dim=128, causal=True)
+CUDA = torch.device("cuda", 0)
+
+
+def run_here(function, items, **_):
+    """`run_isolated` in this process."""
+    yield from (outcome_of(function, item) for item in items)
+
+
+def outcome_of(function, item):
+    try:
+        return Outcome(item=item, result=function(item))
+    except Exception as error:
+        return Outcome(item=item, error=f"{type(error).__name__}: {error}")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A fake backend, cuda, on a fake GPU; the other backends are missing."""
+    fake = FakeGpu({("first", 16): 1.0, ("first", 32): 0.8, ("first", 64): 0.5, ("second", 16): 2.0})
+    real = registry.get
+    made = {"cuda": fake.backend()}
+    monkeypatch.setattr(registry, "get", lambda name: made.get(name) or real(name))
+    monkeypatch.setattr(check, "run_isolated", run_here)
+    monkeypatch.setattr(check, "RAGGED", ((40, 2),))
+    check._truth.cache_clear()
+    yield fake
+    check._truth.cache_clear()
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """The user's own cache, with what is tuned turned on, on a GPU of a known name."""
+    monkeypatch.setenv("MULTIATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv(kept.VARIABLE)
+    monkeypatch.setattr(kept, "gpu_name", lambda index: GPU)
+    kept._kept.cache_clear()
+    kept._tell_once.cache_clear()
+    yield tmp_path / "tuned"
+    kept._kept.cache_clear()
+    kept._tell_once.cache_clear()
+
+
+# ---------------------------------------------------------------- measured
+
+
+def tuned(fake, direction="forward", most=12):
+    wanted = candidates_of("cuda", PROBLEM, ARCHS["cpu"], direction, most=most)
+    return measure.tune(PROBLEM, direction, wanted, fake.bench(), budget_s=None, report=lambda outcome: None)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_fastest_right_config_is_chosen(gpu, direction):
+    own = tuned(gpu, direction).backends["cuda"]
+    assert [(it.variant, it.config) for it in own.ways] == [("first", asdict(choice(64))), ("second", None)]
+    assert [(it.variant, it.config, it.time_ms) for it in own.bundled] == [("first", None, 1.0)]
+    assert own.candidates == 4
+
+
+@pytest.mark.parametrize(("how", "said"), [("wrong", " is off"), ("unwritten", " has NaN"), ("broken", "not compile")])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_what_is_wrong_is_listed_and_never_chosen(gpu, direction, how, said):
+    setattr(gpu, how, (64,))
+    own = tuned(gpu, direction).backends["cuda"]
+    assert own.ways[0].config == asdict(choice(32))
+    assert own.candidates == 3
+    ((name, error),) = own.failed.items()
+    assert name == "cuda/first tile_m=64 tile_n=16"
+    assert said in error
+    assert "\n" not in error
+
+
+@pytest.mark.parametrize(("faster", "config"), [(0.995, None), (0.985, asdict(choice(64)))])
+def test_a_rule_stays_where_others_are_as_fast(gpu, faster, config):
+    gpu.times = {("first", 16): 1.0, ("first", 64): faster, ("second", 16): faster}
+    own = tuned(gpu).backends["cuda"]
+    assert (own.ways[0].variant, own.ways[0].config) == ("first", config)
+
+
+def test_another_variant_is_first_where_it_is_faster(gpu):
+    gpu.times = {("first", 16): 1.0, ("second", 16): 0.7}
+    own = tuned(gpu).backends["cuda"]
+    assert [(it.variant, it.config) for it in own.ways] == [("second", None), ("first", None)]
+    assert own.bundled[0].variant == "first"
+
+
+def test_what_is_not_checked_in_time_is_left_out(gpu, monkeypatch):
+    seconds = iter(range(0, 1000, 10))
+    monkeypatch.setattr(measure.time, "monotonic", lambda: next(seconds))
+    wanted = candidates_of("cuda", PROBLEM, ARCHS["cpu"], "forward", most=12)
+    found = measure.tune(PROBLEM, "forward", wanted, gpu.bench(), budget_s=15, report=lambda outcome: None)
+    assert found.backends["cuda"].candidates == 2
+    assert found.backends["cuda"].bundled
+
+
+def test_candidates_near_the_rule_come_first(monkeypatch):
+    found = candidates_of("cuda", LAYER, SM90, "forward", most=8)
+    chosen = make_plan(get("cuda"), LAYER, SM90, probe=False)
+    rules_own = [it for it in found if it.config is None]
+    assert found[0].variant == chosen.variant
+    assert found[: len(rules_own)] == rules_own
+    assert {it.variant for it in found if it.config is not None} == {chosen.variant}
+    assert len(found) == 8
+    changes = [sum(value != asdict(chosen.config)[name] for name, value in asdict(it.config).items())
+               for it in found if it.config is not None]  # fmt: skip
+    assert changes == sorted(changes)
+    assert len(candidates_of("cuda", LAYER, SM90, "forward", most=None)) > 8
+    (one, *_), named = found, candidates_of("cuda", LAYER, SM90, "forward", variants=["split_q"], most=None)
+    assert one.variant != "split_q" or named
+
+
+# ---------------------------------------------------------------- kept
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_config_comes_back_from_json(name, arch, direction):
+    for it in candidates_of(name, LAYER, ARCHS[arch], direction, most=None):
+        if it.config is not None:
+            data = json.loads(json.dumps(asdict(it.config)))
+            assert config_of(data, find_variant(get(name), it.variant, direction)) == it.config
+
+
+def test_a_file_comes_back_and_is_read_once(folder, gpu):
+    found = fakes.tuning(tuned(gpu), arch="cpu")
+    kept.write(found, kept.path_of(GPU))
+    assert kept.path_of(GPU) == folder / "nvidia-test.json"
+    assert kept.tuning_for(CUDA) == found
+    kept.path_of(GPU).unlink()
+    assert kept.tuning_for(CUDA) == found
+    assert kept.tuning_for(torch.device("cpu")) is None
+
+
+def spoil(**changes):
+    return lambda data: json.dumps(data | changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (lambda data: json.dumps(data)[:-30], "Unterminated string"),
+        (lambda data: "[]", "schema: got None; allowed 1"),
+        (spoil(schema=2), "schema: got 2; allowed 1"),
+        (spoil(multiattn="0.0.1"), "multiattn: got kernels of 0.0.1; allowed those of"),
+        (spoil(gpu="NVIDIA Other"), "gpu: got 'NVIDIA Other'; allowed 'NVIDIA Test'"),
+        (spoil(cells=[{}]), "got no backends"),
+        (spoil(more=1), "got more; allowed"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_warned_of_and_ignored(folder, gpu, text, said):
+    path = kept.path_of(GPU)
+    kept.write(fakes.tuning(tuned(gpu), arch="cpu"), path)
+    path.write_text(text(json.loads(path.read_text())))
+    with pytest.warns(RuntimeWarning, match="multiattn tune --forget") as warned:
+        assert kept.tuning_for(CUDA) is None
+    (only,) = warned
+    assert said in str(only.message)
+    assert str(path) in str(only.message)
+    assert kept.tuning_for(CUDA) is None  # and warns once
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda its: its.update(direction="sideways"), "direction: got 'sideways'"),
+        (lambda its: its["backends"].update(none=its["backends"]["cuda"]), "backends: got none"),
+        (lambda its: its["backends"]["cuda"]["ways"][0]["config"].update(tile_m="wide"), "tile_m: got 'wide'"),
+        (lambda its: its["backends"]["cuda"]["ways"][0].update(variant="third"), "variant: got 'third'"),
+        (lambda its: its["backends"]["cuda"]["ways"][0].update(tflops=float("nan")), "tflops: got nan"),
+        (lambda its: its["sizes"].update(heads_kv=0), "allowed heads from 1 on"),
+    ],
+)
+def test_wrong_cells_are_named(gpu, spoil, said):
+    data = json.loads(json.dumps(asdict(fakes.tuning(tuned(gpu), arch="cpu"))))
+    spoil(data["cells"][0])
+    with pytest.raises(ValueError, match=said):
+        tuning_of(data)
+
+
+def test_others_may_not_put_rules_into_the_folder(folder, gpu):
+    kept.write(fakes.tuning(tuned(gpu), arch="cpu"), kept.path_of(GPU))
+    folder.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="can be written to by other users"):
+        assert kept.tuning_for(CUDA) is None
+
+
+def test_a_backend_that_is_left_out_keeps_what_it_had():
+    first = fakes.cell(LAYER, {"cuda": timed(way("wgmma", None, 500)), "triton": timed(way("full", None, 300))})
+    again = fakes.cell(LAYER, {"cuda": timed(way("wgmma", None, 510))})
+    (only,) = cli.with_cell(fakes.tuning(first), again).cells
+    assert (only.backends["cuda"].ways[0].tflops, only.backends["triton"].ways[0].tflops) == (510, 300)
+
+
+# ---------------------------------------------------------------- used
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_near"),
+    [
+        ({}, True),
+        ({"seq_q": 1448, "seq_kv": 1448}, True),
+        ({"seq_q": 1449, "seq_kv": 1449}, False),
+        ({"seq_q": 725, "seq_kv": 725}, True),
+        ({"seq_q": 724, "seq_kv": 724}, False),
+        ({"seq_kv": 2048}, False),
+        ({"batch": 4}, True),
+        ({"batch": 5}, False),
+        ({"head_dim": 120}, False),
+        ({"dtype": "fp16"}, False),
+        ({"causal": False}, False),
+        ({"window": (512, 0)}, False),
+        ({"heads_kv": 8}, False),
+        ({"has_sinks": True}, False),
+    ],
+)
+def test_a_cell_holds_near_its_problem(changes, is_near):
+    sizes = {"batch": 2, "heads_q": 16, "seq_q": 1024, "head_dim": 128, "causal": True}
+    its = fakes.cell(LAYER, {})
+    assert its.is_near(Problem.contiguous(**(sizes | changes))) == is_near
+    assert (fakes.tuning(its).nearest(LAYER, "backward")) is None
+
+
+def other_config():
+    """A config of CUDA's wgmma that is not the rule's, and the rule's Plan."""
+    bundled = make_plan(get("cuda"), LAYER, SM90, probe=False)
+    return next(it.config for it in candidates_of("cuda", LAYER, SM90, "forward", most=None)
+                if it.variant == bundled.variant and it.config is not None), bundled  # fmt: skip
+
+
+def test_a_named_backend_runs_what_was_tuned_and_says_so():
+    config, bundled = other_config()
+    own = timed(way(bundled.variant, asdict(config), 512.4), bundled=way(bundled.variant, None, 498.2, "tile_m=1"))
+    found = fakes.tuning(fakes.cell(LAYER, {"cuda": own}))
+    options = Options(LAYER.band.left, LAYER.band.right, backend="cuda")
+    (plan,) = choose(LAYER, SM90, options, "forward", probe=False, tuning=found)
+    assert plan.config == config
+    assert plan.why == (
+        "tuned here: NVIDIA Test, 2026-11-26, B=2 H=16 N=1024 D=128 bf16 causal forward: 512 TFLOPS; "
+        "the bundled choice, tile_m=1, 498"
+    )
+    assert choose(LAYER, SM90, options, "forward", probe=False) == (bundled,)
+    far = replace(LAYER, seq_q=4096, seq_kv=4096)
+    assert choose(far, SM90, options, "forward", probe=False, tuning=found) == choose(
+        far, SM90, options, "forward", probe=False
+    )
+
+
+def test_a_rule_that_proved_best_is_cited_before_its_own_evidence():
+    _, bundled = other_config()
+    same = way(bundled.variant, None, 498)
+    found = fakes.tuning(fakes.cell(LAYER, {"cuda": timed(same, bundled=same)}))
+    plan = make_plan(get("cuda"), LAYER, SM90, probe=False, tuned=found.choices(LAYER, "forward", "cuda"))
+    assert plan.config == bundled.config
+    assert plan.why.endswith(f"498 TFLOPS, the bundled rule, the best of 7 timed; {bundled.why}")
+
+
+@pytest.mark.parametrize(("deterministic", "variant"), [(False, "second"), (True, "first")])
+def test_a_tuned_variant_comes_first_unless_it_may_not_run(gpu, deterministic, variant):
+    gpu.times = {("first", 16): 1.0, ("second", 16): 0.7}
+    choices = fakes.tuning(tuned(gpu)).choices(PROBLEM, "forward", "cuda")
+    found = make_plan(registry.get("cuda"), PROBLEM, ARCHS["cpu"], deterministic=deterministic, tuned=choices)
+    assert found.variant == variant
+    named = make_plan(registry.get("cuda"), PROBLEM, ARCHS["cpu"], variant="first", tuned=choices)
+    assert named.variant == "first"
+
+
+def test_a_config_that_does_not_fit_gives_way_to_the_rule():
+    config, bundled = other_config()
+    tiles = {name: 4096 if name == "tile_n" else value for name, value in asdict(config).items()}
+    found = fakes.tuning(fakes.cell(LAYER, {"cuda": timed(way(bundled.variant, tiles, 999))}))
+    plan = make_plan(get("cuda"), LAYER, SM90, probe=False, tuned=found.choices(LAYER, "forward", "cuda"))
+    assert plan.config == bundled.config
+    assert "tuned here" in plan.rejected[0]
+
+
+@pytest.mark.parametrize(
+    ("rates", "order"),
+    [
+        ({"triton": 300, "cutile": 400, "cuda": 500}, ["cuda", "cutile", "triton"]),
+        ({"triton": 600, "cutile": 400, "cuda": 500}, ["triton", "cuda", "cutile"]),
+        ({"triton": 600}, None),
+        ({"triton": 600, "cuda": 500}, "two"),
+    ],
+)
+def test_auto_takes_the_order_of_this_gpu(rates, order):
+    known = preferred_order(LAYER, SM90)
+    found = fakes.tuning(fakes.cell(LAYER, {name: timed(way("any", None, it)) for name, it in rates.items()}))
+    got = [name for name, _ in found.order(LAYER, "forward", known)]
+    names = [name for name, _ in known]
+    if order == "two":
+        swapped = iter(("triton", "cuda"))
+        order = [next(swapped) if name in rates else name for name in names]
+    assert got == (order or names)
+    assert [name for name, _ in found.order(LAYER, "backward", known)] == names
+
+
+def test_auto_cites_what_was_tuned():
+    backends = {name: timed(way(make_plan(get(name), LAYER, SM90, probe=False).variant, None, rate))
+                for name, rate in {"triton": 900, "cutile": 400, "cuda": 500}.items()}  # fmt: skip
+    found = fakes.tuning(fakes.cell(LAYER, backends))
+    options = Options(LAYER.band.left, LAYER.band.right, backend="auto")
+    (plan,) = choose(LAYER, SM90, options, "forward", probe=False, tuning=found)
+    assert plan.backend == "triton"
+    assert plan.why.startswith("900 TFLOPS, tuned here: NVIDIA Test, 2026-11-26, B=2 H=16 N=1024 D=128 bf16 causal")
+
+
+# ---------------------------------------------------------------- who uses it
+
+
+@pytest.mark.usefixtures("fresh_calls")
+def test_a_call_plans_by_what_its_gpu_has(monkeypatch, folder):
+    found, asked = fakes.tuning(arch="sm90"), []
+    monkeypatch.setattr(calls, "detect", lambda device: SM90)
+    monkeypatch.setattr(calls, "choose", lambda *given, **more: asked.append(more["tuning"]) or given)
+    monkeypatch.setattr(calls, "tuning_for", lambda device: found)
+    told = []
+    monkeypatch.setattr(calls, "tell_unmeasured", lambda *given: told.append(given))
+    q = torch.zeros(1, 1, 8, 8, dtype=torch.bfloat16)
+    calls._choose(Operands(q, q, q), Options(None, None, None), "forward")
+    assert asked == [found]
+    assert told == [(q.device, "sm90")]
+
+
+@pytest.mark.parametrize("package", [bench, parity])
+def test_tables_and_verdicts_never_depend_on_what_a_user_has_tuned(package, monkeypatch, folder, gpu):
+    kept.write(fakes.tuning(tuned(gpu), arch="cpu"), kept.path_of(GPU))
+    assert kept.tuning_for(CUDA) is not None
+    monkeypatch.setenv(kept.VARIABLE, "1")
+    importlib.reload(package)
+    assert kept.tuning_for(CUDA) is None
+
+
+def test_the_variable_is_checked(monkeypatch):
+    monkeypatch.setenv(kept.VARIABLE, "off")
+    with pytest.raises(ValueError, match="MULTIATTN_TUNED: got 'off'; allowed 0 for off"):
+        kept.tuning_for(CUDA)
+
+
+@pytest.mark.parametrize(
+    ("gpu_name", "arch", "level", "said"),
+    [
+        ("NVIDIA H200", "sm90", None, ""),
+        ("NVIDIA H100 80GB HBM3", "sm90", None, ""),
+        ("NVIDIA A100-SXM4-80GB", "sm80", "WARNING", "no measurement of NVIDIA A100-SXM4-80GB (sm80) yet"),
+        ("NVIDIA GH200 480GB", "sm90", "INFO", "NVIDIA GH200 480GB (sm90) has the rules of sm90, measured on NVIDIA H"),
+    ],
+)
+def test_a_gpu_without_a_record_is_told_once(folder, monkeypatch, caplog, gpu_name, arch, level, said):
+    monkeypatch.setattr(kept, "gpu_name", lambda index: gpu_name)
+    with caplog.at_level(logging.INFO, logger="multiattn"):
+        for _ in range(2):
+            kept.tell_unmeasured(CUDA, arch)
+    assert [it.levelname for it in caplog.records] == ([] if level is None else [level])
+    assert said in caplog.text
+    assert ("multiattn tune --shape" in caplog.text) == (level is not None)
+
+
+def test_a_gpu_that_its_user_measured_is_not_told_of(folder, monkeypatch, caplog):
+    kept.write(fakes.tuning(), kept.path_of(GPU))
+    with caplog.at_level(logging.INFO, logger="multiattn"):
+        kept.tell_unmeasured(CUDA, "sm80")
+    assert not caplog.records
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def machine(monkeypatch, folder, gpu):
+    """The command on the fake GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(command, "default_arch", lambda: "sm90")
+    monkeypatch.setattr(ncu, "default_arch", lambda: "sm90")
+    monkeypatch.setattr(cli, "gpu_name", lambda index: GPU)
+    monkeypatch.setattr(cli, "Bench", lambda **_: gpu.bench())
+    monkeypatch.setattr(cli, "detect", lambda device: ARCHS["cpu"])
+    monkeypatch.setattr(measure, "device_works", lambda: True)
+    return gpu
+
+
+SHAPE = ["tune", "--shape", "2,4,48,16", "--kv-heads", "2", "--causal", "--backend", "cuda"]
+
+
+def test_the_command_measures_keeps_lists_exports_and_forgets(machine, folder, tmp_path, capsys):
+    machine.wrong = (32,)
+    assert command.main([*SHAPE, "--direction", "both"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("NVIDIA Test: 8 candidates, about 68 s\n")
+    assert "cuda/first tile_m=32 tile_n=16: Mismatch: out is off" in said
+    lines = [line.split() for line in said.splitlines()]
+    assert [line[:4] for line in lines if line[-1:] == ["chosen"]] == [["cuda", "first", "tile_m=64", "tile_n=16"]] * 2
+    assert [cell.direction for cell in kept.tuning_for(CUDA).cells] == ["forward", "backward"]
+    assert command.main(["tune", "--list"]) == 0
+    assert "B=2 Hq=4 Hkv=2 N=48 D=16 bf16 causal backward: cuda first tile_m=64" in capsys.readouterr().out
+    exported = tmp_path / "mine.json"
+    assert command.main(["tune", "--export", str(exported)]) == 0
+    assert "Attach it to an issue" in capsys.readouterr().out
+    assert tuning_of(json.loads(exported.read_text())) == kept.tuning_for(CUDA)
+    assert command.main(["tune", "--forget"]) == 0
+    assert list(folder.iterdir()) == []
+    assert command.main(["tune", "--export", str(exported)]) == 1
+    assert "measures first" in capsys.readouterr().err
+
+
+def test_an_export_becomes_lines_for_the_package(tmp_path, capsys):
+    config, bundled = other_config()
+    own = timed(way(bundled.variant, asdict(config), 512), bundled=way(bundled.variant, None, 498, "tile_m=1"))
+    same = timed(way("full", None, 300))
+    path = tmp_path / "mine.json"
+    found = fakes.tuning(fakes.cell(LAYER, {"cuda": own, "triton": same}), gpu="NVIDIA H200")
+    path.write_text(json.dumps(asdict(found)))
+    assert bench_cli.main(["tune", "--import", str(path)]) == 0
+    first, place, line = capsys.readouterr().out.replace("\n\n", "\n").strip().split("\n")
+    assert first.endswith("1 cells, 1 rules")
+    assert place == "multiattn/plan/tuned.json:"
+    row = json.loads(line)
+    assert (row["seq_min"], row["seq_max"], row["head_dim_min"], row["banded"]) == (724, 1448, 128, True)
+    assert config_of(row["config"], find_variant(get("cuda"), row["variant"])) == config
+    assert "NVIDIA H200, 2026-11-26" in row["why"]
+    path.write_text("{}")
+    with pytest.raises(InputError, match="schema: got None"):
+        print_lines(path)
+
+
+def test_an_interrupted_run_keeps_what_is_finished(machine, monkeypatch, capsys):
+    real = check.check_plan
+
+    def interrupted(plan, device):
+        if plan.problem.head_dim == 24:
+            raise KeyboardInterrupt
+        real(plan, device)
+
+    monkeypatch.setattr(check, "check_plan", interrupted)
+    assert command.main([*SHAPE, "--shape", "2,4,48,24"]) == 130
+    assert "Interrupted: 1 of 2 measured and kept" in capsys.readouterr().err
+    (cell,) = kept.tuning_for(CUDA).cells
+    assert cell.sizes.head_dim == 16
+
+
+def test_a_file_of_another_version_is_replaced(machine, folder, capsys):
+    path = kept.path_of(GPU)
+    kept.write(replace(fakes.tuning(), multiattn="0.0.1"), path)
+    assert command.main(SHAPE) == 0
+    assert "Replaced by new measurements" in capsys.readouterr().err
+    assert len(kept.read(path).cells) == 1
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_folder_that_cannot_be_written_to_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("MULTIATTN_CACHE_DIR", "/proc/none")
+    assert command.main(SHAPE) == 2
+    assert "cannot write /proc/none/tuned/nvidia-test.json" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tune"], "--shape: got none; allowed B,H,S,D"),
+        ([*SHAPE, "--variant", "third"], "--variant: got third; allowed first, second"),
+        (["tune", "--shape", "2,4,0,16"], "allowed one that needs a kernel"),
+    ],
+)
+def test_wrong_options_say_what_is_accepted(words, said, capsys):
+    assert command.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
+def test_without_a_gpu_the_command_says_what_to_do(capsys):
+    assert command.main(SHAPE) == 1
+    assert "torch finds no GPU here. `multiattn doctor`" in capsys.readouterr().out
+
+
+def test_explain_cites_what_was_tuned(monkeypatch, capsys):
+    config, bundled = other_config()
+    own = timed(way(bundled.variant, asdict(config), 512), bundled=way(bundled.variant, None, 498))
+    found = fakes.tuning(fakes.cell(LAYER, {"cuda": own}))
+    monkeypatch.setattr(command, "_tuning_here", lambda arch: found)
+    assert command.main(["explain", "--shape", "2,16,1024,128", "--causal", "--arch", "sm90"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("tuned here: NVIDIA Test, 2026-11-26") == 2  # of auto and of the variant
+    assert f"config: {config}" in said
