@@ -91,7 +91,10 @@ def test_the_fastest_right_config_is_chosen(gpu, direction):
     assert own.candidates == 4
 
 
-@pytest.mark.parametrize(("how", "said"), [("wrong", " is off"), ("unwritten", " has NaN"), ("broken", "not compile")])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("wrong", " is off"), ("wrong_elsewhere", " is off"), ("unwritten", " has NaN"), ("broken", "not compile")],
+)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_what_is_wrong_is_listed_and_never_chosen(gpu, direction, how, said):
     setattr(gpu, how, (64,))

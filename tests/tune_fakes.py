@@ -32,12 +32,14 @@ def choice(tile_m: int) -> Choice:
 class FakeGpu:
     """The fake backend, and a clock that says what a test scripted for its variants and tiles.
 
-    Tiles in `wrong` compute something else, those in `unwritten` leave elements unwritten, those in `broken` raise.
+    Tiles in `wrong` compute something else, those in `wrong_elsewhere` at other lengths than `PROBLEM`'s, those in
+    `unwritten` leave elements unwritten, those in `broken` raise.
     """
 
     def __init__(self, times: dict[tuple[str, int], float]) -> None:
         self.times = times
         self.wrong: tuple[int, ...] = ()
+        self.wrong_elsewhere: tuple[int, ...] = ()
         self.unwritten: tuple[int, ...] = ()
         self.broken: tuple[int, ...] = ()
         self.launched: list[tuple[str, int]] = []
@@ -67,7 +69,8 @@ class FakeGpu:
             def run(operands) -> None:
                 self.launched.append((plan.variant, plan.config.tile_m))
                 launch(operands)
-                if plan.config.tile_m in self.wrong:
+                is_elsewhere = plan.problem.seq_kv != PROBLEM.seq_kv
+                if plan.config.tile_m in self.wrong or (is_elsewhere and plan.config.tile_m in self.wrong_elsewhere):
                     getattr(operands, names[0]).mul_(1.1)
                 if plan.config.tile_m in self.unwritten:
                     getattr(operands, names[0])[0, 0, 0, 0] = torch.nan
