@@ -137,7 +137,7 @@ def test_candidates_near_the_rule_come_first(monkeypatch):
     assert found[0].variant == chosen.variant
     assert found[: len(rules_own)] == rules_own
     assert {it.variant for it in found if it.config is not None} == {chosen.variant}
-    assert len(found) == 8
+    assert len(found) == 8 + len(rules_own)
     changes = [sum(value != asdict(chosen.config)[name] for name, value in asdict(it.config).items())
                for it in found if it.config is not None]  # fmt: skip
     assert changes == sorted(changes)
@@ -339,7 +339,8 @@ def test_auto_cites_what_was_tuned():
     options = Options(LAYER.band.left, LAYER.band.right, backend="auto")
     (plan,) = choose(LAYER, SM90, options, "forward", probe=False, tuning=found)
     assert plan.backend == "triton"
-    assert plan.why.startswith("900 TFLOPS, tuned here: NVIDIA Test, 2026-11-26, B=2 H=16 N=1024 D=128 bf16 causal")
+    tuned_here = "tuned here: NVIDIA Test, 2026-11-26, B=2 H=16 N=1024 D=128 bf16 causal forward: 900 TFLOPS"
+    assert plan.why.startswith(f"timed here: triton 900, cuda 500, cutile 400 TFLOPS; {tuned_here}")
 
 
 # ---------------------------------------------------------------- who uses it

@@ -175,16 +175,10 @@ class Tuning:
         timed = {name: it.ways[0] for name, it in (cell.backends if cell is not None else {}).items() if it.ways}
         if cell is None or len(timed) < 2:
             return tuple(known)
-        fastest = iter(sorted(timed, key=lambda name: timed[name].time_ms))
-        where = f"tuned here: {self.gpu}, {cell.date}, {cell.sizes} {direction}"
-        order = []
-        for name, why in known:
-            if name in timed:
-                here = next(fastest)
-                order.append((here, f"{timed[here].rate} TFLOPS, {where}"))
-            else:
-                order.append((name, why))
-        return tuple(order)
+        fastest = sorted(timed, key=lambda name: timed[name].time_ms)
+        here = f"timed here: {', '.join(f'{name} {timed[name].rate}' for name in fastest)} TFLOPS"
+        places = iter(fastest)
+        return tuple((next(places), here) if name in timed else (name, why) for name, why in known)
 
 
 def is_plain(problem: Problem) -> bool:

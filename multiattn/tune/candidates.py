@@ -62,7 +62,7 @@ def candidates_of(
     """The candidates of one backend, those first that its rules choose, then the nearest to them.
 
     All variants that may run the problem come with their rules' configs. Other configs are those of `variants`, or of
-    the variant that the rules choose; with `most` None those of all. There are at most `most`, or all the rules' own.
+    the variant that the rules choose: at most `most`, or with None all of all variants.
     """
     backend = registry.get(name)
     chosen = bundled_choice(backend, problem, arch, direction)
@@ -85,7 +85,7 @@ def candidates_of(
             others.append(_nearest_first(more, None if rule is None else rule.config))
     first.sort(key=lambda it: it.variant != chosen)
     rest = in_turn(others)
-    return [*first, *(rest if most is None else rest[: max(0, most - len(first))])]
+    return [*first, *rest[:most]]
 
 
 def _nearest_first(found: Sequence[Candidate], rule: Config | None) -> list[Candidate]:

@@ -25,7 +25,7 @@ from multiattn.tune.candidates import Candidate, candidates_of, in_turn
 from multiattn.tune.measure import Bench, LostError, tune
 
 MOST, MOST_QUICK = 12, 4
-"""Candidates of one backend, beside the rules' own of every variant."""
+"""Configs of one backend, beside the rules' own of every variant."""
 BUDGET_S = 180.0
 GUESS_S = 6.0
 """Seconds that one candidate takes a process: a guess, until the GPU's own file has a measured one."""
@@ -290,7 +290,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     told = "whose configs are tried; may be given again; default: the one that the bundled rules choose"
     command.add_argument("--variant", action="append", metavar="NAME", help=told)
     amount = command.add_mutually_exclusive_group()
-    told = f"try {MOST_QUICK} candidates of each backend in place of {MOST}, the nearest to its bundled rule first"
+    told = f"try {MOST_QUICK} configs of each backend in place of {MOST}, those nearest to its bundled rule"
     amount.add_argument("--quick", action="store_true", help=told)
     amount.add_argument(
         "--all", action="store_true", help="try every candidate of every variant, however long it takes"
