@@ -119,7 +119,7 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def _tuning_here(arch: Arch) -> Tuning | None:
-    """What the user measured on this machine's GPU, if that is what a problem is explained for."""
+    """The user's own measurements of this machine's GPU, if a problem is explained for its arch."""
     if not torch.cuda.is_available() or detect(torch.device("cuda")) != arch:
         return None
     return tuning_for(torch.device("cuda"))

@@ -80,7 +80,7 @@ class FakeGpu:
         return prepare
 
     def bench(self) -> Bench:
-        """What `multiattn.tune` is given for a GPU."""
+        """The GPU as `multiattn.tune` is given it."""
         return Bench(gpu=GPU, arch=ARCHS["cpu"], device="cpu", jobs=1, clock=self)
 
     def device(self, call, launches: int) -> Sample:

@@ -79,7 +79,7 @@ def write(tuning: Tuning, path: Path) -> None:
 
 
 def tuning_for(device: torch.device) -> Tuning | None:
-    """What was measured on GPUs of this one's name; None where nothing was, on a CPU, and where it is turned off.
+    """The measurements of GPUs of this one's name; None where there are none, on a CPU, and where they are turned off.
 
     A file that cannot be used is warned of, once, and left as it is.
     """

@@ -187,7 +187,7 @@ def _told(seconds: float) -> str:
 
 
 def _kept(path: Path, bench: Bench) -> Tuning:
-    """What the file has; nothing, with a word, where it cannot be used."""
+    """The measurements of the file; none, with a word, where it cannot be used."""
     empty = Tuning(schema=SCHEMA, multiattn=version(), gpu=bench.gpu, arch=bench.arch.name, cells=())
     try:
         return read(path)

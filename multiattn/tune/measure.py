@@ -48,7 +48,7 @@ class Bench:
 
     @property
     def check(self) -> Callable[[Candidate], bool]:
-        """What the processes do."""
+        """The work of a process."""
         return functools.partial(check_candidate, device=self.device)
 
 
