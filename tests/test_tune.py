@@ -225,8 +225,12 @@ def test_others_may_not_put_rules_into_the_folder(folder, gpu):
 def test_a_backend_that_is_left_out_keeps_what_it_had():
     first = fakes.cell(LAYER, {"cuda": timed(way("wgmma", None, 500)), "triton": timed(way("full", None, 300))})
     again = fakes.cell(LAYER, {"cuda": timed(way("wgmma", None, 510))})
-    (only,) = cli.with_cell(fakes.tuning(first), again).cells
-    assert (only.backends["cuda"].ways[0].tflops, only.backends["triton"].ways[0].tflops) == (510, 300)
+    again = replace(again, date="2027-01-01")
+    found = cli.with_cell(fakes.tuning(first), again)
+    assert [(it.date, set(it.backends)) for it in found.cells] == [("2026-11-26", {"triton"}), ("2027-01-01", {"cuda"})]
+    assert "2027-01-01" in found.choices(LAYER, "forward", "cuda")[0].why
+    assert "2026-11-26" in found.choices(LAYER, "forward", "triton")[0].why
+    assert cli.with_cell(found, first).cells == (first,)
 
 
 # ---------------------------------------------------------------- used
@@ -330,6 +334,22 @@ def test_auto_takes_the_order_of_this_gpu(rates, order):
         order = [next(swapped) if name in rates else name for name in names]
     assert got == (order or names)
     assert [name for name, _ in found.order(LAYER, "backward", known)] == names
+
+
+def test_the_nearest_cell_decides_and_the_latest_of_the_same_distance():
+    longer = Problem.contiguous(batch=2, heads_q=16, seq_q=1400, head_dim=128, causal=True)
+    rates = {LAYER: ("triton", 500), longer: ("cuda", 700)}
+    found = fakes.tuning(
+        *(fakes.cell(it, {name: timed(way("any", None, rate)), "cutile": timed(way("any", None, 600))})
+          for it, (name, rate) in rates.items()), *[fakes.cell(LAYER, {"cuda": timed(way("any", None, rate))})
+                                                     for rate in (1, 2)]
+    )  # fmt: skip
+    assert found.nearest(LAYER, "forward", "triton").sizes.seq_q == 1024
+    assert found.nearest(longer, "forward", "cutile").sizes.seq_q == 1400
+    assert found.nearest(LAYER, "forward", "cuda").timed["cuda"].tflops == 2
+    assert found.nearest(LAYER, "forward", "triton", "cuda") is None
+    known = (("triton", ""), ("cutile", ""), ("cuda", ""))
+    assert [name for name, _ in found.order(LAYER, "forward", known)] == ["cutile", "triton", "cuda"]
 
 
 def test_auto_cites_what_was_tuned():
@@ -475,6 +495,21 @@ def test_an_interrupted_run_keeps_what_is_finished(machine, monkeypatch, capsys)
     assert "Interrupted: 1 of 2 measured and kept" in capsys.readouterr().err
     (cell,) = kept.tuning_for(CUDA).cells
     assert cell.sizes.head_dim == 16
+
+
+@pytest.mark.parametrize("error", [measure.LostError("the GPU is unusable"), torch.OutOfMemoryError("of memory\nhelp")])
+def test_a_gpu_that_gives_up_costs_no_finished_measurement(machine, monkeypatch, capsys, error):
+    real = measure.time_candidates
+
+    def give_up(passed, bench):
+        if passed[0].problem.head_dim == 24:
+            raise error
+        return real(passed, bench)
+
+    monkeypatch.setattr(measure, "time_candidates", give_up)
+    assert command.main([*SHAPE, "--shape", "2,4,48,24"]) == 1
+    assert f"{str(error).splitlines()[0]}: 1 of 2 measured and kept" in capsys.readouterr().err
+    assert len(kept.tuning_for(CUDA).cells) == 1
 
 
 def test_a_file_of_another_version_is_replaced(machine, folder, capsys):

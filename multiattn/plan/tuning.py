@@ -6,6 +6,7 @@ that GPU are given them, and what explains these calls: bench, parity and compil
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,11 @@ class TunedCell:
     """Time that a candidate took to be compiled and checked, on average."""
     backends: Mapping[str, TunedBackend]
 
+    @property
+    def timed(self) -> Mapping[str, TimedWay]:
+        """The fastest way of each backend that was timed."""
+        return {name: it.ways[0] for name, it in self.backends.items() if it.ways}
+
     def is_near(self, problem: Problem) -> bool:
         """True for dense problems with the same head_dim, dtype, mask and heads that share keys.
 
@@ -132,15 +138,19 @@ class Tuning:
     arch: str
     cells: tuple[TunedCell, ...]
 
-    def nearest(self, problem: Problem, direction: Direction) -> TunedCell | None:
-        """The nearest cell of a direction that is near a problem; None where none is."""
-        near = [it for it in self.cells if it.direction == direction and it.is_near(problem)]
+    def nearest(self, problem: Problem, direction: Direction, *backends: str) -> TunedCell | None:
+        """The nearest cell that is near a problem, of a direction and with times of `backends`; None where none is.
+
+        The latest of those that are as near.
+        """
+        cells = (it for it in reversed(self.cells) if it.direction == direction and set(backends) <= set(it.timed))
+        near = [it for it in cells if it.is_near(problem)]
         return min(near, key=lambda it: it.distance(problem)) if near else None
 
     def choices(self, problem: Problem, direction: Direction, backend: str) -> tuple[TunedChoice, ...]:
         """The variants of a backend as they were measured near a problem, fastest first; none where nothing was."""
-        cell = self.nearest(problem, direction)
-        if cell is None or backend not in cell.backends:
+        cell = self.nearest(problem, direction, backend)
+        if cell is None:
             return ()
         own, found = cell.backends[backend], registry.get(backend)
         return tuple(
@@ -168,13 +178,14 @@ class Tuning:
     ) -> tuple[tuple[str, str], ...]:
         """Backends from the most to the least preferred, with the reasons: `known`, mended by what was measured here.
 
-        Those that were measured here take the places that they have in `known` among themselves by their times here:
-        a time of this GPU says nothing about a backend that was not timed on it.
+        Those that took turns here have the places that they have in `known` among themselves by their times here: a
+        time of this GPU says nothing about a backend that was not timed on it. The cell with most backends decides.
         """
-        cell = self.nearest(problem, direction)
-        timed = {name: it.ways[0] for name, it in (cell.backends if cell is not None else {}).items() if it.ways}
-        if cell is None or len(timed) < 2:
+        near = (self.nearest(problem, direction, *pair) for pair in itertools.combinations(BACKENDS, 2))
+        cells = [cell for cell in near if cell is not None]
+        if not cells:
             return tuple(known)
+        timed = max(cells, key=lambda cell: (len(cell.timed), -cell.distance(problem))).timed
         fastest = sorted(timed, key=lambda name: timed[name].time_ms)
         here = f"timed here: {', '.join(f'{name} {timed[name].rate}' for name in fastest)} TFLOPS"
         places = iter(fastest)

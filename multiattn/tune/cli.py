@@ -104,7 +104,7 @@ def _tune_all(works: Sequence[Work], bench: Bench, path: Path, options: argparse
         try:
             for work in works:
                 cell = tune(work.problem, work.direction, work.wanted, bench, budget_s=_budget(options), report=report)
-                if any(its.ways for its in cell.backends.values()):
+                if cell.timed:
                     kept = with_cell(kept, cell)
                     write(kept, path)
                     done += 1
@@ -114,9 +114,9 @@ def _tune_all(works: Sequence[Work], bench: Bench, path: Path, options: argparse
             bar.close()
             print(f"\nInterrupted: {done} of {len(works)} measured and kept", file=sys.stderr)
             return 130
-        except LostError as error:
+        except (LostError, torch.OutOfMemoryError) as error:
             bar.close()
-            print(f"\n{error}: {done} of {len(works)} measured and kept", file=sys.stderr)
+            print(f"\n{str(error).splitlines()[0]}: {done} of {len(works)} measured and kept", file=sys.stderr)
             return 1
     if not done:
         print("Nothing could be timed: the reasons are above")
@@ -199,14 +199,17 @@ def _kept(path: Path, bench: Bench) -> Tuning:
 
 
 def with_cell(kept: Tuning, cell: TunedCell) -> Tuning:
-    """The measurements with a new cell, in place of an older one of the same problem.
+    """The measurements with a new cell, in place of what older ones of the same problem have of its backends.
 
-    A backend that was left out this time keeps what it had.
+    A backend that was left out this time keeps what it had, with the date and the versions of that.
     """
-    older = next((it for it in kept.cells if (it.direction, it.sizes) == (cell.direction, cell.sizes)), None)
-    if older is not None:
-        cell = replace(cell, backends={**older.backends, **cell.backends})
-    return replace(kept, cells=(*(it for it in kept.cells if it is not older), cell))
+
+    def without(older: TunedCell) -> TunedCell:
+        if (older.direction, older.sizes) != (cell.direction, cell.sizes):
+            return older
+        return replace(older, backends={name: it for name, it in older.backends.items() if name not in cell.backends})
+
+    return replace(kept, cells=(*(it for it in map(without, kept.cells) if it.backends), cell))
 
 
 def _print_kept() -> int:
@@ -220,8 +223,9 @@ def _print_kept() -> int:
             print(f"  not used: {error}")
             continue
         for cell in kept.cells:
-            fastest = min((it.ways[0].time_ms, name) for name, it in cell.backends.items() if it.ways)[1]
-            print(f"  {cell.date} {cell.sizes} {cell.direction}: {fastest} {_line(cell, fastest)}")
+            fastest = min(cell.timed, key=lambda name: cell.timed[name].time_ms, default=None)
+            told = "nothing was timed" if fastest is None else f"{fastest} {_line(cell, fastest)}"
+            print(f"  {cell.date} {cell.sizes} {cell.direction}: {told}")
     if not paths:
         print(f"Nothing is tuned yet in {folder()}: `multiattn tune --shape B,H,S,D` measures")
     return 0 if paths else 1
