@@ -24,6 +24,7 @@ from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, find_variant, get, make_plan
 from multiattn.plan.choice import choose, preferred_order
 from multiattn.plan.records import config_of
+from multiattn.plan.support import Reason
 from multiattn.plan.tuning import tuning_of
 from multiattn.problem import Problem
 from multiattn.run import calls
@@ -53,7 +54,8 @@ def gpu(monkeypatch):
     """A fake backend, cuda, on a fake GPU; the other backends are missing."""
     fake = FakeGpu({("first", 16): 1.0, ("first", 32): 0.8, ("first", 64): 0.5, ("second", 16): 2.0})
     real = registry.get
-    made = {"cuda": fake.backend()}
+    absent = (Reason(code="package", got="no cuda-tile", allowed="1.7"),)
+    made = {"cuda": fake.backend(), "cutile": replace(real("cutile"), probe=lambda arch: absent)}
     monkeypatch.setattr(registry, "get", lambda name: made.get(name) or real(name))
     monkeypatch.setattr(check, "run_isolated", run_here)
     monkeypatch.setattr(check, "RAGGED", ((40, 2),))
@@ -445,7 +447,7 @@ def test_the_command_measures_keeps_lists_exports_and_forgets(machine, folder, t
     machine.wrong = (32,)
     assert command.main([*SHAPE, "--direction", "both"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("NVIDIA Test: 8 candidates, about 68 s\n")
+    assert said.startswith("NVIDIA Test: 8 candidates of cuda, about 68 s\n")
     assert "cuda/first tile_m=32 tile_n=16: Mismatch: out is off" in said
     lines = [line.split() for line in said.splitlines()]
     assert [line[:4] for line in lines if line[-1:] == ["chosen"]] == [["cuda", "first", "tile_m=64", "tile_n=16"]] * 2
@@ -532,6 +534,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(monkeypatch, capsys):
     ("words", "said"),
     [
         (["tune"], "--shape: got none; allowed B,H,S,D"),
+        ([*SHAPE, "--backend", "cutile"], "--backend: got what cannot run here\n  cutile: package: got no cuda-tile"),
         ([*SHAPE, "--variant", "third"], "--variant: got third; allowed first, second"),
         (["tune", "--shape", "2,4,0,16"], "allowed one that needs a kernel"),
     ],

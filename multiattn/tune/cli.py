@@ -93,7 +93,9 @@ def run(options: argparse.Namespace) -> int:
 def _tune_all(works: Sequence[Work], bench: Bench, path: Path, options: argparse.Namespace) -> int:
     kept = _kept(path, bench)
     total = sum(len(work.wanted) for work in works)
-    print(f"{bench.gpu}: {total} candidates, about {_told(_estimate(works, kept, bench, options))}", flush=True)
+    names = ", ".join(dict.fromkeys(it.backend for work in works for it in work.wanted))
+    seconds = _told(_estimate(works, kept, bench, options))
+    print(f"{bench.gpu}: {total} candidates of {names}, about {seconds}", flush=True)
     done = 0
     with tqdm(total=total, unit="candidate", disable=None) as bar:  # None: silent where there is no terminal
 
@@ -102,12 +104,13 @@ def _tune_all(works: Sequence[Work], bench: Bench, path: Path, options: argparse
             bar.update()
 
         try:
-            for work in works:
+            for place, work in enumerate(works, start=1):
                 cell = tune(work.problem, work.direction, work.wanted, bench, budget_s=_budget(options), report=report)
                 if cell.timed:
                     kept = with_cell(kept, cell)
                     write(kept, path)
                     done += 1
+                bar.update(sum(len(it.wanted) for it in works[:place]) - bar.n)  # what was left out, too
                 bar.clear()
                 print(summary(cell, bench.gpu), flush=True)
         except KeyboardInterrupt:
@@ -132,11 +135,12 @@ def _tune_all(works: Sequence[Work], bench: Bench, path: Path, options: argparse
 
 def _works(options: argparse.Namespace, bench: Bench) -> list[Work]:
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)
-    names = tuple(name for name in options.backend or BACKENDS if not registry.get(name).probe(bench.arch))
-    if not names:
-        reasons = {name: registry.get(name).probe(bench.arch) for name in options.backend or BACKENDS}
+    asked = options.backend or BACKENDS
+    reasons = {name: registry.get(name).probe(bench.arch) for name in dict.fromkeys(asked)}
+    names = tuple(name for name, its in reasons.items() if not its)
+    if not names or (options.backend and len(names) < len(reasons)):
         told = "\n".join(f"  {name}: {reason}" for name, its in reasons.items() for reason in its)
-        raise UsageError(f"--backend: no backend can run here\n{told}")
+        raise UsageError(f"--backend: got what cannot run here\n{told}")
     _check_variants(options.variant or (), names, directions)
     most = None if options.all else MOST_QUICK if options.quick else MOST
     found = []
