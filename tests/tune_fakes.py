@@ -6,16 +6,23 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from multiattn.inspect.pool import Outcome
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import get, make_plan
 from multiattn.plan.config import Config, Rule
+from multiattn.plan.support import Reason
 from multiattn.plan.tuning import SCHEMA, Sizes, TimedWay, TunedBackend, TunedCell, Tuning
 from multiattn.problem import Problem
+from multiattn.run import tuning as kept
 from multiattn.run.tuning import version
+from multiattn.tune import check
+from multiattn.tune.candidates import candidates_of
 from multiattn.tune.measure import Bench
 from multiattn.tune.timing import Sample
 
 GPU = "NVIDIA Test"
+LAYER = Problem.contiguous(batch=2, heads_q=16, seq_q=1024, head_dim=128, causal=True)
 PROBLEM = Problem.contiguous(batch=2, heads_q=4, heads_kv=2, seq_q=48, head_dim=16, causal=True)
 
 
@@ -117,3 +124,51 @@ def tuning(*cells: TunedCell, gpu: str = GPU, arch: str = "sm90") -> Tuning:
 def timed(*ways: TimedWay, bundled: TimedWay | None = None) -> TunedBackend:
     """A backend that was timed in `ways`."""
     return TunedBackend(ways=ways, bundled=() if bundled is None else (bundled,), candidates=7, failed={})
+
+
+def other_config():
+    """A config of CUDA's wgmma that is not the rule's, and the rule's Plan."""
+    bundled = make_plan(get("cuda"), LAYER, ARCHS["sm90"], probe=False)
+    return next(it.config for it in candidates_of("cuda", LAYER, ARCHS["sm90"], "forward", most=None)
+                if it.variant == bundled.variant and it.config is not None), bundled  # fmt: skip
+
+
+# ---------------------------------------------------------------- for fixtures
+
+
+def run_here(function, items, **_):
+    """`run_isolated` in this process."""
+    yield from (outcome_of(function, item) for item in items)
+
+
+def outcome_of(function, item):
+    try:
+        return Outcome(item=item, result=function(item))
+    except Exception as error:
+        return Outcome(item=item, error=f"{type(error).__name__}: {error}")
+
+
+def install_gpu(monkeypatch):
+    """A fake backend, cuda, on a fake GPU; the other backends are missing."""
+    fake = FakeGpu({("first", 16): 1.0, ("first", 32): 0.8, ("first", 64): 0.5, ("second", 16): 2.0})
+    real = registry.get
+    absent = (Reason(code="package", got="no cuda-tile", allowed="1.7"),)
+    made = {"cuda": fake.backend(), "cutile": replace(real("cutile"), probe=lambda arch: absent)}
+    monkeypatch.setattr(registry, "get", lambda name: made.get(name) or real(name))
+    monkeypatch.setattr(check, "run_isolated", run_here)
+    monkeypatch.setattr(check, "RAGGED", ((40, 2),))
+    check._truth.cache_clear()
+    yield fake
+    check._truth.cache_clear()
+
+
+def install_folder(monkeypatch, tmp_path):
+    """The user's own cache, with what is tuned turned on, on a GPU of a known name."""
+    monkeypatch.setenv("MULTIATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv(kept.VARIABLE)
+    monkeypatch.setattr(kept, "gpu_name", lambda index: GPU)
+    kept._kept.cache_clear()
+    kept._tell_once.cache_clear()
+    yield tmp_path / "tuned"
+    kept._kept.cache_clear()
+    kept._tell_once.cache_clear()

@@ -1,0 +1,168 @@
+"""The command `multiattn tune`: options, output, files, and what happens when it ends early."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import tune_fakes as fakes
+from tune_fakes import GPU, LAYER, other_config, timed, way
+
+from bench import cli as bench_cli
+from bench.matrix import InputError
+from bench.tuned_lines import print_lines
+from multiattn import __main__ as command
+from multiattn.inspect import ncu
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import find_variant, get
+from multiattn.plan.records import config_of
+from multiattn.plan.tuning import tuning_of
+from multiattn.run import tuning as kept
+from multiattn.tune import check, cli, measure
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    yield from fakes.install_gpu(monkeypatch)
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    yield from fakes.install_folder(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def machine(monkeypatch, folder, gpu):
+    """The command on the fake GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(command, "default_arch", lambda: "sm90")
+    monkeypatch.setattr(ncu, "default_arch", lambda: "sm90")
+    monkeypatch.setattr(cli, "gpu_name", lambda index: GPU)
+    monkeypatch.setattr(cli, "Bench", lambda **_: gpu.bench())
+    monkeypatch.setattr(cli, "detect", lambda device: ARCHS["cpu"])
+    monkeypatch.setattr(measure, "device_works", lambda: True)
+    return gpu
+
+
+SHAPE = ["tune", "--shape", "2,4,48,16", "--kv-heads", "2", "--causal", "--backend", "cuda"]
+
+
+def test_the_command_measures_keeps_lists_exports_and_forgets(machine, folder, tmp_path, capsys):
+    machine.wrong = (32,)
+    assert command.main([*SHAPE, "--direction", "both"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("NVIDIA Test: 8 candidates of cuda, about 68 s\n")
+    assert "cuda/first tile_m=32 tile_n=16: Mismatch: out is off" in said
+    lines = [line.split() for line in said.splitlines()]
+    assert [line[:4] for line in lines if line[-1:] == ["chosen"]] == [["cuda", "first", "tile_m=64", "tile_n=16"]] * 2
+    assert [cell.direction for cell in kept.tuning_for(CUDA).cells] == ["forward", "backward"]
+    assert command.main(["tune", "--list"]) == 0
+    assert "B=2 Hq=4 Hkv=2 N=48 D=16 bf16 causal backward: cuda first tile_m=64" in capsys.readouterr().out
+    exported = tmp_path / "mine.json"
+    assert command.main(["tune", "--export", str(exported)]) == 0
+    assert "Attach it to an issue" in capsys.readouterr().out
+    assert tuning_of(json.loads(exported.read_text())) == kept.tuning_for(CUDA)
+    assert command.main(["tune", "--forget"]) == 0
+    assert list(folder.iterdir()) == []
+    assert command.main(["tune", "--export", str(exported)]) == 1
+    assert "measures first" in capsys.readouterr().err
+
+
+def test_an_export_becomes_lines_for_the_package(tmp_path, capsys):
+    config, bundled = other_config()
+    own = timed(way(bundled.variant, asdict(config), 512), bundled=way(bundled.variant, None, 498, "tile_m=1"))
+    same = timed(way("full", None, 300))
+    path = tmp_path / "mine.json"
+    found = fakes.tuning(fakes.cell(LAYER, {"cuda": own, "triton": same}), gpu="NVIDIA H200")
+    path.write_text(json.dumps(asdict(found)))
+    assert bench_cli.main(["tune", "--import", str(path)]) == 0
+    first, place, line = capsys.readouterr().out.replace("\n\n", "\n").strip().split("\n")
+    assert first.endswith("1 cells, 1 rules")
+    assert place == "multiattn/plan/tuned.json:"
+    row = json.loads(line)
+    assert (row["seq_min"], row["seq_max"], row["head_dim_min"], row["banded"]) == (724, 1448, 128, True)
+    assert config_of(row["config"], find_variant(get("cuda"), row["variant"])) == config
+    assert "NVIDIA H200, 2026-11-26" in row["why"]
+    path.write_text("{}")
+    with pytest.raises(InputError, match="schema: got None"):
+        print_lines(path)
+
+
+def test_an_interrupted_run_keeps_what_is_finished(machine, monkeypatch, capsys):
+    real = check.check_plan
+
+    def interrupted(plan, device):
+        if plan.problem.head_dim == 24:
+            raise KeyboardInterrupt
+        real(plan, device)
+
+    monkeypatch.setattr(check, "check_plan", interrupted)
+    assert command.main([*SHAPE, "--shape", "2,4,48,24"]) == 130
+    assert "Interrupted: 1 of 2 measured and kept" in capsys.readouterr().err
+    (cell,) = kept.tuning_for(CUDA).cells
+    assert cell.sizes.head_dim == 16
+
+
+@pytest.mark.parametrize("error", [measure.LostError("the GPU is unusable"), torch.OutOfMemoryError("of memory\nhelp")])
+def test_a_gpu_that_gives_up_costs_no_finished_measurement(machine, monkeypatch, capsys, error):
+    real = measure.time_candidates
+
+    def give_up(passed, bench):
+        if passed[0].problem.head_dim == 24:
+            raise error
+        return real(passed, bench)
+
+    monkeypatch.setattr(measure, "time_candidates", give_up)
+    assert command.main([*SHAPE, "--shape", "2,4,48,24"]) == 1
+    assert f"{str(error).splitlines()[0]}: 1 of 2 measured and kept" in capsys.readouterr().err
+    assert len(kept.tuning_for(CUDA).cells) == 1
+
+
+def test_a_file_of_another_version_is_replaced(machine, folder, capsys):
+    path = kept.path_of(GPU)
+    kept.write(replace(fakes.tuning(), multiattn="0.0.1"), path)
+    assert command.main(SHAPE) == 0
+    assert "Replaced by new measurements" in capsys.readouterr().err
+    assert len(kept.read(path).cells) == 1
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_folder_that_cannot_be_written_to_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("MULTIATTN_CACHE_DIR", "/proc/none")
+    assert command.main(SHAPE) == 2
+    assert "cannot write /proc/none/tuned/nvidia-test.json" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tune"], "--shape: got none; allowed B,H,S,D"),
+        ([*SHAPE, "--backend", "cutile"], "--backend: got what cannot run here\n  cutile: package: got no cuda-tile"),
+        ([*SHAPE, "--variant", "third"], "--variant: got third; allowed first, second"),
+        (["tune", "--shape", "2,4,0,16"], "allowed one that needs a kernel"),
+    ],
+)
+def test_wrong_options_say_what_is_accepted(words, said, capsys):
+    assert command.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
+def test_without_a_gpu_the_command_says_what_to_do(capsys):
+    assert command.main(SHAPE) == 1
+    assert "torch finds no GPU here. `multiattn doctor`" in capsys.readouterr().out
+
+
+def test_explain_cites_what_was_tuned(monkeypatch, capsys):
+    config, bundled = other_config()
+    own = timed(way(bundled.variant, asdict(config), 512), bundled=way(bundled.variant, None, 498))
+    found = fakes.tuning(fakes.cell(LAYER, {"cuda": own}))
+    monkeypatch.setattr(command, "_tuning_here", lambda arch: found)
+    assert command.main(["explain", "--shape", "2,16,1024,128", "--causal", "--arch", "sm90"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("tuned here: NVIDIA Test, 2026-11-26") == 2  # of auto and of the variant
+    assert f"config: {config}" in said
