@@ -114,10 +114,11 @@ def fmha(
             `causal` and `window` do.
         sinks: ``[Hq]``, any floating-point dtype: for each query head the natural-log logit of one more column, which
             is not scaled and has no value. Differentiable.
-        backend: one of `backends()`, ``"reference"``, or ``"auto"``: the fastest by recorded measurements on a GPU,
-            the reference on CPU tensors. A named backend runs or raises; nothing falls back. On CPU tensors a named
-            backend runs its kernel source on the CPU (Triton plain `triton.language`, and Gluon where its variant is
-            named): exact, and slow. The gradient is the same backend's; ``"auto"`` chooses it by its own measurements.
+        backend: one of `backends()`, ``"reference"``, or ``"auto"``: on a GPU the fastest by recorded measurements, by
+            those that ``multiattn tune`` made on this GPU first, and on CPU tensors the reference. A named backend runs
+            or raises; nothing falls back. On CPU tensors it runs its kernel source on the CPU (Triton plain
+            `triton.language`, and Gluon where its variant is named): exact, and slow. The gradient is the same
+            backend's; ``"auto"`` chooses it by its own measurements.
         variant: a variant of that backend's forward; None is its best that can run the problem.
         return_lse: also return the log-sum-exp.
         deterministic: run only variants that give the same bits each time, at some cost in the backward; None does as
