@@ -182,8 +182,7 @@ def _choose(operands: Operands, options: Options, *directions: Direction) -> tup
     if device.type == "meta":
         return choose(problem, CPU, options._replace(backend=REFERENCE, variant=None), *directions)
     arch = detect(device)
-    if arch.is_gpu:
-        tell_unmeasured(device, arch.name)
+    tell_unmeasured(device, arch.name)
     return choose(problem, arch, options, *directions, tuning=tuning_for(device))
 
 

@@ -110,7 +110,9 @@ def _kept(gpu: str, path: Path) -> Tuning | None:
 
 
 def tell_unmeasured(device: torch.device, arch: str) -> None:
-    """Log once for each GPU that its rules were never timed on it: the first plan for it does."""
+    """Log once for each GPU that its rules were never timed on it: the first plan for it does. Nothing for a CPU."""
+    if device.type != "cuda":
+        return
     index = torch.cuda.current_device() if device.index is None else device.index
     _tell_once(gpu_name(index), arch)
 
