@@ -1,8 +1,11 @@
 """inspect.pool: nothing hangs. This module is what the processes import, so it imports nothing heavy."""
 
 import os
+import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 from multiattn.inspect import pool
 from multiattn.inspect.pool import run_isolated
@@ -29,6 +32,8 @@ class SlowToUnpickle:
 
 
 def start_slowly():
+    if marker := os.environ.get("POOL_STARTED"):
+        Path(marker).touch()
     time.sleep(2)
     return misbehave
 
@@ -74,3 +79,29 @@ def test_a_process_that_never_starts_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(pool, "START_TIMEOUT_S", 1.0)
     (outcome,) = run_isolated(SlowToUnpickle(), ["a"], jobs=1, timeout_s=30)
     assert outcome.error == "its process not ready within 1 s"
+
+
+INTERRUPTED = """
+import test_inspect_pool
+from multiattn.inspect.pool import run_isolated
+try:
+    list(run_isolated(test_inspect_pool.SlowToUnpickle(), ["a"], jobs=1, timeout_s=60))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_at_the_terminal_is_the_parents_alone(tmp_path):
+    """A terminal sends it to every process, also to those that are still importing."""
+    marker = tmp_path / "started"
+    paths = [str(Path(__file__).parent), str(Path(pool.__file__).parents[2])]
+    environment = os.environ | {"POOL_STARTED": str(marker), "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", INTERRUPTED]
+    with subprocess.Popen(
+        command, env=environment, text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as parent:
+        while not marker.exists() and parent.poll() is None:
+            time.sleep(0.05)
+        os.killpg(parent.pid, signal.SIGINT)
+        said, complaints = parent.communicate(timeout=60)
+    assert (said, complaints) == ("interrupted\n", "")

@@ -27,7 +27,7 @@ from multiattn.tune.measure import Bench, LostError, tune
 MOST, MOST_QUICK = 12, 4
 """Configs of one backend, beside the rules' own of every variant."""
 BUDGET_S = 180.0
-GUESS_S = 6.0
+GUESS_S = {"forward": 6.0, "backward": 12.0}
 """Seconds that one candidate takes a process: a guess, until the GPU's own file has a measured one."""
 START_S = 10.0
 """Seconds until the processes are ready, and for timing; a guess."""
@@ -176,11 +176,13 @@ def _budget(options: argparse.Namespace) -> float | None:
 
 def _estimate(works: Sequence[Work], kept: Tuning, bench: Bench, options: argparse.Namespace) -> float:
     """Seconds: by the time that candidates took on this machine before, or by a guess."""
-    took = [cell.seconds for cell in kept.cells]
-    each = sum(took) / len(took) if took else GUESS_S
-    seconds = (START_S + each * len(work.wanted) / min(bench.jobs, len(work.wanted)) for work in works)
-    limit = _budget(options)
-    return sum(seconds if limit is None else (min(it, START_S + limit) for it in seconds))
+    limit, whole = _budget(options), 0.0
+    for work in works:
+        took = [cell.seconds for cell in kept.cells if cell.direction == work.direction]
+        each = sum(took) / len(took) if took else GUESS_S[work.direction]
+        seconds = each * len(work.wanted) / min(bench.jobs, len(work.wanted))
+        whole += START_S + (seconds if limit is None else min(seconds, limit))
+    return whole
 
 
 def _told(seconds: float) -> str:
@@ -254,19 +256,14 @@ def summary(cell: TunedCell, gpu: str) -> str:
     """The ranking of one cell: the best of each variant, what is bundled, and what failed."""
     lines = []
     for name, its in cell.backends.items():
-        for place, way in enumerate(its.ways):
-            told = "chosen" if place == 0 else ""
-            if any(_same(way, bundled) for bundled in its.bundled):
-                told = f"{told}, bundled" if told else "bundled"
-            lines.append((name, way.variant, way.shown, way.rate, f"{100 * way.spread:.1f} %", told))
-        lines += [
-            (name, way.variant, way.shown, way.rate, f"{100 * way.spread:.1f} %", "bundled")
-            for way in its.bundled
-            if not any(_same(way, other) for other in its.ways)
-        ]
-    lines.sort(key=lambda line: -float(line[3]))
+        ways = [*its.ways, *(it for it in its.bundled if not any(_same(it, other) for other in its.ways))]
+        for way in ways:
+            is_bundled = any(_same(way, bundled) for bundled in its.bundled)
+            told = ["chosen"] * (way is its.ways[0]) + ["bundled"] * is_bundled
+            lines.append((name, way.variant, way.rate, f"{100 * way.spread:.1f} %", ", ".join(told), way.shown))
+    lines.sort(key=lambda line: -float(line[2]))
     failed = [f"  {name}: {error}" for its in cell.backends.values() for name, error in its.failed.items()]
-    ranking = table(lines, ("backend", "variant", "config", "TFLOPS", "spread", ""))
+    ranking = table(lines, ("backend", "variant", "TFLOPS", "spread", "", "config"))
     left_out = ["Left out:", *failed] if failed else []
     return "\n".join([f"\n{cell.sizes} {cell.direction} on {gpu}", ranking, *left_out])
 
