@@ -17,7 +17,6 @@ from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan
 from multiattn.plan.choice import BOTH, choose
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import probe_gpu
-from multiattn.plan.tuning import Tuning
 from multiattn.problem import Problem, problem_of
 from multiattn.run import compat
 from multiattn.run.autograd import attend, autocast, differentiate, needs_grad, refuse_gradient
@@ -27,6 +26,8 @@ from multiattn.varlen import Lengths, pack, with_packing
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+    from multiattn.plan.tuning import Tuning
 
 
 @overload

@@ -20,6 +20,7 @@ from multiattn.plan.backend import BACKENDS, Plan, find_variant, plan_variant
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import COUNTER_BYTES, most_multiprocessors
 from multiattn.problem import Problem
+from multiattn.tune import check as checking
 
 OURS = Ours(backend="reference")
 BWD, BOTH = (replace(fakes.CELL, direction=direction) for direction in ("bwd", "fwdbwd"))
@@ -164,7 +165,7 @@ def test_backward_candidates_are_swept(monkeypatch):
     configs = [Config(tile_m=tile_m, tile_n=16) for tile_m in (16, 32)]
     backend = replace(right, backward=replace(right.backward, candidates=lambda *_: configs))
     monkeypatch.setattr("multiattn.plan.backend.get", lambda name: backend)
-    monkeypatch.setattr(tune, "RAGGED", ((40, 2),))
+    monkeypatch.setattr(checking, "RAGGED", ((40, 2),))
     found = tune.candidates("reference", BWD, ARCHS["cpu"], ("two_pass",))
     assert [ours.name for ours in found] == [
         "reference/two_pass",

@@ -121,6 +121,15 @@ def test_a_gpu_that_gives_up_costs_no_finished_measurement(machine, monkeypatch,
     assert len(kept.tuning_for(CUDA).cells) == 1
 
 
+def test_a_shorter_sweep_does_not_lose_what_a_longer_one_found(machine, monkeypatch):
+    assert command.main(SHAPE) == 0
+    monkeypatch.setattr(cli, "MOST_QUICK", 0)
+    assert command.main([*SHAPE, "--quick"]) == 0
+    (cell,) = kept.tuning_for(CUDA).cells
+    assert cell.backends["cuda"].candidates == 3, "both rules' own and what was best before"
+    assert cell.timed["cuda"].config["tile_m"] == 64
+
+
 def test_a_file_of_another_version_is_replaced(machine, folder, capsys):
     path = kept.path_of(GPU)
     kept.write(replace(fakes.tuning(), multiattn="0.0.1"), path)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from multiattn.operands import Options
 from multiattn.packed import USUAL_LENGTH
@@ -21,8 +22,10 @@ from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import BACKENDS, REFERENCE, Direction, Plan, make_plan
 from multiattn.plan.support import Reason, Unsupported
-from multiattn.plan.tuning import Tuning
 from multiattn.problem import Problem
+
+if TYPE_CHECKING:
+    from multiattn.plan.tuning import Tuning
 
 BOTH: tuple[Direction, ...] = ("forward", "backward")
 

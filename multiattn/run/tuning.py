@@ -5,23 +5,25 @@ It is read once in a process, when the first plan for such a GPU is made. ``MULT
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import os
 import re
 import sys
-import tempfile
 import warnings
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from multiattn.plan.arch import gpu_name
 from multiattn.plan.choice import measured_gpus
-from multiattn.plan.tuning import Tuning, tuning_of
-from multiattn.run.cache import check_owner, directory
+
+if TYPE_CHECKING:
+    from multiattn.plan.tuning import Tuning
 
 VARIABLE = "MULTIATTN_TUNED"
 ALLOWED = ("0", "1")
@@ -30,6 +32,8 @@ LOGGER = logging.getLogger("multiattn")
 
 def folder() -> Path:
     """The folder of the files, a GPU each."""
+    from multiattn.run.cache import directory  # here: importing this package must not cost its libraries
+
     return directory() / "tuned"
 
 
@@ -53,6 +57,8 @@ def version() -> str:
 
 def read(path: Path) -> Tuning:
     """The measurements of a file; ValueError, with what came, where it has not those of this version's kernels."""
+    from multiattn.plan.tuning import tuning_of  # here: most users have no such file, and all import the package
+
     try:
         found = tuning_of(json.loads(path.read_text()))
     except (ValueError, RecursionError) as error:
@@ -68,12 +74,14 @@ def write(tuning: Tuning, path: Path) -> None:
     Raises:
         OSError: it cannot be written; the message has the path.
     """
+    draft = path.with_name(f".{path.stem}.{os.getpid()}.making")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".making-", delete=False) as draft:
-            draft.write(json.dumps(asdict(tuning), indent=1) + "\n")
-        os.replace(draft.name, path)
+        draft.write_text(json.dumps(asdict(tuning), indent=1) + "\n")
+        os.replace(draft, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
         raise OSError(f"cannot write {path}: {error.strerror}; allowed a folder that can be written to") from error
     _kept.cache_clear()
 
@@ -92,13 +100,15 @@ def tuning_for(device: torch.device) -> Tuning | None:
 
 @functools.lru_cache(maxsize=64)
 def _kept(gpu: str, path: Path) -> Tuning | None:
+    from multiattn.run.cache import check_owner
+
     try:
         check_owner(path.parent)
+        if not path.exists():
+            return None
         found = read(path)
         if found.gpu != gpu:
             raise ValueError(f"{path}: gpu: got {found.gpu!r}; allowed {gpu!r}")
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError) as error:
         todo = "`multiattn tune` measures anew, `multiattn tune --forget` removes it"
         warnings.warn(f"the measurements of this GPU are not used: {error}. {todo}", RuntimeWarning, stacklevel=2)

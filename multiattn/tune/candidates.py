@@ -9,7 +9,16 @@ from typing import Any
 
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
-from multiattn.plan.backend import Backend, Direction, Plan, Variant, find_variant, make_plan, plan_variant
+from multiattn.plan.backend import (
+    Backend,
+    Direction,
+    Plan,
+    TunedChoice,
+    Variant,
+    find_variant,
+    make_plan,
+    plan_variant,
+)
 from multiattn.plan.config import Config, select
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
@@ -57,12 +66,20 @@ def bundled_choice(backend: Backend, problem: Problem, arch: Arch, direction: Di
 
 
 def candidates_of(
-    name: str, problem: Problem, arch: Arch, direction: Direction, *, variants: Sequence[str] = (), most: int | None
+    name: str,
+    problem: Problem,
+    arch: Arch,
+    direction: Direction,
+    *,
+    variants: Sequence[str] = (),
+    most: int | None,
+    known: Sequence[TunedChoice] = (),
 ) -> list[Candidate]:
     """The candidates of one backend, those first that its rules choose, then the nearest to them.
 
     All variants that may run the problem come with their rules' configs. Other configs are those of `variants`, or of
-    the variant that the rules choose: at most `most`, or with None all of all variants.
+    the variant that the rules choose: at most `most`, or with None all of all variants. `known` was best before: a
+    shorter sweep does not lose it.
     """
     backend = registry.get(name)
     chosen = bundled_choice(backend, problem, arch, direction)
@@ -84,8 +101,13 @@ def candidates_of(
             rule, _ = select(variant.rules, problem, arch) if variant.rules else (None, ())
             others.append(_nearest_first(more, None if rule is None else rule.config))
     first.sort(key=lambda it: it.variant != chosen)
-    rest = in_turn(others)
-    return [*first, *rest[:most]]
+    before = [
+        Candidate(backend=name, variant=it.variant, config=it.config, problem=problem, arch=arch, direction=direction)
+        for it in known
+        if it.config is not None and (not variants or it.variant in variants)
+    ]
+    able = [it for it in before if isinstance(it.plan(), Plan)]
+    return list(dict.fromkeys([*first, *able, *in_turn(others)[:most]]))
 
 
 def _nearest_first(found: Sequence[Candidate], rule: Config | None) -> list[Candidate]:

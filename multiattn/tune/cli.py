@@ -84,14 +84,14 @@ def run(options: argparse.Namespace) -> int:
         print(f"Removed: {path}")
     bench = Bench(gpu=gpu, arch=detect(device), device=str(device), jobs=options.jobs)
     if options.shape:
-        status = _tune_all(_works(options, bench), bench, path, options)
+        kept = _kept(path, bench)
+        status = _tune_all(_works(options, kept, bench), kept, bench, path, options)
         if status:
             return status
     return _export(path, options.export) if options.export else 0
 
 
-def _tune_all(works: Sequence[Work], bench: Bench, path: Path, options: argparse.Namespace) -> int:
-    kept = _kept(path, bench)
+def _tune_all(works: Sequence[Work], kept: Tuning, bench: Bench, path: Path, options: argparse.Namespace) -> int:
     total = sum(len(work.wanted) for work in works)
     names = ", ".join(dict.fromkeys(it.backend for work in works for it in work.wanted))
     seconds = _told(_estimate(works, kept, bench, options))
@@ -133,7 +133,7 @@ def _tune_all(works: Sequence[Work], bench: Bench, path: Path, options: argparse
 # ---------------------------------------------------------------- wanted
 
 
-def _works(options: argparse.Namespace, bench: Bench) -> list[Work]:
+def _works(options: argparse.Namespace, kept: Tuning, bench: Bench) -> list[Work]:
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)
     asked = options.backend or BACKENDS
     reasons = {name: registry.get(name).probe(bench.arch) for name in dict.fromkeys(asked)}
@@ -147,7 +147,15 @@ def _works(options: argparse.Namespace, bench: Bench) -> list[Work]:
     for problem in _problems(options):
         for direction in directions:
             wanted = [
-                candidates_of(name, problem, bench.arch, direction, variants=options.variant or (), most=most)
+                candidates_of(
+                    name,
+                    problem,
+                    bench.arch,
+                    direction,
+                    variants=options.variant or (),
+                    most=most,
+                    known=kept.choices(problem, direction, name),
+                )
                 for name in names
             ]
             if not any(wanted):
