@@ -332,7 +332,7 @@ def block(path: Path) -> str:
         return NOT_MEASURED
     notes = (f"{title}:\n\n" + "\n".join(f"- {it}" for it in lines) for title, lines in footnotes(rows).items())
     if means := summary(rows):
-        made.insert(0, f"**One query: the geometric mean, the least, and of how many cells**\n\n{means}")
+        made.insert(0, f"**One query: the geometric mean, the least, and in brackets the number of cells**\n\n{means}")
     return "\n\n".join((*made, *notes))
 
 
