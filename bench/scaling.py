@@ -228,15 +228,16 @@ def assumptions() -> str:
     lines = (
         f"A node has {GPUS_PER_NODE} GPUs. Within it, NVLink moves {NVLINK / 1e9:g} GB/s from each GPU; across nodes, "
         f"each GPU has an adapter of {INFINIBAND / 1e9:g} GB/s. A transfer reaches {100 * SHARE:g} % of that and takes "
-        f"{1e6 * LATENCY_S:g} us more: both are guesses.",
-        f"A ring is as fast as its slowest hop: InfiniBand's beyond {GPUS_PER_NODE} GPUs. Transfers overlap a step's "
-        "work and slow nothing down. Exchanges of tokens for heads overlap nothing.",
-        "All ranks see as many pairs in each step. A step computes at the speed of full attention that was measured at "
-        "half of its tokens, or at the longest measured length below that; one GPU alone, and heads without a ring, at "
-        "that of causal attention. Lengths beyond the longest that was measured are as fast as that. Measured cells "
-        "have as many query as key/value heads, and 16k tokens or more to fill the GPU with.",
+        f"{1e6 * LATENCY_S:g} us more. Both numbers are guesses.",
+        f"A ring is as fast as its slowest hop, which is InfiniBand's beyond {GPUS_PER_NODE} GPUs. Transfers overlap a "
+        "step's work and slow nothing down. Exchanges of tokens for heads overlap nothing.",
+        "In each step all ranks see equally many pairs.",
+        "A step of a ring computes at the measured speed of full attention over half of its tokens, or over the "
+        "longest measured length below that. One GPU alone, and heads without a ring, compute at the measured speed of "
+        "causal attention. Lengths beyond the longest measured one are as fast as that one. Measured cells have as "
+        "many query as key/value heads, and 16k tokens or more to fill the GPU with.",
         f"After each step of a ring, its result is added to a sum in fp32, in memory of {MEMORY / 1e12:g} TB/s, of "
-        f"which {100 * SHARE:g} % are reached. In the backward, fp32 gradients of keys and values travel with these.",
+        f"which {100 * SHARE:g} % are reached. In the backward, fp32 gradients travel with the keys and values.",
         "Nothing else costs time: no launch, no wait of one rank for another, no other traffic on the links.",
         "Efficiency is the time of one GPU, if it could hold the sequence, over the sum of the times of all. It passes "
         "100 % where a step of full attention was measured faster than causal attention.",
