@@ -99,49 +99,53 @@ def fmha(
 
     Args:
         q: ``[B, Hq, Sq, D]``, fp16 or bf16, any strides with unit stride on D.
-        k: ``[B, Hkv, Skv, D]`` with ``Hq % Hkv == 0`` (GQA, MQA); dtype and device of q.
-        v: like k.
-        causal: bottom-right aligned: key j is visible to query i when ``j <= i + Skv - Sq``.
-        window: a pair (left, right): with ``d = Skv - Sq``, query i sees the keys from ``i + d - left`` to
-            ``i + d + right``, both included; None in it is all keys of that side. Ints from 0 on. `causal` bounds it
-            on the right, so that ``window=(1023, None), causal=True`` is the last 1024 keys.
-        scale: finite, may be zero or negative; None is ``1/sqrt(D)``.
-        softcap: positive: scores become ``softcap * tanh(score / softcap)``, before all that follows.
+        k: ``[B, Hkv, Skv, D]`` with ``Hq % Hkv == 0`` (GQA, MQA). Same dtype and device as q.
+        v: Same shape, dtype and device as k.
+        causal: Hide the keys after each query, aligned at the bottom right: query i sees key j when
+            ``j <= i + Skv - Sq``.
+        window: A pair (left, right) of ints from 0 on, or None. With ``d = Skv - Sq``, query i sees the keys from
+            ``i + d - left`` to ``i + d + right``, both included. None in the pair leaves that side unbounded. `causal`
+            bounds the right side, so ``window=(1023, None), causal=True`` is the last 1024 keys.
+        scale: A finite number, which may be zero or negative. None is ``1/sqrt(D)``.
+        softcap: A positive number: scores become ``softcap * tanh(score / softcap)``. It comes before ALiBi, bias and
+            `score_mod`.
         alibi_slopes: fp32 ``[Hq]`` or ``[B, Hq]``: scores lose ``slope * |i + Skv - Sq - j|``.
-        bias: ``[B|1, Hq|1, Sq|1, Skv|1]``, any strides, dtype of q or fp32; it is added, and -inf hides a key.
-        score_mod: FlexAttention's ``(score, b, h, q_idx, kv_idx) -> score``, on 0-d tensors, last of these. It is run
-            once for an expression (`multiattn.score`), which becomes code of each kernel's language.
-        block_mask: FlexAttention's `BlockMask`: blocks that it leaves out cost nothing. It hides keys beside those that
-            `causal` and `window` do.
-        sinks: ``[Hq]``, any floating-point dtype: for each query head the natural-log logit of one more column, which
-            is not scaled and has no value. Differentiable.
-        backend: one of `backends()`, ``"reference"``, or ``"auto"``: on a GPU the fastest by recorded measurements, by
-            those that ``multiattn tune`` made on this GPU first, and on CPU tensors the reference. A named backend runs
-            or raises; nothing falls back. On CPU tensors it runs its kernel source on the CPU (Triton plain
-            `triton.language`, and Gluon where its variant is named): exact, and slow. The gradient is the same
-            backend's; ``"auto"`` chooses it by its own measurements.
-        variant: a variant of that backend's forward; None is its best that can run the problem.
-        return_lse: also return the log-sum-exp.
-        deterministic: run only variants that give the same bits each time, at some cost in the backward; None does as
-            `torch.use_deterministic_algorithms` says.
+        bias: ``[B|1, Hq|1, Sq|1, Skv|1]``, dtype of q or fp32, any strides. It is added to the scores; -inf hides a
+            key.
+        score_mod: FlexAttention's ``(score, b, h, q_idx, kv_idx) -> score``, on 0-d tensors. It comes after the three
+            above. It runs once, to give an expression (`multiattn.score`) that becomes code of each kernel's language.
+        block_mask: FlexAttention's `BlockMask`. Blocks that it leaves out cost nothing. A key must pass this mask as
+            well as `causal` and `window`.
+        sinks: ``[Hq]``, any floating-point dtype, differentiable. Each query head gets one more column, which has this
+            natural-log logit, is not scaled, and has no value.
+        backend: One of `backends()`, ``"reference"``, or ``"auto"``. On a GPU ``"auto"`` is the fastest by recorded
+            measurements, first by those that ``multiattn tune`` made on this GPU; on CPU tensors it is the reference. A named backend runs or raises; nothing falls back. On CPU
+            tensors a named backend runs its kernel source on the CPU, exactly and slowly. (Triton runs plain
+            `triton.language` there, and Gluon only if its variant is named.) The gradient comes from the same backend;
+            ``"auto"`` chooses the backward by its own measurements.
+        variant: A variant of that backend's forward. None is its best one that can run the problem.
+        return_lse: Also return the log-sum-exp.
+        deterministic: Run only variants that give the same bits each time, at some cost in the backward. None follows
+            `torch.use_deterministic_algorithms`.
 
     Returns:
-        out, dtype of q, ``[B, Hq, Sq, D]`` (in memory ``[B, S, H, D]`` where q is); with `return_lse` also lse, fp32
-        ``[B, Hq, Sq]``: the natural log of the sum of exp of scaled scores, sink included. A row that sees no key has
-        ``out = 0`` and ``lse = -inf`` (with a sink: ``lse = sink``), and gives zero gradients. Both are
-        differentiable.
+        The output, ``[B, Hq, Sq, D]`` in the dtype of q; in memory it is ``[B, S, H, D]`` where q is. With `return_lse`
+        also lse, fp32 ``[B, Hq, Sq]``: the natural log of the sum of exp of the final scores, sink included. A row that
+        sees no key has ``out = 0`` and ``lse = -inf`` (with a sink: ``lse = sink``), and gives zero gradients. Both
+        results are differentiable.
 
     Raises:
-        TypeError, ValueError: an input that is wrong for every backend.
-        Unsupported: the backend cannot run this problem here; `.reasons` says why. Where an input requires grad, the
-            backward is planned here too, and what it refuses is told here.
-        NotImplementedError: when a gradient is differentiated again; `multiattn.reference` is for that.
+        TypeError, ValueError: An input is wrong for every backend.
+        Unsupported: The backend cannot run this problem here; `.reasons` says why. Where an input requires grad, the
+            backward is planned here too, and raises its own reasons here.
+        NotImplementedError: A gradient is differentiated again. `multiattn.reference` can do that.
 
     The launch goes to the current stream of the tensors' device, without synchronising. Under `torch.compile`,
     `torch.export`, `torch.func`, dispatch modes and profilers it is the op ``torch.ops.multiattn.fmha_forward``. Under
-    `torch.autocast` q, k and v are taken in its dtype, as scaled_dot_product_attention takes them. On the device
-    ``meta`` nothing is launched or refused, and results have their shapes and strides. Source of the algorithm: Dao,
-    "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
+    `torch.autocast` q, k and v are cast to its dtype, as scaled_dot_product_attention casts them. On the device
+    ``meta`` nothing is launched or refused, and results have their shapes and strides.
+
+    Source of the algorithm: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
     """
     if unknown:
         refuse_unknown("fmha", unknown)
@@ -187,28 +191,30 @@ def fmha_backward(
     deterministic: bool | None = None,
     **unknown: NoReturn,
 ) -> tuple[torch.Tensor, ...]:
-    """The gradient of `fmha` from what a forward saved, for callers without autograd.
+    """The gradient of `fmha` from the results of a forward, for callers without autograd.
 
     Args:
-        q, k, v, and all from causal to block_mask, deterministic: as for `fmha`, and as they were there.
-        out: what a forward of any backend gave, dtype and shape of q; so is lse, fp32 ``[B, Hq, Sq]``.
-        dout: gradient of out, like it.
-        dlse: gradient of lse, like it; None where nothing depends on lse.
-        backend: as for `fmha`, whichever ran the forward. ``"auto"`` on a GPU follows recorded measurements of
-            backward; where an arch has none yet, those of forward.
-        variant: a variant of that backend's backward; None is its best that can run the problem.
+        q, k, v, and all from causal to block_mask, deterministic: As in the call of `fmha`.
+        out: The output of a forward of any backend, in the dtype and shape of q.
+        lse: The log-sum-exp of the same forward, fp32 ``[B, Hq, Sq]``.
+        dout: The gradient of out, like it.
+        dlse: The gradient of lse, like it. None if nothing depends on lse.
+        backend: As for `fmha`, whichever backend ran the forward. On a GPU ``"auto"`` follows recorded measurements of
+            the backward, or of the forward where an arch has none of the backward yet.
+        variant: A variant of that backend's backward. None is its best one that can run the problem.
 
     Returns:
-        dq, dk and dv: dtype and shapes of q, k and v, each in memory ``[B, S, H, D]`` where that is. dk and dv of a
-        key/value head are summed, in fp32, over the query heads that share it. With sinks also dsinks, like sinks. Then
-        the gradient of each of alibi_slopes, bias and what `score_mod` captures that requires one, in this order.
+        dq, dk and dv, in the dtypes and shapes of q, k and v; each is ``[B, S, H, D]`` in memory where its tensor is.
+        dk and dv of a key/value head are summed, in fp32, over the query heads that share it. With sinks, dsinks
+        follows. Then come the gradients of those of alibi_slopes, bias and the tensors that `score_mod` captures that
+        require one, in this order.
 
     Raises:
-        TypeError, ValueError, Unsupported: as for `fmha`.
+        TypeError, ValueError, Unsupported: As for `fmha`.
 
-    out, lse, dout and dlse may have any strides. The kernels read out and dout in the layout that `fmha` gives out,
-    lse and dlse contiguous, all from addresses that are multiples of 16 bytes; whatever is laid out otherwise, as an
-    expanded or transposed dout is, costs a copy.
+    out, lse, dout and dlse may have any strides. The kernels read out and dout in the layout of `fmha`'s output, lse
+    and dlse contiguous, all from addresses that are multiples of 16 bytes. A tensor in another layout, such as an
+    expanded or transposed dout, costs a copy.
     """
     if unknown:
         refuse_unknown("fmha_backward", unknown)
@@ -263,25 +269,24 @@ def explain(
 ) -> Plan | tuple[Reason, ...]:
     """The Plan that `fmha` would launch for these arguments, or every reason why it would refuse.
 
-    With `cu_seqlens_kv` that of `fmha_varlen`, with `seqlens_kv` that of `fmha_kvcache`.
-
-    A problem without queries or without keys has a Plan like any other, but launches no kernel: there is nothing to do,
-    or every row is empty. `Plan.describe` prints a Plan in lines.
+    With `cu_seqlens_kv` it explains `fmha_varlen`, and with `seqlens_kv` it explains `fmha_kvcache`. `Plan.describe`
+    prints a Plan in lines. A problem without queries or without keys has a Plan like any other, but launches no kernel:
+    there is nothing to do, or every row is empty.
 
     Args:
-        q, k, v: as for `fmha`; or one `Problem` in place of all three, with `arch`. Tensors that require grad are
-            refused here, as there, where either direction is.
-        all from causal to deterministic: as for `fmha` (a Problem has its own of those before backend).
-        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as for `fmha_varlen`, whose q, k and v these are then.
-        seqlens_kv, page_table, cu_seqlens_q, max_seqlen_q, num_splits: as for `fmha_kvcache`, whose q, k_cache and
-            v_cache are q, k and v then.
-        arch: explain for this arch (``"sm80"``) instead of the tensors' device. Then only the data is asked, not
+        q, k, v: As for `fmha`, or one `Problem` in place of all three, with `arch`. Tensors that require grad are
+            refused where either direction is refused, as by `fmha`.
+        all from causal to deterministic: As for `fmha`. A Problem has its own of those before backend.
+        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: As for `fmha_varlen`, with its q, k and v.
+        seqlens_kv, page_table, cu_seqlens_q, max_seqlen_q, num_splits: As for `fmha_kvcache`, with its q, and its
+            k_cache and v_cache as k and v.
+        arch: Explain for this arch (``"sm80"``) instead of the tensors' device. This consults only the data, not
             whether this machine has such a GPU.
-        direction: ``"backward"``: the Plan of the gradient, from autograd where tensors require grad, else from
+        direction: ``"backward"`` gives the Plan of the gradient: from autograd if tensors require grad, else from
             `fmha_backward`. ``"auto"`` chooses each direction by its own measurements. A cache has no gradient.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as the call that is explained.
+        TypeError, ValueError, NotImplementedError: As the call that is explained.
     """
     if unknown:
         refuse_unknown("explain", unknown)
@@ -350,7 +355,7 @@ def _refuse_given(named: Mapping[str, object], why: str) -> None:
 def backends(device: torch.device | str | None = None) -> Mapping[str, tuple[Reason, ...]]:
     """Every backend, with the reasons why this machine cannot run it on `device`; none if it can.
 
-    `device` None is the current GPU where there is one, else the CPU.
+    If `device` is None, it is the current GPU, or the CPU where there is no GPU.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

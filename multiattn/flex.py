@@ -29,24 +29,24 @@ def flex_attention(
     return_aux: AuxRequest | None = None,
     backend: str = "auto",
 ) -> Any:
-    """`torch.nn.attention.flex_attention.flex_attention`, with `backend` as `multiattn.fmha` has it.
+    """`torch.nn.attention.flex_attention.flex_attention`, with a `backend` as in `multiattn.fmha`.
 
     Args:
-        query: ``[B, Hq, Sq, D]``, fp16 or bf16, as key and value are.
-        key: ``[B, Hkv, Skv, D]``; with `enable_gqa` Hq may be a multiple of Hkv.
-        value: like key.
-        score_mod, block_mask, scale: as for `multiattn.fmha`.
-        enable_gqa: query heads share key/value heads.
-        return_lse: also return the log-sum-exp, fp32 ``[B, Hq, Sq]``.
-        kernel_options: None: rules choose tiles here.
-        return_aux: what to return beside out, in an `AuxOutput`; max_scores is not to be had.
-        backend: one of `multiattn.backends()`, ``"reference"`` or ``"auto"``.
+        query: ``[B, Hq, Sq, D]``, fp16 or bf16.
+        key: ``[B, Hkv, Skv, D]``, same dtype as query. With `enable_gqa` Hq may be a multiple of Hkv.
+        value: Same shape and dtype as key.
+        score_mod, block_mask, scale: As for `multiattn.fmha`.
+        enable_gqa: Let query heads share key/value heads.
+        return_lse: Also return the log-sum-exp, fp32 ``[B, Hq, Sq]``.
+        kernel_options: None, because rules choose the tiles here.
+        return_aux: The further results to return, in an `AuxOutput`. max_scores is not available.
+        backend: One of `multiattn.backends()`, ``"reference"`` or ``"auto"``.
 
     Returns:
-        out; with `return_lse` (out, lse), with `return_aux` (out, AuxOutput).
+        The output; with `return_lse` (out, lse), with `return_aux` (out, AuxOutput).
 
     Raises:
-        ValueError: for heads that differ without `enable_gqa`, `kernel_options`, and all that `multiattn.fmha` refuses.
+        ValueError: For heads that differ without `enable_gqa`, for `kernel_options`, and as `multiattn.fmha`.
     """
     if not is_compiling():  # what is compiled is checked by the op
         check_inputs(query, key, value, strides=False)

@@ -84,49 +84,50 @@ def fmha_kvcache(
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Fused attention of new queries over B caches of keys and values, which already have the new keys. No gradient.
+    """Fused attention of new queries over B caches that already hold the new keys and values. It has no gradient.
 
-    The host reads no length and waits for nothing. So one CUDA graph serves every step of a generation: it reads what
-    `seqlens_kv` and `page_table` have when it is replayed.
+    The host reads no length and waits for nothing. So one CUDA graph serves every step of a generation: a replay reads
+    the values that `seqlens_kv` and `page_table` have at that time.
 
     Args:
         q: ``[B, Hq, Sq, D]``, fp16 or bf16, any strides with unit stride on D: the last Sq tokens of each sequence.
-            With `cu_seqlens_q` ``[T, Hq, D]``.
-        k_cache: ``[B, Hkv, S, D]`` with ``Hq % Hkv == 0`` (GQA, MQA), dtype and device of q, any strides with unit
-            stride on D. With `page_table` ``[pages, Hkv, page, D]``, of any page size: a transposed view where pages
-            are ``[page, Hkv, D]`` in memory (NHD).
-        v_cache: like k_cache, with strides of its own: both may be views of one tensor.
+            With `cu_seqlens_q` it is ``[T, Hq, D]``.
+        k_cache: ``[B, Hkv, S, D]`` with ``Hq % Hkv == 0`` (GQA, MQA), any strides with unit stride on D. Same dtype and
+            device as q. With `page_table` it is ``[pages, Hkv, page, D]``, with pages of any size. Pass a transposed
+            view if pages are ``[page, Hkv, D]`` in memory (NHD).
+        v_cache: Like k_cache, with its own strides. Both may be views of one tensor.
         seqlens_kv: int32 ``[B]`` on the device of q: the keys of each sequence, from 0 to S (or ``max_pages * page``).
-            Values on a GPU are not checked, as that would wait for it: with more, kernels read beyond the cache.
-        page_table: int32 ``[B, max_pages]`` on the device of q, any stride between rows: key j of sequence b is row
-            ``j % page`` of page ``page_table[b, j // page]``. Entries beyond the length of a sequence are never read. A
-            page may be in several sequences.
-        cu_seqlens_q: int32 ``[B + 1]`` on the device of q: sequence b has the rows ``cu_seqlens_q[b]`` to
-            ``cu_seqlens_q[b + 1]`` of q, which may be none. Rows behind the last sequence are left as they are, in a
-            fresh tensor undefined. Chunks of prompts and single tokens may be in one call.
-        max_seqlen_q: with `cu_seqlens_q`, at least the most rows of a sequence; the results of one that has more are
-            undefined.
-        num_splits: the parts, 1 to 256, that the keys of a sequence are divided into, each for a block of its own; None
-            chooses by sizes, never by lengths. With 1 a sequence's result has the same bits whatever else is in the
-            batch, of as many queries at most.
-        out: results are written here, and returned: shape, dtype and device of q, any strides that are multiples of 16
-            bytes, with unit stride on D, at a multiple of 16 bytes. None: a fresh tensor.
-        causal: bottom-right aligned: query i of Sq sees the keys up to ``i + seqlens_kv[b] - Sq``.
-        window: as for `multiattn.fmha`, by each sequence's own length.
-        scale, softcap, sinks: as for `multiattn.fmha`.
-        backend: as for `multiattn.fmha`; the reference, which ``"auto"`` is on CPU tensors, reads lengths on the host.
-        variant: a variant of that backend's forward; None is its best that can run the problem.
-        return_lse: also return the log-sum-exp.
+            Values on a GPU are not checked, because a check would wait for the GPU. Larger values make kernels read
+            beyond the cache.
+        page_table: int32 ``[B, max_pages]`` on the device of q, any stride between rows. Key j of sequence b is row
+            ``j % page`` of page ``page_table[b, j // page]``. Entries beyond the length of a sequence are never read.
+            Several sequences may share a page.
+        cu_seqlens_q: int32 ``[B + 1]`` on the device of q. Sequence b has the rows ``cu_seqlens_q[b]`` to
+            ``cu_seqlens_q[b + 1]`` of q, which may be none. Chunks of prompts and single tokens may be in one call.
+            Rows behind the last sequence are left as they are; in a fresh tensor they are undefined.
+        max_seqlen_q: With `cu_seqlens_q`, at least the most rows of a sequence. A sequence with more rows has undefined
+            results.
+        num_splits: The number of parts, 1 to 256, that the keys of a sequence are divided into, each for its own block.
+            None chooses by sizes, never by lengths. With 1, a sequence's result has the same bits in any batch
+            whose sequences have as many queries at most.
+        out: A tensor to write the results to, and to return: shape, dtype and device of q, at a multiple of 16 bytes,
+            with unit stride on D and other strides that are multiples of 16 bytes. None is a fresh tensor.
+        causal: Aligned at the bottom right: query i of Sq sees the keys up to ``i + seqlens_kv[b] - Sq``.
+        window: As for `multiattn.fmha`, by each sequence's own length.
+        scale, softcap, sinks: As for `multiattn.fmha`.
+        backend: As for `multiattn.fmha`. On CPU tensors ``"auto"`` is the reference, which reads lengths on the host.
+        variant: A variant of that backend's forward. None is its best one that can run the problem.
+        return_lse: Also return the log-sum-exp.
 
     Returns:
-        out, shape and dtype of q, laid out as `multiattn.fmha` (packed: `multiattn.fmha_varlen`) gives it; with
+        The output, in the shape and dtype of q, laid out as by `multiattn.fmha` (or `multiattn.fmha_varlen`). With
         `return_lse` also lse, fp32 ``[B, Hq, Sq]`` or ``[Hq, T]``, natural log. A row that sees no key has ``out = 0``
         and ``lse = -inf`` (with a sink: ``lse = sink``).
 
     Raises:
-        TypeError, ValueError: an input that is wrong for every backend. Values of tensors on the device are not
-        checked. Unsupported: the backend cannot run this problem here; `.reasons` says why.
-        NotImplementedError: an input requires grad, and gradients are enabled.
+        TypeError, ValueError: An input is wrong for every backend. Values of tensors on the device are not checked.
+        Unsupported: The backend cannot run this problem here; `.reasons` says why.
+        NotImplementedError: An input requires grad, and gradients are enabled.
 
     Source of the division of keys: "Flash-Decoding" (https://pytorch.org/blog/flash-decoding/).
     """

@@ -1,7 +1,7 @@
-"""`merge` and `merge_all`: attention over parts of the keys, put together to attention over all of them.
+"""`merge` and `merge_all` combine attention over parts of the keys into attention over all of them.
 
-Plain PyTorch, and so differentiable any number of times. `torch.compile` makes one kernel of it, which reads the out of
-each part once.
+They are plain PyTorch, and so differentiable any number of times. `torch.compile` makes one kernel of them, which reads
+the output of each part once.
 """
 
 from __future__ import annotations
@@ -16,34 +16,36 @@ from multiattn.validate import check_parts
 def merge(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two sets of keys, from attention over each: ``softmax`` of both lse weighs both out.
+    """Attention over two sets of keys, from attention over each.
 
-    ``lse = log(exp(lse_a) + exp(lse_b))`` and ``out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b``, in fp32,
-    or fp64 where an argument is. No exponential overflows, and the weights of a row add up to 1.
+    The result is ``lse = log(exp(lse_a) + exp(lse_b))`` and
+    ``out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b``, in fp32, or in fp64 where an argument is. No
+    exponential overflows, and the weights of a row add up to 1.
 
     Args:
-        out_a: ``[B, Hq, Sq, D]``, as `multiattn.fmha` gives it, or ``[T, Hq, D]``, as `multiattn.fmha_varlen` does.
-            fp16, bf16, fp32 or fp64, any strides.
+        out_a: ``[B, Hq, Sq, D]``, as from `multiattn.fmha`, or ``[T, Hq, D]``, as from `multiattn.fmha_varlen`. fp16,
+            bf16, fp32 or fp64, any strides.
         lse_a: ``[B, Hq, Sq]``, or ``[Hq, T]`` of a packed batch: the natural log of the sum of exp of scores. fp32 or
             fp64, on the device of out_a.
-        out_b: shape, dtype and device of out_a.
-        lse_b: those of lse_a.
+        out_b: Same shape, dtype and device as out_a.
+        lse_b: Same shape, dtype and device as lse_a.
 
     Returns:
-        out, with the dtype, shape and order in memory of out_a, and lse, with dtype and shape of lse_a: the results of
-        one call with all keys, but for rounding. Both are differentiable, any number of times.
+        The output, with the dtype, shape and order in memory of out_a, and lse, with the dtype and shape of lse_a.
+        Except for rounding they are the results of one call with all keys. Both are differentiable, any number of
+        times.
 
     Raises:
-        TypeError, ValueError: for arguments that are not results of one attention; the message says what came.
+        TypeError, ValueError: The arguments are not results of one attention; the message says what came.
 
     The order of parts is free. Each key belongs in one of them, under the mask and at the position that it has in the
-    whole: where a shared prefix comes before suffixes, queries see all of the prefix, and `causal` is of the suffix
-    alone. Sinks count once: give them to one of the parts.
+    whole. For example, where a shared prefix comes before suffixes, queries see all of the prefix, and `causal` is for
+    the suffix alone. Sinks count once: give them to one of the parts.
 
-    A row of a part with ``lse = -inf`` counts for nothing, even if its out is NaN, and gets zero gradients, even if NaN
-    comes in. Rows that are so in both parts have ``out = 0`` and ``lse = -inf``. NaN anywhere else stays NaN.
-    ``lse = +inf`` comes of no finite scores, and gives ``out = NaN`` and ``lse = +inf``. FlashAttention 2 has it where
-    a row sees no key: make it -inf first.
+    A row of a part with ``lse = -inf`` counts for nothing, even if its out is NaN. It gets zero gradients, even from a
+    NaN gradient. Rows that are so in both parts have ``out = 0`` and ``lse = -inf``. NaN anywhere else stays NaN.
+    ``lse = +inf`` cannot come from finite scores, and gives ``out = NaN`` and ``lse = +inf``. FlashAttention 2 returns
+    it for a row that sees no key: make it -inf first.
 
     Sources of the formula: Ye et al., "FlashInfer" (arXiv 2501.01005), section 2.2, and "Cascade Inference"
     (https://flashinfer.ai/2024/02/02/cascade-inference.html).
@@ -52,17 +54,17 @@ def merge(
 
 
 def merge_all(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge` of any number of parts, from one on. It rounds to the dtype of outs once, where pairs would each time.
+    """`merge` of one part or more. It rounds to the dtype of outs once, where merging pairs would round each time.
 
     Args:
-        outs: a list or tuple: the out of each part, all of one shape, as for `merge`.
-        lses: a list or tuple: the lse of each part, in the same order.
+        outs: A list or tuple with the output of each part, all of one shape, as for `merge`.
+        lses: A list or tuple with the lse of each part, in the same order.
 
     Returns:
-        out and lse, as `merge`.
+        The output and lse, as from `merge`.
 
     Raises:
-        TypeError, ValueError: as `merge`, and for lists that are empty or of different lengths.
+        TypeError, ValueError: As `merge`, and for lists that are empty or of different lengths.
     """
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (list, tuple)):

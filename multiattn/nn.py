@@ -12,24 +12,24 @@ from multiattn.mask import Window, band_of
 
 
 class Attention(nn.Module):
-    """Attention of a sequence to itself, or to another, between linear projections.
+    """Attention of a sequence to itself, or to another sequence, between linear projections.
 
     Args:
-        embed_dim: the width of what comes in and goes out.
-        num_heads: heads of queries.
-        num_kv_heads: heads of keys and values, of which `num_heads` is a multiple (GQA, MQA); None is `num_heads`.
-        head_dim: the width of a head; None is ``embed_dim / num_heads``.
-        bias: the projections add one.
-        causal, window, scale, softcap, backend: as for `multiattn.fmha`.
-        sinks: learn a sink for each head, at first 0.
-        device, dtype: of the parameters. On a GPU fp16 or bf16, or fp32 under `torch.autocast`.
-
-    Parameters are ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` and ``sinks``, by the names of most models. With
-    `torch.distributed.tensor.parallel` the first three may be column-parallel and the last row-parallel: each rank has
-    its heads. Sinks it leaves whole.
+        embed_dim: The width of the inputs and outputs.
+        num_heads: The number of query heads.
+        num_kv_heads: The number of key/value heads, a divisor of `num_heads` (GQA, MQA). None is `num_heads`.
+        head_dim: The width of a head. None is ``embed_dim / num_heads``.
+        bias: Give the projections a bias.
+        causal, window, scale, softcap, backend: As for `multiattn.fmha`.
+        sinks: Learn a sink for each head, at first 0.
+        device, dtype: Of the parameters. On a GPU the dtype is fp16 or bf16, or fp32 under `torch.autocast`.
 
     Raises:
-        ValueError: for heads that do not divide.
+        ValueError: The heads do not divide.
+
+    The parameters have the names of most models: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` and ``sinks``. With
+    `torch.distributed.tensor.parallel` the first three may be column-parallel and the fourth row-parallel, so that each
+    rank has its heads. Sinks stay whole.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Attention(nn.Module):
 
         Args:
             x: ``[B, Sq, embed_dim]``.
-            context: ``[B, Skv, embed_dim]``, of which keys and values are made; None is x.
+            context: ``[B, Skv, embed_dim]``, from which keys and values are made. None is x.
 
         Returns:
-            ``[B, Sq, embed_dim]``. Nothing but the projections is copied: heads stay where these put them.
+            ``[B, Sq, embed_dim]``. Only the projections copy anything, and heads stay where these put them.
         """
         context = x if context is None else context
         out = fmha(

@@ -80,10 +80,11 @@ class Problem:
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> Problem:
-        """Validate q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]``, sinks ``[Hq]`` and describe them.
+        """Check q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` and sinks ``[Hq]``, and describe them.
 
-        Raises TypeError or ValueError, naming what came and what is accepted, for whatever is wrong for
-        every backend; what only some backends refuse is left to their capability.
+        Raises:
+            TypeError, ValueError: An input is wrong for every backend; the message says what came and what is accepted.
+                Each backend's capability refuses what only that backend cannot run.
         """
         return cls.of_operands(Operands(q, k, v, sinks=sinks), Options(*band_of(causal, window).window, scale))
 
@@ -383,10 +384,10 @@ class Problem:
 
     @property
     def visible_pairs(self) -> int:
-        """(query, key) pairs that count, of one head of one batch entry; FLOP are ``4*B*Hq*D`` times this.
+        """Visible (query, key) pairs of one head of one batch entry. The FLOP of a forward are ``4*B*Hq*D`` times this.
 
-        Of a packed batch those of sequences that all have the same length: nobody knows their lengths here. So are
-        those of a cache, which is full.
+        For a packed batch they are those of sequences of equal lengths, because nobody knows the lengths here. For a
+        cache they are those of a full one.
         """
         if self.cache is not None and self.cache.max_q is not None:
             sequences = max(self.cache.sequences, 1)

@@ -37,25 +37,25 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention as the contract defines it, in plain differentiable PyTorch.
 
-    ``out = softmax(s + mask) @ v`` and ``lse = log(sum(exp(s + mask)))``, natural log, where s is ``scale * q @ k^T``
-    as softcap, ALiBi, bias and `score_mod` change it, in this order.
+    ``out = softmax(s + mask) @ v`` and ``lse = log(sum(exp(s + mask)))``, natural log. The scores s are
+    ``scale * q @ k^T``, changed by softcap, ALiBi, bias and `score_mod`, in this order.
 
     Args:
         q: ``[B, Hq, Sq, D]``, floating point.
         k: ``[B, Hkv, Skv, D]``, with ``Hq % Hkv == 0``.
-        v: like k.
-        causal: bottom-right aligned: key j is visible to query i when ``j <= i + Skv - Sq``.
-        window, softcap, alibi_slopes, bias, sinks, score_mod, block_mask: as for `multiattn.fmha`.
-        scale: finite; None is ``1/sqrt(D)``.
-        compute_dtype: of every intermediate, and of both results: float64 for truth, the inputs' own dtype for the
-            rounding that a naive implementation commits.
+        v: Like k.
+        causal: Aligned at the bottom right: query i sees key j when ``j <= i + Skv - Sq``.
+        window, softcap, alibi_slopes, bias, sinks, score_mod, block_mask: As for `multiattn.fmha`.
+        scale: A finite number. None is ``1/sqrt(D)``.
+        compute_dtype: The dtype of every intermediate and of both results. float64 gives the truth; the inputs' own
+            dtype gives the rounding that a naive implementation commits.
 
     Returns:
         out ``[B, Hq, Sq, D]`` and lse ``[B, Hq, Sq]``. A row that sees no key has ``out = 0`` and ``lse = -inf``, or
-        its sink. Only what is visible counts: a NaN or inf in a masked key's row of k or v reaches nothing.
+        its sink. Only visible keys count: a NaN or inf in a masked key's row of k or v reaches nothing.
 
     Raises:
-        TypeError, ValueError: as `multiattn.fmha`.
+        TypeError, ValueError: As `multiattn.fmha`.
     """
     options = Options(*band_of(causal, window).window, scale)
     operands = Operands(q, k, v, sinks=sinks)
@@ -144,24 +144,25 @@ def reference_backward(
     block_mask: object = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients as the kernels compute them, in plain PyTorch: from what a forward saved, not by differentiating it.
+    """Gradients as the kernels compute them, in plain PyTorch: from a forward's results, not by differentiating it.
 
-    With s the scores and ``p = exp(s - lse)``, the softmax: ``dv = p^T @ dout``, ``dp = dout @ v^T``,
-    ``ds = p * (dp - delta)``, and through what modifies scores to those of ``scale * q @ k^T``:
-    ``dq = scale * ds @ k``, ``dk = scale * ds^T @ q``, where ``delta = rowsum(dout * out) - dlse`` (Dao,
-    "FlashAttention-2", arXiv 2307.08691, Algorithm 2; dlse enters as ``d lse / d s = p``).
+    With s the scores and ``p = exp(s - lse)`` the softmax, ``dv = p^T @ dout``, ``dp = dout @ v^T`` and
+    ``ds = p * (dp - delta)``, where ``delta = rowsum(dout * out) - dlse``. ds goes back through the changes of the
+    scores to ``scale * q @ k^T``; then ``dq = scale * ds @ k`` and ``dk = scale * ds^T @ q``. The source is Dao,
+    "FlashAttention-2" (arXiv 2307.08691), Algorithm 2; dlse enters as ``d lse / d s = p``.
 
     Args:
-        q, k, v, compute_dtype, and all from causal to block_mask: as for `reference`.
-        out: ``[B, Hq, Sq, D]``, of a forward of any backend; so is lse, ``[B, Hq, Sq]``.
-        dout: gradient of out, like it.
-        dlse: gradient of lse, like it; None for zero.
+        q, k, v, compute_dtype, and all from causal to block_mask: As for `reference`.
+        out: The output of a forward of any backend, ``[B, Hq, Sq, D]``.
+        lse: The log-sum-exp of the same forward, ``[B, Hq, Sq]``.
+        dout: The gradient of out, like it.
+        dlse: The gradient of lse, like it. None is zero.
 
     Returns:
-        dq like q, dk and dv like k, in `compute_dtype`; those of a key/value head are summed over its group. A row that
-        sees no key has ``dq = 0`` and adds nothing to dk and dv. With sinks also dsinks ``[Hq]``:
-        ``-sum(exp(sink - lse) * delta)`` over batch entries and queries. Then the gradient of each of alibi_slopes,
-        bias and what `score_mod` captures that requires one, in this order.
+        dq like q, dk and dv like k, in `compute_dtype`. dk and dv of a key/value head are summed over its group. A row
+        that sees no key has ``dq = 0`` and adds nothing to dk and dv. With sinks, dsinks ``[Hq]`` follows:
+        ``-sum(exp(sink - lse) * delta)`` over batch entries and queries. Then come the gradients of those of
+        alibi_slopes, bias and the tensors that `score_mod` captures that require one, in this order.
     """
     options = Options(*band_of(causal, window).window, scale)
     operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)

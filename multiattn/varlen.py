@@ -97,33 +97,33 @@ def fmha_varlen(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Fused attention of B sequences that are packed one after another, each by itself; differentiable once.
 
-    Every sequence has a mask of its own, aligned at its own bottom right, and positions i and j that start at 0.
+    Every sequence has its own mask, aligned at its own bottom right, and its own positions i and j, which start at 0.
 
     Args:
         q: ``[Tq, Hq, D]``, fp16 or bf16, any strides with unit stride on D.
-        k: ``[Tkv, Hkv, D]`` with ``Hq % Hkv == 0`` (GQA, MQA); dtype and device of q.
-        v: like k.
-        cu_seqlens_q: int32 ``[B + 1]`` on the device of q: sequence b has the rows ``cu_seqlens_q[b]`` to
-            ``cu_seqlens_q[b + 1]`` of q. It starts with 0 and never falls; a sequence may be empty. Its values are
-            read on the device alone, so that they may change under a CUDA graph. Values that fall, or that pass Tq,
-            are not noticed, and what comes of them is undefined.
-        cu_seqlens_kv: the same of k and v, with as many sequences.
-        max_seqlen_q: at least the length of the longest sequence of q: `bias` and `score_mod` are checked by it.
-        max_seqlen_kv: the same of k and v.
-        causal, window, scale, softcap, score_mod, sinks, variant, return_lse, deterministic: as for `multiattn.fmha`.
+        k: ``[Tkv, Hkv, D]`` with ``Hq % Hkv == 0`` (GQA, MQA). Same dtype and device as q.
+        v: Same shape, dtype and device as k.
+        cu_seqlens_q: int32 ``[B + 1]`` on the device of q. Sequence b has the rows ``cu_seqlens_q[b]`` to
+            ``cu_seqlens_q[b + 1]`` of q. The values start with 0 and never fall; a sequence may be empty. Only the
+            device reads them, so they may change under a CUDA graph. Nothing checks them: values that fall, or that
+            pass Tq, give undefined results.
+        cu_seqlens_kv: The same for k and v, with as many sequences.
+        max_seqlen_q: At least the length of the longest sequence of q. `bias` and `score_mod` are checked by it.
+        max_seqlen_kv: The same for k and v.
+        causal, window, scale, softcap, score_mod, sinks, variant, return_lse, deterministic: As for `multiattn.fmha`.
         alibi_slopes: fp32 ``[Hq]`` or ``[B, Hq]``.
-        bias: ``[B|1, Hq|1, max_seqlen_q|1, max_seqlen_kv|1]``, else as for `multiattn.fmha`.
-        block_mask: None: packed batches take none.
-        backend: as for `multiattn.fmha`.
+        bias: ``[B|1, Hq|1, max_seqlen_q|1, max_seqlen_kv|1]``, otherwise as for `multiattn.fmha`.
+        block_mask: None. Packed batches take no block mask.
+        backend: As for `multiattn.fmha`.
 
     Returns:
-        out, dtype of q, ``[Tq, Hq, D]``, contiguous; with `return_lse` also lse, fp32 ``[Hq, Tq]``. A row that sees no
-        key has ``out = 0`` and ``lse = -inf`` (with a sink: ``lse = sink``), and gives zero gradients. So has a row
-        behind the last sequence: ``Tq`` may be more than ``cu_seqlens_q[-1]``.
+        The output, ``[Tq, Hq, D]`` in the dtype of q, contiguous. With `return_lse` also lse, fp32 ``[Hq, Tq]``. A row
+        that sees no key has ``out = 0`` and ``lse = -inf`` (with a sink: ``lse = sink``), and gives zero gradients. The
+        same holds for rows behind the last sequence: ``Tq`` may be more than ``cu_seqlens_q[-1]``.
 
     Raises:
-        TypeError, ValueError: an input that is wrong for every backend.
-        Unsupported: the backend cannot run this problem here; `.reasons` says why.
+        TypeError, ValueError: An input is wrong for every backend.
+        Unsupported: The backend cannot run this problem here; `.reasons` says why.
     """
     if unknown:
         refuse_unknown("fmha_varlen", unknown)
@@ -174,21 +174,22 @@ def fmha_varlen_backward(
     deterministic: bool | None = None,
     **unknown: NoReturn,
 ) -> tuple[torch.Tensor, ...]:
-    """The gradient of `fmha_varlen` from what a forward saved, for callers without autograd.
+    """The gradient of `fmha_varlen` from the results of a forward, for callers without autograd.
 
     Args:
-        q, k, v, and all from cu_seqlens_q to max_seqlen_kv, causal to block_mask: as they were for `fmha_varlen`.
-        out: ``[Tq, Hq, D]`` of a forward of any backend; so is lse, fp32 ``[Hq, Tq]``.
-        dout: gradient of out, like it.
-        dlse: gradient of lse, like it; None where nothing depends on lse.
-        backend, variant, deterministic: as for `multiattn.fmha_backward`.
+        q, k, v, and all from cu_seqlens_q to max_seqlen_kv, causal to block_mask: As in the call of `fmha_varlen`.
+        out: The output of a forward of any backend, ``[Tq, Hq, D]``.
+        lse: The log-sum-exp of the same forward, fp32 ``[Hq, Tq]``.
+        dout: The gradient of out, like it.
+        dlse: The gradient of lse, like it. None if nothing depends on lse.
+        backend, variant, deterministic: As for `multiattn.fmha_backward`.
 
     Returns:
-        dq, dk and dv, contiguous ``[T, H, D]``; with sinks also dsinks, then the gradients of captured tensors, as
-        `multiattn.fmha_backward`.
+        dq, dk and dv, contiguous ``[T, H, D]``. With sinks, dsinks follows; then come the gradients of captured
+        tensors, as in `multiattn.fmha_backward`.
 
     Raises:
-        TypeError, ValueError, Unsupported: as for `fmha_varlen`.
+        TypeError, ValueError, Unsupported: As for `fmha_varlen`.
     """
     if unknown:
         refuse_unknown("fmha_varlen_backward", unknown)

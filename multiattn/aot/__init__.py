@@ -1,7 +1,7 @@
 """Kernels compiled ahead of time: a folder of cubins with a manifest, and the loader that runs them.
 
 The loader needs torch and NVIDIA's driver, but no kernel language and no compiler. A kernel runs every problem that its
-code holds for; the manifest says what the code is specialised on, and `Kernel` checks it.
+code holds for. The manifest says what the code is specialised on, and `Kernel` checks it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ _KEPT = 256  # launchers of a kernel; a serving loop with ever-changing lengths 
 def write(folder: Path, plan: Plan, exported: Sequence[Exported]) -> tuple[Path, ...]:
     """Write the kernels of a Plan into a folder, beside those of its manifest; return the files, manifest last.
 
-    `exported` is all that the plan's `Op.export` gave. ValueError for a manifest that cannot be read.
+    `exported` is the result of the plan's `Op.export`.
+
+    Raises:
+        ValueError: The folder has a manifest that cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
@@ -104,13 +107,14 @@ def _entry(name: str, plan: Plan, kernel: Exported, kinds: Iterable[str]) -> dic
 
 
 def load(path: Path | str, *, name: str | None = None) -> Kernel:
-    """Load a kernel that was written ahead of time, to be called on tensors of any problem that it can run.
+    """Load a kernel that was written ahead of time, to call it on tensors of any problem that it can run.
 
     Args:
-        path: the folder, its manifest, or the kernel's cubin.
-        name: of the kernel in the manifest; None where there is but one forward kernel.
+        path: The folder, its manifest, or the kernel's cubin.
+        name: The kernel's name in the manifest. None if the folder has only one forward kernel.
 
-    ValueError, with what came and what is allowed, for a folder or a kernel that cannot be loaded.
+    Raises:
+        ValueError: A folder or a kernel cannot be loaded; the message says what came and what is allowed.
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent
@@ -174,9 +178,9 @@ def read_cubin(folder: Path, entry: Mapping[str, Any]) -> bytes:
 class Kernel:
     """A forward kernel that was compiled ahead of time.
 
-    It can be used from several threads, on any stream and device of its arch. The first call on a device loads the
-    code; after that, calls can be captured in a CUDA graph. The code stays loaded for the life of the process, as a
-    launch or a graph may use it.
+    Several threads may use it, on any stream and device of its arch. The first call on a device loads the code; after
+    that, calls can be captured in a CUDA graph. The code stays loaded for the life of the process, because a launch or
+    a graph may use it.
     """
 
     def __init__(self, entry: Mapping[str, Any], code: bytes) -> None:
@@ -218,18 +222,22 @@ class Kernel:
 
         Args:
             q: ``[B, Hq, Sq, D]`` in the dtype of the kernel; any strides with unit stride on D.
-            k: ``[B, Hkv, Skv, D]``, Hq a multiple of Hkv.
-            v: like k.
-            scale: of the scores; None for ``1/sqrt(D)``.
-            sinks: ``[Hq]``, where the kernel was compiled for them.
-            scalars: the numbers of the modification of scores that the kernel was compiled for, by name: ``softcap``.
-            captured: the tensors that it loads from, by slot: ALiBi's slopes, bias, then what `score_mod` captures, in
-                the order of `ScoreProgram.tensors`; any sizes that the call's indices stay in, any strides.
-            out: to write to: like q, with strides ``Problem.strides_out``; None for a fresh one.
-            lse: to write to: fp32 ``[B, Hq, Sq]``, contiguous; None for a fresh one.
+            k: ``[B, Hkv, Skv, D]``, where Hkv divides Hq.
+            v: Like k.
+            scale: The scale of the scores. None is ``1/sqrt(D)``.
+            sinks: ``[Hq]``, if the kernel was compiled for them.
+            scalars: The numbers of the change of scores that the kernel was compiled for, by name: ``softcap``.
+            captured: The tensors that it loads from, by slot: ALiBi's slopes, bias, then those that `score_mod`
+                captures, in the order of `ScoreProgram.tensors`. Any strides, and any sizes that the call's indices
+                stay in.
+            out: A tensor to write to: like q, with strides ``Problem.strides_out``. None is a fresh one.
+            lse: A tensor to write to: fp32 ``[B, Hq, Sq]``, contiguous. None is a fresh one.
 
-        Returns (out, lse) as `multiattn.fmha` does; without gradients. ValueError or TypeError, with what came and what
-        is allowed, for tensors that this kernel cannot run.
+        Returns:
+            (out, lse) as from `multiattn.fmha`, without gradients.
+
+        Raises:
+            TypeError, ValueError: This kernel cannot run these tensors; the message says what came and what is allowed.
         """
         numbers = self._check_score(scalars, captured)
         given = Operands(q, k, v, sinks=sinks, captured=tuple(captured))

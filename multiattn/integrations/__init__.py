@@ -1,1 +1,1 @@
-"""Hooks into the libraries that models are written in; each is imported by its user alone."""
+"""Hooks into the libraries that models are written in. Import the one that you use; `multiattn` imports none."""

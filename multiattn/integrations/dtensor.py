@@ -1,10 +1,12 @@
-"""`multiattn.fmha` and its gradients of `torch.distributed.tensor.DTensor`, once this module is imported.
+"""Importing this module gives `multiattn.fmha` and its gradients rules for `torch.distributed.tensor.DTensor`.
 
 Tensors are sharded over the batch or over heads, on each dimension of a mesh, without communication: q, k and v alike,
-sinks with their heads. What else they are placed like is redistributed. Heads are sharded where the key/value heads
-come out even. Captured tensors are replicated, the cu_seqlens of a packed batch among them, whose sequences stay
-together; scores that depend on which batch entry or head it is are not sharded over that. Where there is no other way,
-as with a block mask, every rank computes all.
+and sinks with their heads. Tensors with another placement are redistributed. Heads are sharded where the key/value
+heads divide evenly.
+
+Captured tensors are replicated. So are the cu_seqlens of a packed batch, whose sequences stay together. If scores
+depend on the batch entry or the head, that dimension is not sharded. Where there is no other way, as with a block mask,
+every rank computes all.
 """
 
 from __future__ import annotations

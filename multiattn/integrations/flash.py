@@ -1,7 +1,7 @@
 """Kernels of aten's FlashAttention ops, whose layout is ``[B, S, H, D]``: `torch.nn.attention.varlen` calls them.
 
-With ``cum_seq_q`` tensors are packed, ``[T, H, D]``, as for `multiattn.fmha_varlen`. Masks are ours. CPU tensors are
-taken, too, for which PyTorch has no kernel.
+With ``cum_seq_q`` tensors are packed, ``[T, H, D]``, as for `multiattn.fmha_varlen`. Masks are multiattn's. CPU tensors
+work, too, for which PyTorch has no kernel.
 """
 
 from __future__ import annotations

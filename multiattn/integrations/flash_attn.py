@@ -2,19 +2,19 @@
 
     from multiattn.integrations.flash_attn import flash_attn_func
 
-The signatures are those of FlashAttention 2 (package flash-attn, 2.8); that of `flash_attn_with_kvcache` is
-FlashAttention 3's. Options that only FlashAttention 3 has, or vLLM's build of it, are taken by keyword. Results are
-FlashAttention's too, but for three things:
+The signatures are those of FlashAttention 2 (package flash-attn, 2.8), except `flash_attn_with_kvcache`, which has
+FlashAttention 3's. Options that only FlashAttention 3 or vLLM's build of it has are taken by keyword. Results are
+FlashAttention's too, except in three points:
 
-- The log-sum-exp is of the scores as they are written below. FlashAttention 2's is shifted where `alibi_slopes` meets
-  a causal mask, as it adds ``slope * j`` there; its out is the same.
+- The log-sum-exp is that of the scores as they are defined below. FlashAttention 2 shifts it where `alibi_slopes` meets
+  a causal mask, because it adds ``slope * j`` there; its output is the same.
 - The log-sum-exp is differentiable here.
-- What is not to be had is refused by name, before anything runs: dropout, quantised inputs (descales), a second query
+- Missing features are refused by name, before anything runs: dropout, quantised inputs (descales), a second query
   (`qv`), chunks (`attention_chunk`), used lengths (`seqused_q`, and `seqused_k` without a cache), rotary embeddings,
   and values with a head_dim of their own.
 
-Here, too, a head_dim that is no multiple of 8 is padded with zeros, at the cost of a copy of q, k and v. A cache is
-never copied: there such a head_dim is refused.
+As in FlashAttention, a head_dim that is no multiple of 8 is padded with zeros, at the cost of a copy of q, k and v. A
+cache is never copied, so there such a head_dim is refused.
 """
 
 from __future__ import annotations
@@ -65,33 +65,32 @@ def flash_attn_func(
     backend: str = "auto",
     **fa3: Any,
 ) -> Result:
-    """`flash_attn.flash_attn_func`, with `backend` as `multiattn.fmha` has it.
+    """`flash_attn.flash_attn_func`, with a `backend` as in `multiattn.fmha`.
 
     Args:
         q: ``[B, Sq, Hq, D]``, fp16 or bf16.
         k: ``[B, Skv, Hkv, D]`` with ``Hq % Hkv == 0``.
-        v: like k.
-        dropout_p: 0.0.
-        softmax_scale: None is ``1/sqrt(D)``.
-        causal: bottom-right aligned: key j is visible to query i when ``j <= i + Skv - Sq``.
+        v: Like k.
+        dropout_p: 0.0. Dropout is refused.
+        softmax_scale: A number. None is ``1/sqrt(D)``.
+        causal: Aligned at the bottom right: query i sees key j when ``j <= i + Skv - Sq``.
         window_size: (left, right): query i sees the keys from ``i + Skv - Sq - left`` to ``i + Skv - Sq + right``, both
-            included. A negative number, or None, is all keys of that side.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0.0 and below leave them.
+            included. A negative number, or None, leaves that side unbounded.
+        softcap: Scores become ``softcap * tanh(score / softcap)``. 0.0 and negative numbers leave them.
         alibi_slopes: fp32 ``[Hq]`` or ``[B, Hq]``: scores lose ``slope * |i + Skv - Sq - j|``.
-        deterministic: ask for the same gradients each time; False leaves it to
-            `torch.use_deterministic_algorithms`.
-        return_attn_probs: return (out, lse, None), as FlashAttention 2 does where nothing is dropped.
-        return_softmax_lse: return (out, lse).
-        learnable_sink: ``[Hq]``, as FlashAttention 4 has it: for each head a logit of one more column without a value.
-        backend: one of `multiattn.backends()`, ``"reference"`` or ``"auto"``.
-        fa3: options of FlashAttention 3: those in `HINTS`, and those in `REFUSED` with the value that stands there.
+        deterministic: Ask for the same gradients each time. False leaves it to `torch.use_deterministic_algorithms`.
+        return_attn_probs: Return (out, lse, None), as FlashAttention 2 does without dropout.
+        return_softmax_lse: Return (out, lse).
+        learnable_sink: ``[Hq]``, as in FlashAttention 4: for each head, the logit of one more column without a value.
+        backend: One of `multiattn.backends()`, ``"reference"`` or ``"auto"``.
+        fa3: Options of FlashAttention 3: any of those in `HINTS`, and those in `REFUSED` with the value listed there.
 
     Returns:
-        out, like q; where asked for also lse, fp32 ``[B, Hq, Sq]``: the natural log of the sum of exp of the scores.
+        The output, like q. On request also lse, fp32 ``[B, Hq, Sq]``, the natural log of the sum of exp of the scores.
 
     Raises:
-        NotImplementedError: for an option that is refused; its message says what came and what is accepted.
-        TypeError, ValueError, Unsupported: as `multiattn.fmha`.
+        NotImplementedError: An option is refused. The message says what came and what is accepted.
+        TypeError, ValueError, Unsupported: As `multiattn.fmha`.
     """
     refuse("flash_attn_func", fa3, dropout_p=dropout_p)
     _check(q, k, v, 4, "[B, S, H, D]")
@@ -114,7 +113,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     **others: Any,
 ) -> Result:
-    """`flash_attn_func` with k and v in one tensor, ``[B, Skv, 2, Hkv, D]``; the rest, and `others`, as there."""
+    """`flash_attn_func` with k and v in one tensor, ``[B, Skv, 2, Hkv, D]``. All other arguments are as there."""
     k, v = _unpacked("kv", kv, 5, 2, "[B, S, 2, H, D]")
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *options, **others)
@@ -134,7 +133,7 @@ def flash_attn_qkvpacked_func(
     num_heads_q: int | None = None,
     **others: Any,
 ) -> Result:
-    """`flash_attn_func` with q, k and v in one tensor, ``[B, S, 3, H, D]``; the rest, and `others`, as there.
+    """`flash_attn_func` with q, k and v in one tensor, ``[B, S, 3, H, D]``. All other arguments are as there.
 
     With `num_heads_q`, as in FlashAttention 3, it is ``[B, S, Hq + 2 * Hkv, D]``: heads of q, then of k, then of v.
     """
@@ -179,28 +178,30 @@ def flash_attn_varlen_func(
     """`flash_attn.flash_attn_varlen_func`: attention of sequences that lie behind each other in one tensor.
 
     k and v may be caches, as in vLLM: ``[pages, page, Hkv, D]`` with `block_table`, or ``[B, S, Hkv, D]`` with
-    `seqused_k`. Then nothing waits for the device, and there is no gradient and no `alibi_slopes`.
+    `seqused_k`. Over caches nothing waits for the device, there is no gradient, and `alibi_slopes` is refused.
 
     Args:
         q: ``[Tq, Hq, D]``: the queries of all sequences.
-        k: ``[Tkv, Hkv, D]``; so is v.
-        cu_seqlens_q: int32 ``[B + 1]``, on the device of q: where each sequence of q begins, and the end of the last.
-        cu_seqlens_k: the same of k and v.
-        max_seqlen_q, max_seqlen_k: at least the length of the longest sequence of q, and of k. The latter is not needed
-            for caches.
+        k: ``[Tkv, Hkv, D]``.
+        v: Like k.
+        cu_seqlens_q: int32 ``[B + 1]`` on the device of q: where each sequence of q begins, and the end of the last.
+        cu_seqlens_k: The same for k and v.
+        max_seqlen_q, max_seqlen_k: At least the length of the longest sequence of q, and of k. Caches do not need the
+            latter.
         block_table: int32 ``[B, max_pages]`` on the device: the pages of each sequence.
-        seqused_k: int32 ``[B]`` on the device, for caches: the keys of each sequence. None: `cu_seqlens_k` tells.
-        s_aux: vLLM's name of `learnable_sink`.
-        out: results are written here, and returned: like q. Without a cache that costs a copy.
-        fa3: as for `flash_attn_func`. For caches `num_splits` counts, and descales are ignored, as FlashAttention 3
+        seqused_k: int32 ``[B]`` on the device, for caches: the keys of each sequence. If None, `cu_seqlens_k` gives
+            them.
+        s_aux: vLLM's name for `learnable_sink`.
+        out: A tensor like q to write the results to, and to return. Without a cache that costs a copy.
+        fa3: As for `flash_attn_func`. For caches `num_splits` counts, and descales are ignored, as FlashAttention 3
             ignores them for fp16 and bf16.
-        all others: as for `flash_attn_func`, each sequence with a mask, an i and a j of its own.
+        all others: As for `flash_attn_func`. Each sequence has its own mask, i and j.
 
     Returns:
-        out, like q; where asked for also lse, fp32 ``[Hq, Tq]``.
+        The output, like q. On request also lse, fp32 ``[Hq, Tq]``.
 
     Raises:
-        NotImplementedError, TypeError, ValueError, Unsupported: as `flash_attn_func` does.
+        NotImplementedError, TypeError, ValueError, Unsupported: As `flash_attn_func`.
     """
     sinks = sinks_of(learnable_sink, s_aux)
     if max_seqlen_q is None:
@@ -263,7 +264,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     **others: Any,
 ) -> Result:
-    """`flash_attn_varlen_func` with k and v in one tensor, ``[Tkv, 2, Hkv, D]``; the rest, and `others`, as there."""
+    """`flash_attn_varlen_func` with k and v in one tensor, ``[Tkv, 2, Hkv, D]``. All other arguments are as there."""
     k, v = _unpacked("kv", kv, 4, 2, "[T, 2, H, D]")
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, **others)
@@ -283,7 +284,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     **others: Any,
 ) -> Result:
-    """`flash_attn_varlen_func` with q, k and v in one tensor, ``[T, 3, H, D]``; the rest, and `others`, as there."""
+    """`flash_attn_varlen_func` with q, k and v in one tensor, ``[T, 3, H, D]``. All other arguments are as there."""
     q, k, v = _unpacked("qkv", qkv, 4, 3, "[T, 3, H, D]")
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **others)

@@ -1,8 +1,8 @@
 """FlashAttention's attention over caches of keys and values, by `multiattn.fmha_kvcache`.
 
-`multiattn.integrations.flash_attn` has the functions that callers import. Caches are never copied: their head_dim is a
-multiple of 8, and they have unit stride on it. Nothing here waits for the device, so that one CUDA graph serves every
-step, new keys and their places included.
+Callers import the functions from `multiattn.integrations.flash_attn`. Caches are never copied: their head_dim must be a
+multiple of 8, with unit stride. Nothing here waits for the device, not even to find the places of new keys, so one CUDA
+graph serves every step.
 """
 
 from __future__ import annotations
@@ -62,47 +62,49 @@ def flash_attn_with_kvcache(
     learnable_sink: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Result:
-    """FlashAttention 3's `flash_attn_with_kvcache`, with `backend` as `multiattn.fmha_kvcache` has it. No gradient.
+    """FlashAttention 3's `flash_attn_with_kvcache`, with a `backend` as in `multiattn.fmha_kvcache`. It has no
+    gradient.
 
-    The order of arguments is FlashAttention 3's. FlashAttention 2 has another from `rotary_cos` on: name them.
+    The order of arguments is FlashAttention 3's. FlashAttention 2 has another order from `rotary_cos` on: name those.
 
     Args:
-        q: ``[B, Sq, Hq, D]``, fp16 or bf16: the last Sq tokens of each sequence. With `cu_seqlens_q` ``[T, Hq, D]``.
+        q: ``[B, Sq, Hq, D]``, fp16 or bf16: the last Sq tokens of each sequence. With `cu_seqlens_q` it is
+            ``[T, Hq, D]``.
         k_cache: ``[B, S, Hkv, D]``, or with `page_table` ``[pages, page, Hkv, D]`` of any page size; any strides with
-            unit stride on D. It is written where k is given.
-        v_cache: like k_cache.
-        k: new keys ``[B, Snew, Hkv, D]``, or ``[Tnew, Hkv, D]`` with `cu_seqlens_k_new`. They are put into the cache
-            from place ``cache_seqlens[b]`` of each sequence on, and attended to. The cache must have room for them:
-            nobody reads lengths on the host to see whether it has.
-        v: new values, like k.
+            unit stride on D. If k is given, the call writes to it.
+        v_cache: Like k_cache.
+        k: New keys ``[B, Snew, Hkv, D]``, or ``[Tnew, Hkv, D]`` with `cu_seqlens_k_new`. They are put into the cache
+            from place ``cache_seqlens[b]`` of each sequence on, and attended to. The cache must have room for them: the
+            host does not read the lengths, so it cannot check.
+        v: New values, like k.
         cache_seqlens: int32 ``[B]`` on the device, or an int for all: the keys of each sequence, without new ones. None
-            is all that the cache has room for.
-        cache_batch_idx: int32 ``[B]``: the entry of the cache, or the row of the page table, that each sequence has.
-        page_table: int32 ``[B, max_pages]`` on the device. Where new keys go it must name pages: an entry below 0 is
-            a ValueError on a CPU and fails on the GPU, as an index that is too large does.
+            is as many as the cache has room for.
+        cache_batch_idx: int32 ``[B]``: each sequence's entry of the cache, or its row of the page table.
+        page_table: int32 ``[B, max_pages]`` on the device. It must name pages for the places of new keys. An entry
+            below 0 is a ValueError on a CPU and fails on the GPU, as an index that is too large does.
         cu_seqlens_q: int32 ``[B + 1]``: where each sequence of q begins, and the end of the last.
-        cu_seqlens_k_new: int32 ``[B + 1]``, the same of k and v.
-        max_seqlen_q: with `cu_seqlens_q`, at least the most rows of a sequence.
-        softmax_scale: None is ``1/sqrt(D)``.
-        causal: bottom-right aligned, by the length of each sequence with its new keys.
-        window_size, softcap: as for `flash_attn_func`.
-        num_splits: the parts that keys are divided into; 0 leaves it to the plan.
-        return_softmax_lse: return (out, lse).
-        block_table: FlashAttention 2's name of `page_table`.
-        learnable_sink: ``[Hq]``: for each head a logit of one more column without a value.
-        backend: one of `multiattn.backends()`, ``"reference"`` or ``"auto"``.
+        cu_seqlens_k_new: int32 ``[B + 1]``, the same for k and v.
+        max_seqlen_q: With `cu_seqlens_q`, at least the most rows of a sequence.
+        softmax_scale: A number. None is ``1/sqrt(D)``.
+        causal: Aligned at the bottom right, by the length of each sequence with its new keys.
+        window_size, softcap: As for `flash_attn_func`.
+        num_splits: The number of parts that keys are divided into. 0 leaves it to the plan.
+        return_softmax_lse: Return (out, lse).
+        block_table: FlashAttention 2's name for `page_table`.
+        learnable_sink: ``[Hq]``: for each head, the logit of one more column without a value.
+        backend: One of `multiattn.backends()`, ``"reference"`` or ``"auto"``.
         qv, rotary_cos, rotary_sin, cache_leftpad, q_descale, k_descale, v_descale, attention_chunk, alibi_slopes:
-            refused, but for None, and 0.
-        rotary_seqlens, rotary_interleaved, scheduler_metadata, pack_gqa, sm_margin: ignored: they change no result
-            here.
+            Refused, except None, and 0.
+        rotary_seqlens, rotary_interleaved, scheduler_metadata, pack_gqa, sm_margin: Ignored, because they change no
+            result here.
 
     Returns:
-        out, like q; where asked for also lse, fp32 ``[B, Hq, Sq]`` or ``[Hq, T]``, natural log.
+        The output, like q. On request also lse, fp32 ``[B, Hq, Sq]`` or ``[Hq, T]``, natural log.
 
     Raises:
-        NotImplementedError: for an option that is refused, a head_dim that is no multiple of 8, values with a head_dim
-            of their own, and where a gradient is wanted.
-        TypeError, ValueError, Unsupported: as `multiattn.fmha_kvcache`.
+        NotImplementedError: An option is refused, the head_dim is no multiple of 8, values have a head_dim of their
+            own, or an input wants a gradient.
+        TypeError, ValueError, Unsupported: As `multiattn.fmha_kvcache`.
     """
     refuse(
         _NAME,

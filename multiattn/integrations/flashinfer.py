@@ -2,16 +2,16 @@
 
     from multiattn.integrations.flashinfer import merge_state
 
-A state is attention over some of the keys: v ``[T, H, D]``, the output, and s ``[T, H]``, the log to *base 2* of the
-sum of exp of the scores. Those of this package are out and ``lse.T * log2(e)`` of `multiattn.fmha_varlen`.
+A state is attention over some of the keys: the output v ``[T, H, D]``, and s ``[T, H]``, the log to *base 2* of the
+sum of exp of the scores. The results of `multiattn.fmha_varlen` give a state as out and ``lse.T * log2(e)``.
 
-Signatures and results are those of FlashInfer (package flashinfer-python), but for four things:
+Signatures and results are those of FlashInfer (package flashinfer-python), except in four points:
 
-- A row that sees no key, ``s = -inf``, counts for nothing whatever its v is, and merged with others like it gives
+- A row that sees no key, ``s = -inf``, counts for nothing whatever its v is. Merged only with rows like it, it gives
   ``v = 0`` and ``s = -inf``. FlashInfer's kernels give NaN there.
 - Results are differentiable.
 - v may be fp32 or fp64, too, and all tensors may have any strides, and be on any device.
-- `merge_state_in_place` takes no s but fp32, as it could not write to another.
+- `merge_state_in_place` takes s only in fp32, because it could not write to another dtype.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def merge_state(
     Args:
         v_a: ``[T, H, D]``, fp16, bf16, fp32 or fp64.
         s_a: ``[T, H]``, log to base 2; taken as fp32.
-        v_b: shape, dtype and device of v_a.
-        s_b: shape and device of s_a.
+        v_b: Same shape, dtype and device as v_a.
+        s_b: Same shape and device as s_a.
 
     Returns:
         v, like v_a, and s, fp32 ``[T, H]``, log to base 2.
 
     Raises:
-        TypeError, ValueError: for tensors that are no two states of the same queries; the message says what came.
+        TypeError, ValueError: The tensors are not two states of the same queries; the message says what came.
     """
     return _merged({"v_a": v_a, "v_b": v_b}, {"s_a": s_a, "s_b": s_b})
 
@@ -56,15 +56,15 @@ def merge_state_in_place(
     """`flashinfer.merge_state_in_place`: `merge_state` into its first state.
 
     Args:
-        v: ``[T, H, D]``, written.
-        s: fp32 ``[T, H]``, log to base 2, written.
-        v_other: shape, dtype and device of v.
-        s_other: shape and device of s.
-        mask: ``[T]``, bool or numbers: rows where it is zero stay as they are. None merges all. Its values are read on
-            the device alone, so that they may change under a CUDA graph.
+        v: ``[T, H, D]``. It is written.
+        s: fp32 ``[T, H]``, log to base 2. It is written.
+        v_other: Same shape, dtype and device as v.
+        s_other: Same shape and device as s.
+        mask: ``[T]``, bool or numbers: rows where it is zero stay as they are. None merges all rows. Only the device
+            reads its values, so they may change under a CUDA graph.
 
     Raises:
-        TypeError, ValueError: as `merge_state`; also for an s that is not fp32, and a mask of another shape.
+        TypeError, ValueError: As `merge_state`, and for an s that is not fp32 or a mask of another shape.
     """
     merged_v, merged_s = _merged({"v": v, "v_other": v_other}, {"s": s, "s_other": s_other})
     if s.dtype != torch.float32:
@@ -87,10 +87,10 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
         s: ``[T, N, H]``, log to base 2; taken as fp32.
 
     Returns:
-        v ``[T, H, D]`` and s, fp32 ``[T, H]``, log to base 2. Of no states they are 0 and -inf.
+        v ``[T, H, D]`` and s, fp32 ``[T, H]``, log to base 2. Without states they are 0 and -inf.
 
     Raises:
-        TypeError, ValueError: for tensors that are no states; the message says what came.
+        TypeError, ValueError: The tensors are not states; the message says what came.
     """
     _check_state("v", v, "s", s, 4, "[T, N, H, D]")
     if v.shape[1] == 0:

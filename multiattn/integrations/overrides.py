@@ -27,10 +27,13 @@ _backend = "auto"
 
 
 def use(backend: str) -> None:
-    """Let every override run this backend from now on; ValueError for a name that there is none of.
+    """Let every override run this backend from now on.
 
-    One of `multiattn.backends()`, ``"reference"``, or ``"auto"``, the default: the fastest by recorded measurements on
-    a GPU, the reference on CPU tensors.
+    It is one of `multiattn.backends()`, ``"reference"``, or ``"auto"``, the default: the fastest by recorded
+    measurements on a GPU, the reference on CPU tensors.
+
+    Raises:
+        ValueError: There is no backend of this name.
     """
     global _backend
     if backend != "auto":

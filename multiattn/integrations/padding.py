@@ -1,7 +1,7 @@
-"""Padded batches as packed ones: `fmha_padded` takes a mask of keys ``[B, Skv]``, as tokenizers give it.
+"""`fmha_padded` runs a padded batch as a packed one. It takes a mask of keys ``[B, Skv]``, as tokenizers give it.
 
-Tokens move to the front of a packed batch of the same size, ``[B * S]``: every shape is known before the mask is. So
-nothing waits for the device, and a graph or a compiled function serves every mask.
+Tokens move to the front of a packed batch of the same size, ``[B * S]``, so every shape is known before the mask is.
+Nothing waits for the device, and one graph or compiled function serves every mask.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ def fmha_padded(
 
     Args:
         q: ``[B, Hq, Sq, D]``. Where the call depends on positions, as with `causal`, `window` or `alibi_slopes`, the
-            queries are the last Sq of the Skv positions; else they may be those of another sequence.
+            queries are the last Sq of the Skv positions. Otherwise they may be those of another sequence.
         k: ``[B, Hkv, Skv, D]``.
-        v: like k.
+        v: Like k.
         kv_mask: ``[B, Skv]``, bool or numbers: nonzero for a token, zero for padding, which no query sees. Tokens of a
-            row are taken as neighbours, whatever stands between them.
-        all others: as for `multiattn.fmha`.
+            row count as neighbours, even with padding between them.
+        all others: As for `multiattn.fmha`.
 
     Returns:
-        out, dtype of q, ``[B, Hq, Sq, D]``. Rows that see no key are 0. A query that is padding itself sees the row's
-        tokens where nothing depends on positions, or Sq is 1; else its row is 0, and it gives zero gradients.
+        The output, ``[B, Hq, Sq, D]`` in the dtype of q. Rows that see no key are 0. A query that is padding itself
+        sees the row's tokens where nothing depends on positions, or where Sq is 1. Otherwise its row is 0, and it gives
+        zero gradients.
 
     Raises:
-        TypeError, ValueError, Unsupported: as `multiattn.fmha`; ValueError also for a `kv_mask` of another shape, and
-            for more queries than keys where the call depends on positions.
+        TypeError, Unsupported: As `multiattn.fmha`.
+        ValueError: As `multiattn.fmha`, for a `kv_mask` of another shape, and for more queries than keys where the call
+            depends on positions.
     """
     (batch, _, seq_q, _), seq_kv = q.shape, k.shape[2]
     if tuple(kv_mask.shape) != (batch, seq_kv):

@@ -1,16 +1,17 @@
-"""`scaled_dot_product_attention` and `varlen_attn` of PyTorch by this package's kernels.
+"""PyTorch's `scaled_dot_product_attention` and `varlen_attn` by this package's kernels.
 
     import multiattn.integrations.torch
     torch.nn.attention.activate_flash_attention_impl("multiattn")
 
-From then on what PyTorch would give to its FlashAttention, forward and backward, runs here, in eager and in compiled
-code, and in all that is built on it: `torch.nn.MultiheadAttention`, transformers' ``sdpa``, diffusers'
-``_native_flash``, `torch.distributed.tensor.experimental.context_parallel`. `use` chooses the backend. What this
-package refuses (dropout, masks, fp32, a head dim) runs PyTorch's own kernel, and the reason is logged, once, by
-`logging`. ``torch.nn.attention.restore_flash_attention_impl()`` undoes all.
+After these lines, calls that PyTorch would give to its FlashAttention run here, forward and backward, in eager and in
+compiled code. So does everything that is built on them: `torch.nn.MultiheadAttention`, transformers' ``sdpa``,
+diffusers' ``_native_flash``, `torch.distributed.tensor.experimental.context_parallel`. `use` chooses the backend.
 
-PyTorch still decides which calls are FlashAttention's: on GPUs where it prefers cuDNN, or for a call with a mask,
-``with torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` says so, or that it cannot be.
+Calls that this package refuses (dropout, masks, fp32, a head dim) run PyTorch's own kernel, and `logging` gets the
+reason, once. ``torch.nn.attention.restore_flash_attention_impl()`` undoes it all.
+
+PyTorch still decides which calls are FlashAttention's. On GPUs where it prefers cuDNN, and for a call with a mask, put
+the call under ``with torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)``: it makes that choice, or raises.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NAME = "multiattn"
 
 
 def override() -> Overrides:
-    """Put our kernels before PyTorch's until `remove` of the result; `activate_flash_attention_impl` calls this."""
+    """Put our kernels before PyTorch's until `remove` of the result. `activate_flash_attention_impl` calls this."""
     return Overrides(sdpa.KERNELS, flash.KERNELS)
 
 

@@ -1,16 +1,17 @@
 """Hugging Face transformers: ``attn_implementation="multiattn"``, and ``"multiattn_<backend>"``, after `register()`.
 
-transformers makes one mask for each kind of layer and forward, by `make_mask`, and hands it to each layer's attention,
-`attend`. Between both it may only be a tensor, and one of every score costs memory and time, so its shape says most:
+transformers makes one mask for each kind of layer in a forward, by `make_mask`, and hands it to each layer's attention,
+`attend`. The mask must be a tensor, and a tensor with an entry for every score costs memory and time. So its shape
+carries most of the meaning:
 
-- None: `is_causal` and `sliding_window` of the attention say all.
+- None: `is_causal` and `sliding_window` of the attention say everything.
 - bool ``[B, n, W]``, W times the same: a padding mask of the first n keys. Keys behind them are unused places of a
   static cache. With no row, ``[0, n, W]``, nothing is padding. A W above 1 is a window, as `sliding_window` counts:
-  eager attention knows windows by its masks alone, and not every model tells its attention of them.
+  eager attention knows windows only by its masks, and not every model tells its attention of them.
 - int32 ``[longest, N + 1, W]``, the same in every row: ``cu_seqlens`` of the N sequences that the batch packs.
 - int32 ``[B, 1, W]``: the used length of each sequence in a static cache. It stays on the device, and the mask of every
-  step has one shape, so that a compiled function or a graph serves them all.
-- ``[B|1, H|1, Sq|1, Skv]``, bool, or numbers that are added to scores: any other. It says all.
+  step has one shape, so a compiled function or a graph serves them all.
+- ``[B|1, H|1, Sq|1, Skv]``, bool, or numbers that are added to scores: any other mask, in full.
 
 A model that makes its own masks may hand over the last kind, or a padding mask ``[B, n]``.
 """
@@ -44,11 +45,12 @@ MaskFunction = Callable[..., Any]
 
 
 def register() -> None:
-    """Add ``"multiattn"`` and ``"multiattn_<backend>"`` to what `attn_implementation` of a model may name.
+    """Let `attn_implementation` of a model be ``"multiattn"`` or ``"multiattn_<backend>"``.
 
-    ``"multiattn"`` takes for each call what `backend="auto"` of `multiattn.fmha` takes; the others run their backend or
-    raise `multiattn.Unsupported`. Calling it again does nothing new. Name one in
-    ``AutoModel.from_pretrained(..., attn_implementation="multiattn")`` or in ``model.set_attn_implementation``.
+    Name one in ``AutoModel.from_pretrained(..., attn_implementation="multiattn")`` or in
+    ``model.set_attn_implementation``. ``"multiattn"`` chooses the backend of each call as `backend="auto"` of
+    `multiattn.fmha` does; the others run their backend or raise `multiattn.Unsupported`. Calling it again does nothing
+    new.
     """
     for name, backend in {NAME: "auto", **{f"{NAME}_{it}": it for it in BACKENDS}}.items():
         AttentionInterface.register(name, partial(attend, backend=backend))
@@ -70,10 +72,11 @@ def make_mask(
 ) -> torch.Tensor | None:
     """The mask that `attend` takes, for transformers' `AttentionMaskInterface`, whose arguments these are.
 
-    transformers tells by `allow_is_causal_skip` and `allow_is_bidirectional_skip` that `mask_function` is a band. For
-    the one query of a step over a static cache it does not: there the function itself tells, but a compiled function
-    cannot read that of a window. Nor may it read a tensor, so that a static cache with padding has a mask ``[B, 1, Sq,
-    Skv]`` there. So has a batch without `attention_mask` and cache: nobody knows whether its positions pack sequences.
+    transformers says by `allow_is_causal_skip` and `allow_is_bidirectional_skip` that `mask_function` is a band. For
+    the one query of a step over a static cache it does not. There the function itself tells, except in a compiled
+    function, which cannot read the function of a window. Nor can it read a tensor, so there a static cache with padding
+    has a mask ``[B, 1, Sq, Skv]``. So has a batch without `attention_mask` and cache, because its positions might pack
+    sequences.
     """
     chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
     is_chunked = chunk is not None and chunk == local_size and kv_offset + kv_length > chunk
@@ -195,15 +198,16 @@ def attend(
     backend: str = "auto",
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention for transformers' `AttentionInterface`, whose arguments these are; out is ``[B, Sq, Hq, D]``.
+    """Attention for transformers' `AttentionInterface`, whose arguments these are; the output is ``[B, Sq, Hq, D]``.
 
-    query ``[B, Hq, Sq, D]``, key and value ``[B, Hkv, Skv, D]``; value may have a smaller D. query and key take the
-    dtype of value, and all the one of autocast, where it is on. `s_aux` are sinks. Where the lengths of packed
-    sequences are given, each sees its own band, as with FlashAttention, whatever mask a compiled function makes.
+    query is ``[B, Hq, Sq, D]``, key and value are ``[B, Hkv, Skv, D]``; value may have a smaller D. query and key take
+    the dtype of value, and all three the dtype of autocast, where it is on. `s_aux` are sinks. Where the lengths of
+    packed sequences are given, each sequence sees its own band, as with FlashAttention, whatever mask a compiled
+    function makes.
 
     Raises:
-        NotImplementedError: for dropout, and for weights (`output_attentions`).
-        TypeError, ValueError, Unsupported: as `multiattn.fmha`.
+        NotImplementedError: For dropout, and for weights (`output_attentions`).
+        TypeError, ValueError, Unsupported: As `multiattn.fmha`.
     """
     _refuse(dropout, kwargs)
     dtype = value.dtype

@@ -1,8 +1,8 @@
 """transformers' continuous batching, `model.generate_batch`, with caches in pages.
 
-transformers 5.24 takes names of attention there by a list of its own, ``"sdpa"``, ``"paged|eager"`` and any with
-``flash`` in it, and has no way to register another. `register_continuous_batching` puts functions around three of
-transformers', which see our names first. All other names go where they went.
+transformers 5.24 accepts only the names of attention in a list of its own, ``"sdpa"``, ``"paged|eager"`` and any with
+``flash`` in it, and has no way to register another. `register_continuous_batching` wraps three of its functions. The
+wrappers see our names first and pass all other names on.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def is_ours(name: str | None) -> bool:
 def register_continuous_batching() -> None:
     """Let transformers' `generate_batch` and `ContinuousBatchingManager` run models with our attention.
 
-    Call `multiattn.integrations.transformers.register` as well, and name the attention as ever. Batches of prompts are
-    packed sequences. Where every request has one token and all layers see all keys, the pages of the cache are read by
-    `multiattn.fmha_kvcache`, on any device; `max_blocks_per_request=0` of `ContinuousBatchingConfig` turns that off.
-    Calling it again does nothing new.
+    Call `multiattn.integrations.transformers.register` as well, and name the attention as usual. Batches of prompts are
+    packed sequences. Where every request has one token and all layers see all keys, `multiattn.fmha_kvcache` reads the
+    pages of the cache, on any device; `max_blocks_per_request=0` of `ContinuousBatchingConfig` turns that off. Calling
+    it again does nothing new.
 
     Raises:
-        ImportError, AttributeError: for a transformers whose continuous batching is built otherwise.
+        ImportError, AttributeError: The continuous batching of this transformers is built otherwise.
     """
     from transformers.generation.continuous_batching import cache, continuous_api, initialization
 

@@ -94,7 +94,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The decision, frozen: what `explain` returns is what `fmha` launches, bench stores and parity prints."""
+    """A frozen decision: `explain` returns it, `fmha` launches it, bench stores it and parity prints it."""
 
     problem: Problem
     arch: Arch
@@ -109,7 +109,9 @@ class Plan:
     """Variants and rules that were passed over, each with the reason."""
 
     def describe(self) -> str:
-        """The decision in lines: the rule that was chosen and why, what it costs, what was passed over and why."""
+        """The decision in lines: the chosen rule and the reason for it, its costs, and the rules that were passed over,
+        with theirs.
+        """
         variant = variant_of(self)
         lines = [
             f"{self.backend} {self.direction}, variant {self.variant}: {variant.summary}",

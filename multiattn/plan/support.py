@@ -17,7 +17,7 @@ from multiattn.problem import Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:
-    """One reason why not: what it is about, what came, what is accepted and what to do.
+    """One reason why not: the subject, what came, what is accepted, and what to do.
 
     `code` is a stable key: of a Problem (head_dim, dtype, seq, mask, sinks, cache, page, strides, alignment), or one of
     arch, direction, variant, config, deterministic, module, driver, compiler, gpu, host.
@@ -117,7 +117,7 @@ class Capability:
 
 
 class Unsupported(RuntimeError):  # noqa: N818 - the contract's name: `except multiattn.Unsupported` reads as it should
-    """The requested backend cannot run this problem here; `reasons` says why, all of them, as data."""
+    """The requested backend cannot run this problem here. `reasons` has every reason why, as data."""
 
     def __init__(
         self,
@@ -156,4 +156,4 @@ def _merged(reasons: Iterable[Reason]) -> Iterator[Reason]:
 
 
 class OutOfBoundsError(IndexError):
-    """A kernel that runs on the CPU touched memory outside of its tensors."""
+    """A kernel that runs on the CPU touched memory outside its tensors."""
