@@ -20,6 +20,20 @@ def test_every_link_to_a_file_leads_to_one(page):
     assert not missing, f"{page.name}: no such file: {', '.join(missing)}"
 
 
+def anchors(page):
+    """The anchors of a page's headings, as MkDocs and GitHub make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = (re.sub(r"[^\w\s-]", "", it).strip().lower() for it in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    return {re.sub(r"[-\s]+", "-", it) for it in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_to_a_heading_leads_to_one(page):
+    found = re.findall(r"\]\(([^)#:\s]*\.md|)#([^)]+)\)", page.read_text())
+    missing = [f"{to}#{anchor}" for to, anchor in found if anchor not in anchors(page.parent / to if to else page)]
+    assert not missing, f"{page.name}: no such heading: {', '.join(missing)}"
+
+
 def docstrings(path):
     """Every docstring of a file, those of attributes included, with its line."""
     for node in ast.walk(ast.parse(path.read_text())):
