@@ -6,7 +6,7 @@ JOBS ?= 2
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo docs test test-all lint style types suite clean
+.PHONY: setup demo docs test test-all lint style prose types suite clean
 
 setup: $(VENV)/.ready
 
@@ -28,9 +28,14 @@ docs: setup
 
 lint: style types
 
-style: setup
+style: setup prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The pages and the docstrings, read as a strict editor would; their word lists are in pyproject.toml and tests/prose.py.
+prose: setup
+	$(BIN)/typos *.md docs multiattn
+	$(BIN)/python tests/prose.py
 
 types: setup
 	$(BIN)/mypy
