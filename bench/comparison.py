@@ -188,7 +188,7 @@ def verdict_block(found: Sequence[Compared]) -> str:
         means = list(map(mean_of, by_gpu.values()))
         title = "Slower" if min(means) < 1 - LEVEL else "Faster" if max(means) > 1 + LEVEL else "Level"
         lists[title].append(f"{part} ({means_text(by_gpu)})")
-    lists["Slower by name"] = [
+    lists["Slower when you name it"] = [
         f"{TITLES[name]} in {part} ({means_text(by_gpu)})"
         for name in BACKENDS
         for part, by_gpu in by_part(found, name).items()
@@ -196,7 +196,7 @@ def verdict_block(found: Sequence[Compared]) -> str:
     ]
     lines = [f"- **{title}:** {'; '.join(its)}." for title, its in lists.items() if its]
     if any(OLD in line for line in lines):
-        lines[-1] += f" {OLD} Partly of kernels that have been replaced since."
+        lines[-1] += f" {OLD} Some cells were timed with kernels that have been replaced since."
     return "\n".join(lines) or NOT_MEASURED
 
 

@@ -144,7 +144,7 @@ def features_tables(rows: Sequence[Row]) -> list[str]:
             ratios = (_ratio(ours, found.get((cell, name))) for name in FEATURE_PEERS)
             lines.append((cell.attention, cell.head_dim, cell.seq, *figures, auto, *ratios))
         header = ("mask and feature", "D", "N", *names, "auto", *(f"auto / {name}" for name in FEATURE_PEERS))
-        told = f"TFLOPS of visible pairs, {title}, B = 1, H*D = 2048, back to back:"
+        told = f"TFLOPS over visible pairs, {title}, B = 1, H*D = 2048, back to back:"
         tables += [told, markdown(header, lines), *provenance(chosen)] if chosen else []
     return tables
 

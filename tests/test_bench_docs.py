@@ -111,7 +111,7 @@ def test_the_comparison_tells_the_worst_cell_and_where_it_is(tmp_path, monkeypat
     assert "cuDNN, FA4" in table
     assert comparison.verdict_block(found).splitlines() == [
         "- **Slower:** forward (H200 0.71).",
-        "- **Slower by name:** CUDA in forward (H200 0.71).",
+        "- **Slower when you name it:** CUDA in forward (H200 0.71).",
     ]
 
 
@@ -122,7 +122,7 @@ def test_a_ratio_of_a_kernel_that_has_been_replaced_has_a_mark(tmp_path, monkeyp
     store(tmp_path / "h200", "standard", rows)
     found = comparison.compared(tmp_path)
     assert "**2.00**† (2.00)" in comparison.comparison_block(found)
-    assert "forward (H200 2.00†). † Partly" in comparison.verdict_block(found)
+    assert "forward (H200 2.00†). † Some" in comparison.verdict_block(found)
 
 
 def test_auto_has_a_backend_in_every_cell_of_decode():
