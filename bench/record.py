@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
+from tqdm import tqdm
 
 from bench.matrix import InputError
 from bench.options import add_jobs
@@ -357,7 +358,8 @@ def _compile(
     work = [(it, before(it).kernels_of(it)) for it in chosen]
     made: dict[Key, Kernels] = {}
     verdicts: list[tuple[str, Plan]] = []
-    for done, outcome in enumerate(run_isolated(compile_task, work, jobs=options.jobs, timeout_s=TIMEOUT_S), 1):
+    compiled = run_isolated(compile_task, work, jobs=options.jobs, timeout_s=TIMEOUT_S)
+    for done, outcome in enumerate(tqdm(compiled, total=len(work), desc="compiling", unit="rule", disable=None), 1):
         plan, kind, texts = outcome.item[0], "failed", [outcome.error]
         if outcome.result is not None:
             made[key_of(plan)] = outcome.result
@@ -365,7 +367,8 @@ def _compile(
             versions = {"recorded_with": told, "made_with": compiler(plan.backend)}
             kind, texts = compare(before(plan).kernels_of(plan), outcome.result, **versions)
         verdicts.append((kind, plan))
-        print("".join(f"{kind}: {' '.join(key_of(plan))}: {text}\n" for text in texts), end="")
+        with tqdm.external_write_mode():
+            print("".join(f"{kind}: {' '.join(key_of(plan))}: {text}\n" for text in texts), end="", flush=True)
         if done % 50 == 0:
             print(f"[{done}/{len(work)}]", flush=True)
     return made, verdicts

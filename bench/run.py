@@ -292,6 +292,7 @@ def prewarm(providers: Sequence[Provider], cells: Sequence[Cell], *, jobs: int) 
     """
     arch = gpu_arch()
     wanted = [(it.name, cell) for it in providers for cell in cells if not it.why_not(cell, arch)]
-    for outcome in run_isolated(warm, wanted, jobs=jobs, timeout_s=120.0, keep=device_works):
+    made = run_isolated(warm, wanted, jobs=jobs, timeout_s=120.0, keep=device_works)
+    for outcome in tqdm(made, total=len(wanted), desc="compiling ahead", unit="kernel", disable=None):
         if outcome.error:
-            print(f"compiling ahead: {', '.join(map(str, outcome.item))}: {outcome.error.splitlines()[0]}", flush=True)
+            tqdm.write(f"compiling ahead: {', '.join(map(str, outcome.item))}: {outcome.error.splitlines()[0]}")

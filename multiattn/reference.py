@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem, options_of
+from multiattn.progress import NOTE, LongWork
 from multiattn.score import BoundScore, eager
 from multiattn.score.eager import Part
 
@@ -66,13 +68,36 @@ def attend(
     operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference` of operands and options; `part` says where q, k and v are from, if they are parts of sequences."""
-    from einops import rearrange, repeat  # here and below: a sixth of the time that importing the package takes
-
     if options.packing is not None:
         return _attend_packed(operands, options, compute_dtype)
     if options.cache is not None:
         return _attend_cached(operands, options, compute_dtype)
-    problem, sinks = Problem.of_any(operands, options), operands.sinks
+    problem = Problem.of_any(operands, options)
+    with _told(problem, operands.q.device):
+        return _attend_dense(problem, operands, compute_dtype, part)
+
+
+_TOLD_ELEMENTS = 1 << 30
+"""Products of a query's and a key's elements from which a caller may have to wait on a CPU: fewer take well under two
+seconds of one core."""
+
+
+def _told(problem: Problem, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Tells a caller who waits for a large problem on a CPU; nothing of it is in a graph that is being compiled."""
+    if torch.compiler.is_compiling() or device.type != "cpu":
+        return contextlib.nullcontext()
+    rows = problem.batch * problem.heads_q * problem.seq_q
+    if rows * problem.seq_kv * problem.head_dim < _TOLD_ELEMENTS:
+        return contextlib.nullcontext()
+    return LongWork("computing the reference on the CPU", kind="reference", note=NOTE)
+
+
+def _attend_dense(
+    problem: Problem, operands: Operands, compute_dtype: torch.dtype, part: Part | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from einops import rearrange, repeat  # here and below: a sixth of the time that importing the package takes
+
+    sinks = operands.sinks
     q, k, v = (tensor.to(compute_dtype) for tensor in operands.qkv)
     k, v = (repeat(tensor, "b h s d -> b (h group) s d", group=problem.group) for tensor in (k, v))
 
@@ -175,11 +200,19 @@ def differentiate(
     operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None = None
 ) -> tuple[torch.Tensor, ...]:
     """`reference_backward` of operands and options; `part` as for `attend`."""
-    from einops import reduce, repeat
-
     if options.packing is not None:
         return _differentiate_packed(operands, options, compute_dtype)
-    problem, sinks = Problem.of_any(operands, options), operands.sinks
+    problem = Problem.of_any(operands, options)
+    with _told(problem, operands.q.device):
+        return _differentiate_dense(problem, operands, compute_dtype, part)
+
+
+def _differentiate_dense(
+    problem: Problem, operands: Operands, compute_dtype: torch.dtype, part: Part | None
+) -> tuple[torch.Tensor, ...]:
+    from einops import reduce, repeat
+
+    sinks = operands.sinks
     assert operands.out is not None
     assert operands.lse is not None
     assert operands.dout is not None

@@ -17,6 +17,7 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
+from multiattn import progress
 from multiattn.inspect.options import count, some_of
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, REFERENCE
 from parity.cases import matching, suite
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"--out: {error}")
     torch.set_num_threads(1)  # the cases are small; the workers are the parallelism
+    os.environ.setdefault(progress.VARIABLE, "0")  # there is one bar, of all cases
     backends = tuple(dict.fromkeys(options.backend or BACKENDS))
     directions = [it for it in DIRECTIONS if it in options.direction]
     contenders = contenders_of(backends, options.variants, directions, on_cpu=device.type == "cpu")
@@ -58,12 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     order = {case.name: index for index, case in enumerate(cases)}
     reports: list[CaseReport] = []
     seconds = 0.1 if sys.stderr.isatty() else 10  # in a log, a line now and then
-    progress = tqdm(total=len(cases), unit="case", mininterval=seconds, maxinterval=seconds)
-    with progress:
+    bar = tqdm(total=len(cases), unit="case", mininterval=seconds, maxinterval=seconds)
+    with bar:
         for case_report in run_cases(cases, contenders, device, jobs=options.jobs):
             reports.append(case_report)
-            progress.update()
-            progress.set_postfix_str(case_report.case.name)
+            bar.update()
+            bar.set_postfix_str(case_report.case.name)
             _tell_at_once(case_report)
     reports.sort(key=lambda case_report: order[case_report.case.name])
     report = Report(contenders=contenders, cases=tuple(reports), environment=environment, command=_command(options))

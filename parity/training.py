@@ -22,10 +22,12 @@ import torch
 from tabulate import tabulate
 from torch import nn
 from torch.nn import functional
+from tqdm import tqdm
 
 from multiattn import fmha, reference
 from multiattn.layout import DTYPES
 from multiattn.plan.backend import BACKENDS, REFERENCE
+from multiattn.progress import DELAY_S
 from parity.tolerance import NAIVE_FACTOR
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -159,7 +161,7 @@ def train(setup: Setup, attend: Attend, device: torch.device) -> list[float]:
     model.to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=setup.learning_rate)
     losses = []
-    for _ in range(setup.steps + 1):
+    for _ in tqdm(range(setup.steps + 1), desc="training", unit="step", delay=DELAY_S, leave=False, disable=None):
         logits = model(text[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
         losses.append(loss.detach())

@@ -16,7 +16,7 @@ ROOT = Path(multiattn.__file__).parent
 # Who may import whom, by the first name below the package; a folder counts as one.
 _BASES = {"layout", "mask", "block_mask", "packed", "paged", "score"}
 _DATA = {*_BASES, "validate", "operands", "problem"}
-_LANGUAGE = {*_DATA, "plan", "run"}
+_LANGUAGE = {*_DATA, "plan", "run", "progress"}
 ALLOWED = {
     "mask": set(),
     "block_mask": {"layout"},
@@ -28,13 +28,14 @@ ALLOWED = {
     "operands": {*_BASES, "validate"},
     "problem": {*_BASES, "validate", "operands"},
     "plan": _DATA,
-    "run": {*_DATA, "plan"},
-    "reference": {*_DATA, "plan"},
+    "progress": set(),
+    "run": {*_DATA, "plan", "progress"},
+    "reference": {*_DATA, "plan", "progress"},
     "truth": {*_DATA, "reference"},
     **dict.fromkeys(multiattn.BACKENDS, _LANGUAGE),
     "api": {*_DATA, "plan", "run", "varlen", "kvcache"},
     "aot": {*_DATA, "plan", "run"},
-    "inspect": {*_DATA, "plan", "run", "aot", "cuda"},  # cuda: `sanitize`
+    "inspect": {*_DATA, "plan", "run", "aot", "cuda", "progress"},  # cuda: `sanitize`
     "flex": {*_DATA, "api"},
     "integrations": {*_DATA, "plan", "run", "api", "kvcache", "merging", "varlen"},  # and nobody imports these
     "varlen": {*_DATA, "run"},

@@ -19,6 +19,7 @@ from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
 from multiattn.plan.toolchain import version_of
+from multiattn.progress import compiling
 from multiattn.run import ahead, cache
 
 _STANDARD = "c++17"
@@ -30,7 +31,8 @@ def cubin_path(kernel: Instance, arch: Arch) -> Path:
     key = cache_key(source, DEVICE_INCLUDES, target, _STANDARD, _compiler_version())
 
     def make(path: Path) -> None:
-        path.write_bytes(_compile(source, target))
+        with compiling("cuda", arch.name):
+            path.write_bytes(_compile(source, target))
 
     return cache.fetch(key, ".cubin", make)
 

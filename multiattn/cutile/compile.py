@@ -26,6 +26,7 @@ from cuda.tile._cext import default_tile_context
 from cuda.tile._compile import compile_cubin
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, ScalarConstraint, export_kernel
 
+from multiattn import progress
 from multiattn.cutile.arrays import ArrayArgument
 from multiattn.cutile.bind import bind_proven
 from multiattn.cutile.claims import tile_ir
@@ -202,7 +203,7 @@ def make_cubins(launches: Sequence[KernelLaunch], arch: Arch) -> list[bytes]:
     """
     if not launches:
         return []
-    with compiling:
+    with compiling, progress.compiling("cutile", arch.name):
         if len(launches) == 1:
             return [_make_cubin(launch, arch) for launch in launches]
         ordered = sorted(launches, key=lambda it: -len(it.arrays))

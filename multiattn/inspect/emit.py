@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tqdm import tqdm
+
 from multiattn import aot
 from multiattn.aot import manifest
 from multiattn.inspect.build import Request, print_idle
@@ -37,15 +39,18 @@ def run(wanted: Sequence[Request], kinds: Sequence[str], folder: Path, *, jobs: 
     for request in wanted:
         if reasons := request.refused:
             print(f"{request}: {'; '.join(map(str, reasons))}")
-    for outcome in run_isolated(export, possible, jobs=jobs, timeout_s=timeout_s):
-        if outcome.result is None:
-            failed = True
-            print(f"{outcome.item}: {outcome.error}", flush=True)
-            continue
-        *files, _ = aot.write(folder, outcome.item.plan(), outcome.result)
-        written += len(files)
-        made.append(outcome.item)
-        print(f"{outcome.item}: {', '.join(path.name for path in files)}", flush=True)
+    with tqdm(total=len(possible), desc="compiling", unit="plan", disable=None) as bar:  # None: silent in a log
+        for outcome in run_isolated(export, possible, jobs=jobs, timeout_s=timeout_s):
+            if outcome.result is None:
+                failed, told = True, outcome.error
+            else:
+                *files, _ = aot.write(folder, outcome.item.plan(), outcome.result)
+                written += len(files)
+                made.append(outcome.item)
+                told = ", ".join(path.name for path in files)
+            with bar.external_write_mode():
+                print(f"{outcome.item}: {told}", flush=True)
+            bar.update()
     print(f"Written: {folder}: {written} files, {manifest.MANIFEST}")
     return int(print_idle(wanted, made) or failed)
 

@@ -15,6 +15,8 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
+from multiattn import progress
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -134,6 +136,7 @@ def _receive(pipe: Connection, timeout_s: float) -> Any:
 
 def _serve(pipe: Connection, function: Callable[[Any], Any], keep: Callable[[], bool] | None) -> None:
     os.setpgid(0, 0)
+    os.environ.setdefault(progress.VARIABLE, "0")  # the process that waits tells of its items
     pipe.send("ready")  # all that `function` needs is imported: from here on the time is the item's
     while True:
         try:

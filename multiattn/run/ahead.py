@@ -17,6 +17,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
+from multiattn.progress import LongWork
+
 Task = Callable[[], None]
 
 SWITCH = "MULTIATTN_COMPILE_AHEAD"
@@ -45,8 +47,9 @@ class Ahead:
 
     def wait(self) -> None:
         """Wait until it is done, if the thread does it; else it is not begun any more, as the caller does it now."""
-        if not self._claim.acquire(blocking=False) and self._is_in_thread:
-            self._thread.join()
+        if not self._claim.acquire(blocking=False) and self._is_in_thread and self._thread.is_alive():
+            with LongWork("waiting for a thread that compiles", kind="waiting"):
+                self._thread.join()
 
     def _run(self) -> None:
         with contextlib.suppress(Exception), _turn.taken() if self._takes_turn else contextlib.nullcontext():

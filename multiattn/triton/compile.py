@@ -22,6 +22,7 @@ from triton.runtime.jit import create_function_from_signature
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
+from multiattn.progress import compiling
 from multiattn.run import ahead
 from multiattn.triton.bind import bind, checked_binding, image_of, why_not
 from multiattn.triton.calls import Call, calls_of
@@ -108,6 +109,7 @@ class Source:
         self._source = make_source(kernel, signature, constexprs, attributes)
         self._options = options.__dict__
         self.is_gluon: bool = kernel.is_gluon()
+        self.target = arch.name
         self.key = self._source.hash(), str(self._options), str(self._target)
         """All that the code depends on in a process."""
 
@@ -148,7 +150,7 @@ def compile_sources(sources: Sequence[Source]) -> list[Any]:
     missing = {it.key: it for it in sorted(sources, key=lambda it: not it.is_gluon) if it.key not in _known}
     if missing:
         hashing().wait()  # else each of them would do it again
-        with interpreter.exclusive_language.as_it_is():
+        with interpreter.exclusive_language.as_it_is(), compiling("triton", sources[0].target):
             _known.update(zip(missing, _compile_in_turn([*missing.values()]), strict=True))
     return [_known[it.key] for it in sources]
 

@@ -12,6 +12,7 @@ import triton
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan
 from multiattn.plan.schedule import COUNTER_BYTES
+from multiattn.progress import compiling
 from multiattn.run import compat, driver
 from multiattn.run.counters import counter_lender
 from multiattn.run.launch import (
@@ -171,7 +172,7 @@ def _through_triton(plan: Plan, calls: Sequence[Call], areas: Sequence[str], dev
     All that it looks at is fixed by the Problem, and our own tensors are aligned. The stream is named, not left to
     Triton to ask the driver for.
     """
-    with interpreter.exclusive_language.as_it_is():
+    with interpreter.exclusive_language.as_it_is(), compiling("triton", plan.arch.name):
         compiled = _by_jit(calls, device)
     runs = [kernel[(call.table.grid, 1, 1)] for kernel, call in zip(compiled, calls, strict=True)]  # this loads them
     counters = [name for name in areas if name == abi.WORKSPACE]

@@ -24,6 +24,7 @@ from multiattn.operands import Operands
 from multiattn.packed import TILE_LISTS
 from multiattn.plan.abi import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, TensorMap, pack
 from multiattn.plan.backend import Plan
+from multiattn.progress import NOTE, LongWork
 from multiattn.run import cache
 from multiattn.run.fork import hold_across_fork
 from multiattn.run.launch import pack_areas
@@ -130,7 +131,15 @@ def run(
     error = ctypes.create_string_buffer(_ERROR_BYTES)
     entry = ctypes.cast(getattr(library, kernel), ctypes.c_void_p)
     sizes = blocks, threads, smem_bytes, cluster
-    with _one_launch_at_a_time:
+    work = LongWork(
+        "emulating a CUDA kernel on the CPU",
+        kind="emulating",
+        total=blocks,
+        unit="block",
+        note=NOTE,
+        count=lambda: counts.blocks,
+    )
+    with _one_launch_at_a_time, work:
         failed = library.multiattn_launch(
             entry, ctypes.byref(params), *sizes, ctypes.byref(counts), error, _ERROR_BYTES
         )
@@ -158,8 +167,9 @@ def build(kernels: Sequence[Instance]) -> Path:
 
 def build_source(source: str) -> Path:
     """A shared library of a C++ translation unit and the emulation; `BuildError` with g++'s words if it cannot be."""
-    objects = [_build(path.read_text(), (*_RUNTIME_FLAGS, "-c"), f".{path.stem}.o") for path in RUNTIME]
-    return _build(source, (*_KERNEL_FLAGS, "-shared"), ".so", objects, after_headers=True)
+    with LongWork(f"building CUDA kernels for the CPU with {GXX}", kind="building"):
+        objects = [_build(path.read_text(), (*_RUNTIME_FLAGS, "-c"), f".{path.stem}.o") for path in RUNTIME]
+        return _build(source, (*_KERNEL_FLAGS, "-shared"), ".so", objects, after_headers=True)
 
 
 def _build(

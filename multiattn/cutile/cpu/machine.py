@@ -17,6 +17,7 @@ from multiattn.cutile.cpu import arithmetic, memory
 from multiattn.cutile.cpu.memory import Array, Ledger, Run
 from multiattn.cutile.cpu.tile import as_tile
 from multiattn.plan.support import OutOfBoundsError
+from multiattn.progress import interpreting
 
 RULES: dict[str, Callable[..., Any]] = {**arithmetic.RULES, **memory.RULES}
 """Every op the interpreter has a rule for, by its name in `cuda.tile`; `bid` and `num_blocks` come with a launch."""
@@ -69,8 +70,10 @@ def launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], *, seed: int =
     with _on_cpu(), Interpreter(run).as_current(), torch.no_grad(), _one_thread():
         ledgers, nodes = _ledgers(args, run), annotated.parameter_annotations
         values = [_device_value(value, node, ledgers) for value, node in zip(args, nodes, strict=True)]
-        for run.number, run.block in blocks:
-            annotated.pyfunc(*values)
+        name = getattr(annotated.pyfunc, "__name__", "")
+        with interpreting(f"the cuTile kernel {name}", len(blocks), unit="block") as work:
+            for run.number, run.block in work.over(blocks):
+                annotated.pyfunc(*values)
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
+from multiattn.progress import interpreting
 from multiattn.triton.cpu.gluon.errors import GluonError
 from multiattn.triton.cpu.gluon.machine import Machine, Runs
 from multiattn.triton.cpu.gluon.source import as_python, with_functions
@@ -42,10 +43,11 @@ def run(kernel: Any, grid: int, *args: Any, num_warps: int = 4, seed: int | None
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # a thread of Python that computes would get as many more of its own
         try:
-            for program in range(grid):
-                machine = Machine(program, grid, num_warps, seed)
-                machine.memories += _memories(values.values())
-                _run_program(machine, function, values)
+            with interpreting(f"the Gluon kernel {kernel.fn.__name__}", grid) as work:
+                for program in work.over(range(grid)):
+                    machine = Machine(program, grid, num_warps, seed)
+                    machine.memories += _memories(values.values())
+                    _run_program(machine, function, values)
         finally:
             torch.set_num_threads(threads)
 
