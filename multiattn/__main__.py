@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import platform
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-import multiattn
-from multiattn.inspect import cli, ncu, roofline
+from multiattn.inspect import cli, doctor, ncu, roofline
 from multiattn.inspect.layout import SharedTile, describe
 from multiattn.inspect.layout_svg import draw
 from multiattn.inspect.options import add_problem, default_arch, problem_of
@@ -42,52 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nInterrupted", file=sys.stderr)
         return 130
-
-
-# ---------------------------------------------------------------- doctor
-
-
-def doctor(options: argparse.Namespace) -> int:
-    """Print what each backend can do on this machine, and every reason why not, with versions."""
-    report = diagnose()
-    if options.json:
-        print(json.dumps(report, indent=2))
-        return 0
-    print(f"multiattn {report['multiattn']}, torch {report['torch']}, Python {report['python']}, {report['platform']}")
-    for device in report["devices"] or ["no GPU that torch can use"]:
-        print(f"  {device}")
-    for name, entry in report["backends"].items():
-        print(f"\n{name}: {entry['summary']}")
-        print("  " + ", ".join(f"{package} {version or 'missing'}" for package, version in entry["versions"].items()))
-        for what, reasons in entry["can"].items():
-            print(f"  {what}: {'yes' if not reasons else 'no'}")
-            _print_reasons(reasons)
-    works = any(not reasons for entry in report["backends"].values() for reasons in entry["can"].values())
-    return 0 if works else 1
-
-
-def diagnose() -> dict[str, Any]:
-    """The doctor's findings as plain data, for reports."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    devices = [torch.device("cuda", index) for index in range(count)]
-    return {
-        "multiattn": multiattn.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "devices": [f"{device}: {torch.cuda.get_device_name(device)}, {detect(device).name}" for device in devices],
-        "backends": {name: _diagnose_backend(registry.get(name), devices) for name in BACKENDS},
-    }
-
-
-def _diagnose_backend(backend: Backend, devices: Iterable[torch.device]) -> dict[str, Any]:
-    can = {"run on CPU tensors": backend.probe(ARCHS["cpu"]), "compile for any GPU": backend.probe_compiler()}
-    can |= {f"run on {device}": backend.probe(detect(device)) for device in devices}
-    return {
-        "summary": backend.summary,
-        "versions": dict(backend.versions()),
-        "can": {what: [str(reason) for reason in reasons] for what, reasons in can.items()},
-    }
 
 
 # ---------------------------------------------------------------- explain
@@ -174,9 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m multiattn", description=what)
     commands = parser.add_subparsers(required=True, dest="command")
 
-    command = commands.add_parser("doctor", help="what works on this machine, what does not and why")
-    command.add_argument("--json", action="store_true", help="print the findings as JSON")
-    command.set_defaults(run=doctor)
+    command = commands.add_parser("doctor", help="what works on this machine, what does not and why, and the next step")
+    doctor.add_arguments(command)
+    command.set_defaults(run=doctor.run)
 
     command = commands.add_parser("explain", help="the plan for a problem, or why there is none")
     add_problem(command, required=True)

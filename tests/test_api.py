@@ -342,13 +342,6 @@ def test_the_command_explains(words, status, printed, capsys):
     assert [text for text in printed if text not in said] == []
 
 
-def test_doctor_names_every_backend(capsys):
-    assert main(["doctor"]) == 0
-    printed = capsys.readouterr().out
-    assert all(f"\n{backend}: " in printed for backend in multiattn.BACKENDS)
-    assert "run on CPU tensors: yes" in printed
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

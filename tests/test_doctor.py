@@ -1,0 +1,136 @@
+"""The doctor says what works on a machine, why the rest does not, and one next step; other machines are made up."""
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import multiattn
+from multiattn.__main__ import main
+from multiattn.inspect import doctor
+from multiattn.inspect.doctor import COMPILE, ON_CPU, Findings, FoundDevice, next_step
+from multiattn.plan.support import Reason
+
+H200 = FoundDevice(device="cuda:0", title="NVIDIA H200", arch="sm90", is_measured=True)
+A10 = FoundDevice(device="cuda:1", title="NVIDIA A10", arch="sm86", is_measured=False)
+T4 = FoundDevice(device="cuda:0", title="Tesla T4", arch="sm75", is_measured=False)
+MISSING = (Reason(code="module", got="none", allowed="one", hint="pip install 'multiattn[cutile]'"),)
+BROKEN = (Reason(code="compiler", got="no g++", allowed="g++ 10"),)
+OLD = (Reason(code="driver", got="CUDA 12.4", allowed="a driver for CUDA 13.0 or newer (r580)"),)
+
+
+def machine(*devices, lacks=(), **given):
+    """A machine on which all backends work, but those of `lacks`: what they lack, and for what."""
+    can = {
+        name: {ON_CPU: (), COMPILE: ()} | {f"run on {it.device}": () for it in devices} for name in multiattn.BACKENDS
+    }
+    for backends, whats, reasons in lacks:
+        for backend in backends.split():
+            can[backend] |= dict.fromkeys(whats, reasons)
+    return Findings(devices=devices, can=can, **given)
+
+
+ALL, WORK = "triton cutile cuda", (ON_CPU, COMPILE)
+
+
+@pytest.mark.parametrize(
+    ("found", "command", "why"),
+    [
+        (machine(lacks=[(ALL, WORK, MISSING)]), "pip install 'multiattn[all]'", "no backend has the packages"),
+        (
+            machine(lacks=[("triton cutile", WORK, MISSING), ("cuda", [COMPILE], MISSING)]),
+            "pip install 'multiattn[all]'",
+            "no backend",
+        ),
+        (machine(H200, lacks=[(ALL, WORK, MISSING)]), "pip install 'multiattn[all]'", "no backend"),
+        (machine(has_idle_driver=True), "pip install --force-reinstall torch", f"torch {torch.__version__} cannot"),
+        (machine(lacks=[("cutile", WORK, MISSING)]), "pip install 'multiattn[cutile]'", "cutile: packages are missing"),
+        (
+            machine(H200, A10, lacks=[("cutile cuda", WORK, MISSING)]),
+            "pip install 'multiattn[cutile,cuda]'",
+            "cutile and cuda: packages are missing",
+        ),
+        (
+            machine(A10, lacks=[("cutile", ["run on cuda:1"], OLD)]),
+            "nvidia-smi",
+            "CUDA 12.4; it takes a driver for CUDA",
+        ),
+        (machine(H200, A10), "python -m multiattn tune --shape", "no measurement of NVIDIA A10 is on record"),
+        (machine(H200), "python -m multiattn explain --shape", "all is well"),
+        (machine(), "backend='triton'", "there is no GPU"),
+        (machine(T4), "backend='triton'", "no kernel is for this GPU"),
+        (machine(lacks=[("triton", [ON_CPU], BROKEN)]), "backend='cutile'", "there is no GPU"),
+        (machine(lacks=[(ALL, [ON_CPU], BROKEN)]), "python -m multiattn compile --arch sm90", "nothing runs here"),
+        (
+            machine(lacks=[(ALL, WORK, BROKEN)]),
+            "pip install --force-reinstall 'multiattn[all]'",
+            "for the reasons above",
+        ),
+        (
+            machine(lacks=[(ALL, WORK, MISSING)], is_linux=False),
+            "multiattn.fmha(q, q, q",
+            "no backend has packages for",
+        ),
+    ],
+)
+def test_the_next_step(found, command, why):
+    step = next_step(found)
+    assert command in step.command
+    assert why in step.why
+
+
+def test_the_steps_for_a_machine_without_a_gpu_work_here():
+    """They are run as they are printed."""
+    for found in (machine(), machine(lacks=[(ALL, WORK, MISSING)], is_linux=False)):
+        words = shlex.split(next_step(found).command)
+        done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "torch.Size([1, 2, 64, 32])\n"
+
+
+@pytest.mark.parametrize("found", [machine(H200), machine(lacks=[(ALL, [ON_CPU], BROKEN)])])
+def test_commands_of_ours_take_the_options_of_a_step(found):
+    from multiattn.__main__ import _parser
+
+    _, _, module, *words = shlex.split(next_step(found).command)
+    assert module == "multiattn"
+    _parser().parse_args(words)
+
+
+def test_it_ends_with_the_next_step(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", lambda: machine(H200, lacks=[("cuda", [ON_CPU], BROKEN)]))
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert "  cuda:0: NVIDIA H200, sm90\n" in printed
+    assert "  run on CPU tensors: no\n    compiler: got no g++; allowed g++ 10\n" in printed
+    *_, step, why = printed.splitlines()
+    assert step.startswith("Next: python -m multiattn explain")
+    assert why.startswith("  all is well")
+    assert main(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["next"]["command"] == step.removeprefix("Next: ")
+    assert told["devices"] == ["cuda:0: NVIDIA H200, sm90"]
+
+
+def test_nothing_that_works_is_a_failure(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", lambda: machine(lacks=[(ALL, WORK, MISSING)]))
+    assert main(["doctor"]) == 1
+
+
+def test_this_machine(capsys):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n{backend}: " in printed for backend in multiattn.BACKENDS)
+    assert "run on CPU tensors: yes" in printed
+    assert "\nNext: " in printed
+
+
+@pytest.mark.parametrize(("title", "is_measured"), [("NVIDIA H200", True), ("NVIDIA H200 NVL", False)])
+def test_a_gpu_is_measured_under_its_whole_name(title, is_measured, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: title)
+    monkeypatch.setattr(doctor, "detect", lambda device: doctor.ARCHS["sm90"])
+    assert doctor._describe(torch.device("cuda", 0)) == replace(H200, title=title, is_measured=is_measured)
