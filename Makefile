@@ -6,7 +6,7 @@ JOBS ?= 2
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: setup demo docs test test-all lint style prose types suite clean
+.PHONY: setup demo docs test test-all lint style prose types suite dist clean
 
 setup: $(VENV)/.ready
 
@@ -54,5 +54,11 @@ test-all: test
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q -m nightly
 	$(BIN)/python -m bench record --check --jobs $(JOBS)
 
+# What a package index would get, built in an environment of its own and checked.
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+
 clean:
-	rm -rf $(VENV) out build *.egg-info
+	rm -rf $(VENV) out build dist *.egg-info
