@@ -378,7 +378,7 @@ def count_table(verdicts: Iterable[tuple[str, Plan]]) -> str:
     """How many rules of each backend and direction are the same as on record, and how many of each other kind."""
     counts = Counter((plan.backend, plan.direction, kind) for kind, plan in verdicts)
     places = dict.fromkeys(place[:2] for place in sorted(counts))
-    rows = [(*place, *(counts[(*place, kind)] for kind in KINDS)) for place in places]
+    rows = [(*place, *(counts[place[0], place[1], kind] for kind in KINDS)) for place in places]
     return tabulate(rows, headers=("backend", "direction", *KINDS))
 
 
