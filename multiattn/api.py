@@ -119,10 +119,11 @@ def fmha(
         sinks: ``[Hq]``, any floating-point dtype, differentiable. Each query head gets one more column, which has this
             natural-log logit, is not scaled, and has no value.
         backend: One of `backends()`, ``"reference"``, or ``"auto"``. On a GPU ``"auto"`` is the fastest by recorded
-            measurements, first by those that ``multiattn tune`` made on this GPU; on CPU tensors it is the reference. A named backend runs or raises; nothing falls back. On CPU
-            tensors a named backend runs its kernel source on the CPU, exactly and slowly. (Triton runs plain
-            `triton.language` there, and Gluon only if its variant is named.) The gradient comes from the same backend;
-            ``"auto"`` chooses the backward by its own measurements.
+            measurements, first by those that ``multiattn tune`` made on this GPU; on CPU tensors it is the reference.
+            A named backend runs or raises; nothing falls back. On CPU tensors a named backend runs its kernel source
+            on the CPU, exactly and slowly. (Triton runs plain `triton.language` there, and Gluon only if its variant
+            is named.) The gradient comes from the same backend; ``"auto"`` chooses the backward by its own
+            measurements.
         variant: A variant of that backend's forward. None is its best one that can run the problem.
         return_lse: Also return the log-sum-exp.
         deterministic: Run only variants that give the same bits each time, at some cost in the backward. None follows

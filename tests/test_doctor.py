@@ -129,8 +129,12 @@ def test_this_machine(capsys):
     assert "\nNext: " in printed
 
 
-@pytest.mark.parametrize(("title", "is_measured"), [("NVIDIA H200", True), ("NVIDIA H200 NVL", False)])
-def test_a_gpu_is_measured_under_its_whole_name(title, is_measured, monkeypatch):
+@pytest.mark.parametrize(
+    ("title", "tuned", "is_measured"),
+    [("NVIDIA H200", None, True), ("NVIDIA H200 NVL", None, False), ("NVIDIA H200 NVL", object(), True)],
+)
+def test_a_gpu_is_measured_under_its_whole_name_or_by_its_user(title, tuned, is_measured, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: title)
     monkeypatch.setattr(doctor, "detect", lambda device: doctor.ARCHS["sm90"])
+    monkeypatch.setattr(doctor, "tuning_for", lambda device: tuned)
     assert doctor._describe(torch.device("cuda", 0)) == replace(H200, title=title, is_measured=is_measured)

@@ -16,9 +16,10 @@ import multiattn
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, detect
 from multiattn.plan.backend import BACKENDS
-from multiattn.plan.choice import measured_cells
+from multiattn.plan.choice import measured_gpus
 from multiattn.plan.support import Reason
 from multiattn.progress import LongWork
+from multiattn.run.tuning import tuning_for
 
 ON_CPU, COMPILE = "run on CPU tensors", "compile for any GPU"
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -34,7 +35,7 @@ class FoundDevice:
     title: str
     arch: str
     is_measured: bool
-    """A run on a GPU of this name is on record, by which ``backend="auto"`` goes."""
+    """A run on a GPU of this name is on record, the user's own or ours, by which ``backend="auto"`` goes."""
 
     @property
     def is_known(self) -> bool:
@@ -189,7 +190,7 @@ def examine() -> Findings:
 
 def _describe(device: torch.device) -> FoundDevice:
     title, arch = torch.cuda.get_device_name(device), detect(device).name
-    is_measured = any((cell.arch, cell.gpu) == (arch, title) for cell in measured_cells())
+    is_measured = title in measured_gpus(arch) or tuning_for(device) is not None
     return FoundDevice(device=str(device), title=title, arch=arch, is_measured=is_measured)
 
 
