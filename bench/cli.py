@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +13,8 @@ from bench import decode, docs, host, ladder, models, record, report, scaling, t
 from bench import options as shared
 from bench.contenders import our_providers
 from bench.matrix import SUITES, InputError
+from bench.page import differences, page, sources
+from bench.page import verdict as verdict_of
 from bench.peers import PEERS, find_peers
 from bench.results import NO_GPU, RESULTS, ROOT, Row, Store, environment, is_ours, load, results_dir
 from bench.run import DeviceLostError, Job, Machine, run
@@ -22,7 +23,7 @@ from multiattn.__main__ import main as run_multiattn
 from multiattn.inspect.build import Compilation, requests
 from multiattn.inspect.cli import compile_all, verdict
 from multiattn.inspect.options import layer
-from multiattn.inspect.tables import detailed, text_table
+from multiattn.inspect.tables import text_table
 from parity.__main__ import main as run_parity
 
 BACKWARD_ARCH = "sm90"
@@ -146,8 +147,13 @@ def measure_models(options: argparse.Namespace) -> int:
 
 
 def compare_files(options: argparse.Namespace) -> int:
-    """Compare two result files cell by cell; 1 where a contender of ours got slower than the spread explains."""
+    """Compare two result files cell by cell; 1 where a contender of ours got slower than the spread explains.
+
+    With --html write one page of the differences, too.
+    """
     changes = verdicts.compare(load(options.before), load(options.after))
+    if options.html is not None:
+        _write_page(options.html, differences.changes_page(changes, options.before.name, options.after.name))
     print(verdicts.change_table(it for it in changes if options.all or it.verdict != "same"))
     worse = sum(it.verdict in ("slower", "gone") for it in changes if is_ours(it.before.contender))
     print(f"\n{len(changes)} compared; of ours {worse} slower or gone. Not shown: what is the same (--all).")
@@ -163,12 +169,21 @@ def write_preferences(options: argparse.Namespace) -> int:
 
 
 def write_report(options: argparse.Namespace) -> int:
-    """Print tables of results on the terminal, or as Markdown; with --html write them and their plots to one page."""
-    rows = _rows(options)
-    if options.html is not None:
-        report.write_page(options.html, [report.speed_section("Speed", rows)])
-    print(report.text_report(rows, form="github" if options.markdown else "simple"))
+    """Write one self-contained page of all results and print its verdict; or print tables with --text or --markdown."""
+    if options.text or options.markdown:
+        print(report.text_report(_rows(options), form="github" if options.markdown else "simple"))
+        if options.html is None:
+            return 0
+    evidence = sources.of_files(options.files) if options.files else sources.recorded()
+    _write_page(options.html or Path("out") / "report.html", page.report_page(evidence))
+    if not (options.text or options.markdown):
+        print(verdict_of.text(evidence))
     return 0
+
+
+def _write_page(path: Path, text: str) -> None:
+    page.write(path, text)
+    print(f"Written: {path}")
 
 
 def recorded_files() -> list[Path]:
@@ -211,16 +226,10 @@ def run_demo(options: argparse.Namespace) -> int:
         print(f"\n=== {title}\n", flush=True)
         if command(arguments):
             failed.append(title)
-    parity = json.loads((out / "parity" / "parity.json").read_text())
-    sections = [
-        report.section("Parity", "\n".join((parity["verdict"], *parity["failures"])), "parity/parity.html"),
-        report.section("Compiled for every target", detailed(compiled)),
-        report.speed_section("Speed", report.load_all([out / "bench" / "floors.json"])),
-    ]
-    recorded = [path for path in recorded_files() if path.stem in ("standard", "backward")]
-    sections += [report.speed_section(f"Recorded: {it.parent.name}, {it.stem}", load(it)) for it in recorded]
-    report.write_page(out / "report.html", sections)
-    print(f"\nWritten: {out / 'report.html'}")
+    evidence = sources.with_this_machine(sources.recorded(), out / "bench" / "floors.json", out / "parity", compiled)
+    print()
+    _write_page(out / "report.html", page.report_page(evidence))
+    print(verdict_of.text(evidence))
     if failed:
         print(f"Failed: {', '.join(failed)}; see above")
     return int(bool(failed))
@@ -274,12 +283,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("before", type=Path)
     command.add_argument("after", type=Path)
     command.add_argument("--all", action="store_true", help="show also what is the same")
+    command.add_argument("--html", type=Path, metavar="OUT", help="also write one page of every difference")
 
     for name in ("prefer", "report"):
         command = add(name)
         command.add_argument("files", type=Path, nargs="*", help="result files; default all under bench/results")
-    command.add_argument("--markdown", action="store_true", help="tables as Markdown")
-    command.add_argument("--html", type=Path, metavar="OUT", help="also write one self-contained page")
+    told = "print tables, and write a page only where --html asks for it"
+    command.add_argument("--text", action="store_true", help=told)
+    command.add_argument("--markdown", action="store_true", help="the same tables as Markdown")
+    told = "the page; default out/report.html"
+    command.add_argument("--html", type=Path, metavar="OUT", help=told)
 
     decode.add_arguments(add("decode"))
     scaling.add_arguments(add("scaling"))

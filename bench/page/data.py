@@ -1,0 +1,166 @@
+"""Rows as the page's JSON has them: once each of what several rows share, and numbers in place of names.
+
+page's JavaScript (js/data.js) reads it back by the same `COLUMNS`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from bench.decode_cells import DecodeCell
+from bench.matrix import Cell
+from bench.page.sources import Source, kind_of
+from bench.page.styles import as_data, in_order
+from bench.page.verdict import best_peers
+from bench.report import describe, notes
+from bench.results import Row, is_ours
+from multiattn.inspect.roofline import bounds
+from multiattn.mask import MASKS
+from multiattn.plan.arch import find_gpu
+
+COLUMNS = (
+    *("source", "cell", "contender", "regime", "environment", "command", "plan", "detail", "reasons", "error"),
+    *("time_ms", "low_ms", "high_ms", "tflops", "tb_per_s", "copy_tb_per_s", "peak_share", "error_ratio"),
+    *("rounds", "host_bound", "peak_extra_bytes", "ratio", "bound"),
+)
+"""Fields of a row in order; a row ends at its last field that is not null."""
+_SHARED = ("cell", "contender", "regime", "environment", "command", "plan", "detail", "reasons", "error", "bound")
+"""Fields of which a row has a number in the list of that name."""
+
+
+class Packer:
+    """Rows become lists of numbers; what they share is kept once, in `lists`."""
+
+    def __init__(self) -> None:
+        self.lists: dict[str, list[Any]] = {name: [] for name in _SHARED}
+        self._numbers: dict[str, dict[str, int]] = {name: {} for name in _SHARED}
+        self._bounds: dict[tuple[Cell, str], Any] = {}
+
+    def number(self, name: str, value: Any) -> int | None:
+        """The place of a value in its list, behind the last if it is new; None for nothing."""
+        if value in ("", None, []):
+            return None
+        numbers = self._numbers[name]
+        key = json.dumps(value, sort_keys=True)
+        if key not in numbers:
+            numbers[key] = len(self.lists[name])
+            self.lists[name].append(value)
+        return numbers[key]
+
+    def rows(self, source: Source, place: int) -> list[list[Any]]:
+        """The rows of a source, those that have a time and those that have none."""
+        peers = best_peers(source.rows)
+        return [self._row(row, place, peers.get((row.cell, row.regime))) for row in source.rows]
+
+    def _row(self, row: Row, source: int, peer: Row | None) -> list[Any]:
+        shared = {
+            "cell": cell_data(row.cell),
+            "contender": row.contender,
+            "regime": row.regime,
+            "environment": describe(row.environment),
+            "command": row.command,
+            "plan": row.plan and dict(row.plan),
+            "detail": row.detail,
+            "reasons": list(map(asdict, row.reasons)),
+            "error": row.error,
+            "bound": self.bound(row.cell, row.environment.gpu) if row.measured is not None else None,
+        }
+        told: dict[str, Any] = {name: self.number(name, value) for name, value in shared.items()}
+        told["source"] = source
+        if row.measured is not None:
+            told |= {name: _short(value) for name, value in asdict(row.measured).items() if name in COLUMNS}
+            told["ratio"] = _short(row.tflops / peer.tflops) if peer is not None else None
+        values = [told.get(name) for name in COLUMNS]
+        while values[-1] is None:
+            values.pop()
+        return values
+
+    def bound(self, cell: Cell, gpu: str) -> Any:
+        """TFLOPS that the roofline allows, and the units that set it; None where it knows none."""
+        if (cell, gpu) not in self._bounds:
+            self._bounds[cell, gpu] = bound_data(cell, gpu)
+        return self._bounds[cell, gpu]
+
+
+def _short(value: Any) -> Any:
+    """Five significant digits of a number: a page needs no more. True is 1, False nothing."""
+    if isinstance(value, bool):
+        return 1 if value else None
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def bound_data(cell: Cell, gpu: str) -> dict[str, Any] | None:
+    """The roofline of a cell with a plain mask or a window; the rate of a copy bounds decode instead."""
+    known = find_gpu(gpu)
+    is_plain = cell.feature == "none" and not isinstance(cell, DecodeCell) and cell.direction != "fwdbwd"
+    if known is None or not is_plain:
+        return None
+    found = bounds(cell.problem, known, "forward" if cell.direction == "fwd" else "backward")
+    return {"tflops": _short(found.tflops), "busiest": " and ".join(found.busiest)}
+
+
+def cell_data(cell: Cell) -> dict[str, Any]:
+    """The fields that the page filters and sorts by."""
+    told: dict[str, Any] = {
+        "key": cell.key,
+        "kind": kind_of(cell),
+        "n": cell.seq,
+        "d": cell.head_dim,
+        "mask": cell.attention,
+        "dtype": cell.dtype,
+        "batch": cell.batch,
+        "heads": cell.heads_text,
+        "group": cell.heads // (cell.heads_kv or cell.heads),
+    }
+    if isinstance(cell, DecodeCell):
+        work = "mixed batch" if cell.mixed else "prefill chunk" if not cell.has_rate_of_memory else "decode"
+        told |= {"queries": cell.queries, "cache": cell.cache, "work": work}
+        told["gb"] = _short(cell.moved_bytes / 1e9)
+    return told
+
+
+def masks_first(names: Iterable[str]) -> list[str]:
+    """Names of masks, the plain ones first."""
+    return sorted(names, key=lambda name: (MASKS.index(name) if name in MASKS else len(MASKS), name))
+
+
+def page_data(sources: Sequence[Source], more: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON of a page: sources, rows, styles of contenders, and `more` by name."""
+    packer = Packer()
+    rows = [row for place, source in enumerate(sources) for row in packer.rows(source, place)]
+    names = packer.lists["contender"]
+    return {
+        "columns": COLUMNS,
+        "shared": _SHARED,
+        "sources": list(map(_source, sources)),
+        "lists": packer.lists,
+        "rows": rows,
+        "ours": [name for name in names if is_ours(name)],
+        "order": in_order(names),
+        "styles": as_data(names),
+        **more,
+    }
+
+
+def _source(source: Source) -> dict[str, Any]:
+    unrun = [row for row in source.rows if row.measured is None]
+    return {
+        "gpu": source.label,
+        "suite": source.suite,
+        "here": source.here,
+        "timed": len(source.timed),
+        "notes": {kind: notes(its) for kind in ("forward", "backward", "decode") if (its := _of(kind, unrun))},
+    }
+
+
+def _of(kind: str, rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if kind_of(row.cell) == kind]
+
+
+def script_json(data: Any) -> str:
+    """JSON that can stand in a script element: nothing in it ends the element or begins a comment."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

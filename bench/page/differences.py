@@ -1,0 +1,94 @@
+"""The page of two results files compared: the same page as a report's, of what changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.docs import geometric_mean
+from bench.page.data import page_data, script_json
+from bench.page.page import here, render
+from bench.page.sources import Source, kind_of
+from bench.page.styles import in_order
+from bench.report import provenance
+from bench.results import is_ours
+from bench.verdicts import Change
+
+VERDICTS = ("faster", "same", "slower", "gone")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What became of one contender."""
+
+    name: str
+    is_ours: bool
+    counts: Counter[str]
+    mean: str
+    """The geometric mean of its speed-ups."""
+    least: Change | None
+
+    @property
+    def least_text(self) -> str:
+        """Its least speed-up; a dash where it has no time any more."""
+        return f"{self.least.speedup:.3f}" if self.least is not None else "-"
+
+
+def summaries(changes: Sequence[Change]) -> list[Summary]:
+    """A summary for each contender, ours first."""
+    made = []
+    for name in in_order(it.before.contender for it in changes):
+        mine = [it for it in changes if it.before.contender == name]
+        timed = [it for it in mine if it.speedup]
+        mean = geometric_mean([it.speedup for it in timed], 3)
+        least = min(timed, key=lambda it: it.speedup, default=None)
+        counts = Counter(it.verdict for it in mine)
+        made.append(Summary(name=name, is_ours=is_ours(name), counts=counts, mean=mean, least=least))
+    return made
+
+
+def headline(changes: Sequence[Change]) -> tuple[bool, str]:
+    """Is none of ours slower or gone, and the sentence that says so."""
+    ours = Counter(it.verdict for it in changes if is_ours(it.before.contender))
+    counts = ", ".join(f"{ours[it]} {it}" for it in VERDICTS)
+    return not (ours["slower"] + ours["gone"]), f"Of {sum(ours.values())} cells of ours: {counts}."
+
+
+def changes_page(changes: Sequence[Change], before: str, after: str) -> str:
+    """The page of every change; `before` and `after` name the files."""
+    old, new = [it.before for it in changes], [it.after for it in changes if it.after is not None]
+    sources = [Source(gpu=name, suite=name, rows=tuple(rows)) for name, rows in ((before, old), (after, new))]
+    is_good, told = headline(changes)
+    return render(
+        title=f"multiattn: {before} and {after} compared",
+        heading=f"{before} against {after}",
+        lead="A speed-up is old time over new. It counts as a change beyond the spread of both readings.",
+        here=here(),
+        explorers=[],
+        extras={"changes": _part()},
+        changes={"good": is_good, "told": told, "summaries": summaries(changes), "verdicts": VERDICTS},
+        setups=[("Before", provenance(old)), ("After", provenance(new))],
+        data=script_json(page_data(sources, {"changes": records(changes)})),
+    )
+
+
+def _part() -> dict[str, Any]:
+    note = "Click a mark, or a figure of the table, for both readings and their plans."
+    told = {"title": "Every difference", "note": note, "heading": "Speed-up, cell by cell", "template": "part.html"}
+    return {**told, "failures": []}
+
+
+def records(changes: Sequence[Change]) -> list[dict[str, Any]]:
+    """The changes for the page's JSON; `before` and `after` are numbers of rows."""
+    made, place = [], len(changes)
+    for at, it in enumerate(changes):
+        after = None
+        if it.after is not None:
+            after, place = place, place + 1
+        told = {"contender": it.before.contender, "cell": it.before.cell.key, "regime": it.before.regime}
+        told |= {"before_text": it.before.text, "after_text": it.after.text if it.after is not None else "no row"}
+        numbers = {"before": at, "after": after, "speedup": round(it.speedup, 4), "spread": round(it.spread, 4)}
+        made.append({**told, **numbers, "kind": kind_of(it.before.cell), "verdict": it.verdict})
+    return made
