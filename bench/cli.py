@@ -153,7 +153,9 @@ def compare_files(options: argparse.Namespace) -> int:
     """
     changes = verdicts.compare(load(options.before), load(options.after))
     if options.html is not None:
-        _write_page(options.html, differences.changes_page(changes, options.before.name, options.after.name))
+        names = [path.name for path in (options.before, options.after)]
+        names = names if len({*names}) == 2 else list(map(str, (options.before, options.after)))
+        _write_page(options.html, differences.changes_page(changes, *names))
     print(verdicts.change_table(it for it in changes if options.all or it.verdict != "same"))
     worse = sum(it.verdict in ("slower", "gone") for it in changes if is_ours(it.before.contender))
     print(f"\n{len(changes)} compared; of ours {worse} slower or gone. Not shown: what is the same (--all).")

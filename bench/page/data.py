@@ -160,6 +160,19 @@ def _of(kind: str, rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if kind_of(row.cell) == kind]
 
 
+def pack_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Records of the same fields as a table, in which a number stands for each text of a column."""
+    names = list(records[0])
+    texts: dict[str, dict[str, int]] = {
+        name: {} for name in names if all(isinstance(it[name], str) for it in records)
+    }
+    rows = [
+        [texts[name].setdefault(it[name], len(texts[name])) if name in texts else _short(it[name]) for name in names]
+        for it in records
+    ]
+    return {"names": names, "texts": {name: list(its) for name, its in texts.items()}, "rows": rows}
+
+
 def script_json(data: Any) -> str:
     """JSON that can stand in a script element: nothing in it ends the element or begins a comment."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

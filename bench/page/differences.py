@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.docs import geometric_mean
-from bench.page.data import page_data, script_json
+from bench.page.data import pack_records, page_data, script_json
 from bench.page.page import here, render
 from bench.page.sources import Source, kind_of
 from bench.page.styles import in_order
@@ -63,21 +63,21 @@ def changes_page(changes: Sequence[Change], before: str, after: str) -> str:
     is_good, told = headline(changes)
     return render(
         title=f"multiattn: {before} and {after} compared",
-        heading=f"{before} against {after}",
+        heading=f"{before}, then {after}",
         lead="A speed-up is old time over new. It counts as a change beyond the spread of both readings.",
         here=here(),
         explorers=[],
         extras={"changes": _part()},
         changes={"good": is_good, "told": told, "summaries": summaries(changes), "verdicts": VERDICTS},
         setups=[("Before", provenance(old)), ("After", provenance(new))],
-        data=script_json(page_data(sources, {"changes": records(changes)})),
+        data=script_json(page_data(sources, {"changes": pack_records(records(changes))} if changes else {})),
     )
 
 
 def _part() -> dict[str, Any]:
     note = "Click a mark, or a figure of the table, for both readings and their plans."
     told = {"title": "Every difference", "note": note, "heading": "Speed-up, cell by cell", "template": "part.html"}
-    return {**told, "failures": []}
+    return {**told, "failures": [], "wide": False}
 
 
 def records(changes: Sequence[Change]) -> list[dict[str, Any]]:

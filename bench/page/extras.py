@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bench import host, models
+from bench.page.data import pack_records
 from bench.page.sources import Evidence, Parity, short_name
 from bench.record import Record
 from bench.record_kernels import Kernel, main_of
@@ -33,26 +34,25 @@ def data(evidence: Evidence) -> dict[str, Any]:
         "targets": [*compiled_now(evidence.compilations), *targets(evidence)],
         "models": [row for run in evidence.models for row in model_rows(run)],
     }
-    return {name: rows for name, rows in found.items() if rows}
+    return {name: pack_records(rows) for name, rows in found.items() if rows}
 
 
 def parts(evidence: Evidence) -> dict[str, Any]:
     """The parts that the page has, with what the template says of each."""
-    there = data(evidence)
     told: dict[str, Any] = {}
-    if "parity" in there:
+    if evidence.parities:
         note = "The error of each result against fp64, over the budget that its case derives; 1 is the limit."
         failures = [str(text) for it in evidence.parities for text in it.data.get("failures", ())]
         told["parity"] = {"title": "Parity", "note": note, "heading": "Error over budget", "failures": failures}
-    if "targets" in there:
+    if evidence.compiled or evidence.compilations:
         note = "Registers a thread +spills in hot loops; below, the share of an SM's warps. No GPU is needed for these."
         told["targets"] = {"title": "Targets", "note": note, "heading": "Registers, spills and occupancy"}
-    if "models" in there:
+    if evidence.models:
         note = "Thousands of tokens a second; below, over the fastest other attention. Random weights, 8 layers, bf16."
         told["models"] = {"title": "Models", "note": note, "heading": "Tokens a second"}
     for it in told.values():
         it.setdefault("failures", [])
-        it["template"] = "part.html"
+        it |= {"template": "part.html", "wide": it["title"] != "Parity"}
     if evidence.hosts:
         tables = [{"title": short_name(it.environment.gpu), "rows": _host_rows(it)} for it in evidence.hosts]
         told["host"] = {"title": "Host", "tables": tables, "kinds": host.KINDS, "template": "host.html"}

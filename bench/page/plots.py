@@ -14,6 +14,7 @@ import altair as alt
 LINE_HEIGHT = 400
 STEP = 46
 """Height of a heat map's row: two lines of text."""
+LANE = 72
 
 
 def _data(name: str) -> alt.NamedData:
@@ -80,22 +81,22 @@ def heat() -> dict[str, Any]:
 
 def strip(*, logarithmic: bool = False) -> dict[str, Any]:
     """One mark a row of data along x, in lanes by name, with a rule at 1."""
-    scale = alt.Scale(type="log", base=2) if logarithmic else alt.Scale(zero=True, nice=True)
+    scale = alt.Scale(type="log", base=2, nice=False, padding=24) if logarithmic else alt.Scale(zero=True, nice=False, padding=12)
     drawn = alt.Chart(_data("rows")).encode(
         x=alt.X("x:Q", title=None, scale=scale, axis=alt.Axis(tickCount=6)),
         y=alt.Y("lane:N", sort=None, title=None, axis=alt.Axis(ticks=False, domain=False, labelLimit=200)),
-        yOffset=alt.YOffset("jitter:Q", scale=alt.Scale(domain=[-1.2, 1.2])),
+        yOffset=alt.YOffset("jitter:Q", scale=alt.Scale(domain=[-1.1, 1.1])),
     )
     tips = [alt.Tooltip(f"{name}:N", title=title) for name, title in (("what", "case"), ("figure", "ratio"))]
     shape = alt.Shape("shape:N", scale=None, legend=None)
     parts = (
-        drawn.mark_point(filled=True, size=42, opacity=0.75, cursor="pointer").encode(_colour(), shape, tooltip=tips),
+        drawn.mark_point(filled=True, size=30, opacity=0.7, cursor="pointer").encode(_colour(), shape, tooltip=tips),
         alt.Chart(_data("guide")).mark_rule(strokeWidth=2, color="#808890", aria=False).encode(x="x:Q"),
         alt.Chart(_data("guide"))
         .mark_text(align="right", baseline="top", dx=-6, y=0, fontSize=12)
-        .encode(x="x:Q", text="told:N"),
+        .encode(_colour("ink"), x="x:Q", text="told:N"),
     )
-    return _spec(alt.layer(*parts).properties(height=alt.Step(STEP + 10)))
+    return _spec(alt.layer(*parts).properties(height=alt.Step(LANE)))
 
 
 @functools.cache

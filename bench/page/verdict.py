@@ -143,15 +143,18 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
-def parity_lines(evidence: Evidence) -> list[tuple[bool, str, str]]:
-    """Did it pass, where, and the report's own verdict; those of this machine first."""
-    its = sorted(evidence.parities, key=lambda it: not it.here)
-    return [(it.passed, it.name, str(it.data.get("verdict", ""))) for it in its]
+def parity_lines(evidence: Evidence) -> list[tuple[bool, str]]:
+    """Did it pass, and where and how much of it; of this machine first."""
+    found = []
+    for it in sorted(evidence.parities, key=lambda it: not it.here):
+        _, _, told = str(it.data.get("verdict", "")).partition(": ")
+        found.append((it.passed, f"Parity {'passed' if it.passed else 'FAILED'} on {it.name}: {told}"))
+    return found
 
 
 def text(evidence: Evidence) -> str:
     """The verdict for a terminal."""
-    lines = [machine_line(evidence), *(f"Parity, {where}: {told}" for _, where, told in parity_lines(evidence))]
+    lines = [machine_line(evidence), *(told for _, told in parity_lines(evidence))]
     for kind, its in boards(evidence).items():
         for it in its:
             told = ", ".join(f"{of.name} {of.mean} (least {of.least})" for of in it.standings)

@@ -22,6 +22,13 @@ function unpack(data) {
 
 const ROWS = unpack(DATA);
 
+/** The records of a part, as `pack_records` packed them. */
+function records(name) {
+  const { names, texts, rows } = DATA[name] ?? { rows: [] };
+  const value = (field, it) => (texts[field] ? texts[field][it] : it);
+  return rows.map((values, at) => ({ at, ...Object.fromEntries(names.map((field, i) => [field, value(field, values[i])])) }));
+}
+
 /** An element with attributes and children; text is never read as HTML. */
 function el(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);

@@ -6,7 +6,8 @@ class Part {
     Object.assign(this, { root: document.getElementById(id), id, records, told, choice: {}, off: {} });
     this.fields = new Controls(this.root.querySelector(".controls"), id);
     this.plot = new Plot(this.root.querySelector(".plot"), told.plot, (at) => this.open(at));
-    records.forEach((it, at) => (it.at = at));
+    this.behind = this.root.querySelector("details.behind");
+    this.behind.addEventListener("toggle", () => this.table());
     for (const { name, off } of told.boxes ?? []) this.off[name] = new Set(off ?? []);
     this.draw();
   }
@@ -36,20 +37,28 @@ class Part {
 
   draw() {
     const left = this.settle();
-    const { marks, guide, label, columns, caption } = this.told;
-    this.plot.show({ rows: marks(left), ...(guide ? { guide: [guide] } : {}) }, label);
-    const lines = left.map((it) => columns.map(({ of, opens: button }) => {
+    const { marks, guide, label } = this.told;
+    this.left = left;
+    this.plot.show({ rows: marks(left), ...(guide ? { guide: [{ ...guide, ink: css("--ink") }] } : {}) }, label);
+    this.root.querySelector(".count").textContent = `${left.length} rows`;
+    this.table();
+  }
+
+  /** The table behind the plot; made only where it is open, as it may have thousands of rows. */
+  table() {
+    if (!this.behind.open) return;
+    const { columns, caption } = this.told;
+    const lines = this.left.map((it) => columns.map(({ of, opens: button }) => {
       const text = of(it);
       const shown = typeof text === "number" ? figure(text) : text;
       return button ? [opens(shown, `${shown}: ${this.told.name(it)}`, () => this.open(it.at)), `${text}`] : [shown, `${text}`];
     }));
     this.root.querySelector(".table-box").replaceChildren(makeTable(caption, columns, lines));
-    this.root.querySelector(".count").textContent = `${lines.length} rows`;
   }
 }
 
 /** A place in its lane that looks drawn by lot and is always the same. */
-const jitter = (at) => Math.sin(at * 12.9898) * 0.9;
+const jitter = (at) => 2 * ((((Math.sin(at * 12.9898 + 1) * 43758.5453) % 1) + 1) % 1) - 1;
 
 const markOf = (name) => {
   const { colour, shape } = styleOf(name);
@@ -59,13 +68,14 @@ const markOf = (name) => {
 // ---------------------------------------------------------------- parity
 
 function parityPart(records) {
-  const lanes = (it) => `${it.direction} ${it.tensor}`;
+  const backends = inOrder(distinct(records.map((it) => it.backend)));
+  const height = (it) => (2 * backends.indexOf(it.backend) + 1) / backends.length - 1 + (0.5 * jitter(it.at)) / backends.length;
   return new Part("parity", records, {
     plot: "strip",
     guide: { x: 1, told: "the budget" },
     dims: [{ name: "report", legend: "Run" }],
     boxes: [{ name: "backend", legend: "Backends", picture: swatch }, { name: "tensor", legend: "Results" }],
-    marks: (rows) => rows.map((it) => ({ x: it.ratio, lane: lanes(it), jitter: jitter(it.at), ...markOf(it.backend), pick: it.at, what: `${it.backend} ${it.case}`, figure: it.ratio.toFixed(2) })),
+    marks: (rows) => rows.map((it) => ({ x: it.ratio, lane: `${it.direction} ${it.tensor}`, jitter: height(it), ...markOf(it.backend), pick: it.at, what: `${it.backend} ${it.case}`, figure: it.ratio.toFixed(2) })),
     label: "Plot of each case's error over its budget, by result; 1 is the limit. The table below has its figures.",
     caption: "Error over budget",
     name: (it) => `${it.backend}, ${it.case}, ${it.tensor}`,
@@ -184,5 +194,5 @@ const PARTS = { parity: parityPart, targets: targetsPart, models: modelsPart, ch
 
 /** The parts that this page has. */
 function makeParts() {
-  return Object.entries(PARTS).filter(([id]) => DATA[id]?.length).map(([id, make]) => make(DATA[id]));
+  return Object.entries(PARTS).filter(([id]) => DATA[id]).map(([id, make]) => make(records(id)));
 }
