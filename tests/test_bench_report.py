@@ -1,15 +1,12 @@
-"""Reports: what they make of results, and nothing from anywhere else."""
+"""Tables on a terminal and in docs: what they make of results. test_bench_page.py has the page."""
 
 import re
 from dataclasses import replace
 
 import bench_fakes as fakes
-import pytest
 
-from bench import cli
 from bench.matrix import SUITES
-from bench.report import groups, notes, section, speed_section, text_report, write_page
-from bench.results import dumps
+from bench.report import groups, notes, text_report
 from multiattn.plan.support import Reason
 
 CELLS = [cell for cell in SUITES["standard"] if cell.head_dim == 128]
@@ -45,31 +42,3 @@ def test_a_line_never_mixes_runs():
     newer = [fakes.row(name, 0.5, cell=CELLS[3], run="2026-11-22") for name in ("cuda", "triton")]
     text = text_report([*ROWS, *newer])
     assert re.search(r"4096 +200 +not in this run +200", text)
-
-
-def test_the_page_is_self_contained_and_escaped(tmp_path):
-    page = tmp_path / "deep" / "report.html"
-    write_page(page, [section("Parity", "out is <off>", "parity/parity.html"), speed_section("Speed", [*ROWS, BROKEN])])
-    text = page.read_text()
-    assert not re.findall(r"https?:|src=|@import|url\((?!#)", text)
-    assert text.count("<svg") == 2
-    for part in ('<a href="parity/parity.html">', "out is &lt;off&gt;", "- python -m bench run", "&lt;b&gt;what"):
-        assert part in text, part
-
-
-def test_a_reading_without_a_spread_is_drawn():
-    """A bar was below 0 by a rounding, which Matplotlib refuses."""
-    row = fakes.row("cuda", 0.635762, cell=CELLS[0])
-    section_text = str(speed_section("Speed", [replace(row, measured=replace(row.measured, tflops=100.7))]))
-    assert "<svg" in section_text
-
-
-def test_a_page_that_cannot_be_written_is_an_error_without_a_traceback(tmp_path, capsys):
-    results = tmp_path / "floors.json"
-    results.write_text(dumps("floors", ROWS))
-    assert cli.main(["report", str(results), "--html", str(tmp_path / "page.html")]) == 0
-    for page, why in ((tmp_path, "Is a directory"), (results / "page.html", "File exists")):
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main(["report", str(results), "--html", str(page)])
-        assert exit_info.value.code == 2
-        assert why in capsys.readouterr().err

@@ -16,7 +16,7 @@ from bench import cli, host, tune
 from bench import options as shared
 from bench.contenders import Ours, RefusedError, our_providers
 from bench.matrix import SUITES
-from bench.results import NO_GPU, dumps, load
+from bench.results import NO_GPU, load
 from bench.timing import Sample
 from multiattn.inspect import cli as targets_cli
 from multiattn.inspect.pool import Outcome
@@ -195,28 +195,34 @@ def test_pytest_bench_skips_with_its_reason():
 
 
 @needs_no_gpu
-def test_the_demo_runs_every_part_and_writes_one_page(tmp_path, monkeypatch):
+def test_the_demo_runs_every_part_and_writes_one_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(targets_cli.build, "build", lambda wanted, **_: iter([entry(), refused()]))
-    recorded = tmp_path / "standard.json"
-    recorded.write_text(dumps("standard", [fakes.row(name, 1.0, cell=SUITES["floors"][0]) for name in ("cuda", "fa2")]))
-    monkeypatch.setattr(cli, "recorded_files", lambda: [recorded])
     asked = []
 
     def parity(arguments):
         asked.extend(arguments)
         folder = Path(arguments[-1])
         folder.mkdir()
-        (folder / "parity.json").write_text(json.dumps({"verdict": "FAILED: 1", "failures": ["x"]}))
+        (folder / "parity.json").write_text(
+            json.dumps({"verdict": "FAILED: 1 <of 2>", "failures": ["x"], "results": []})
+        )
         return 1
 
     monkeypatch.setattr(cli, "run_parity", parity)
     assert cli.main(["demo", "--jobs", "1", "--out", str(tmp_path)]) == 1  # as parity says that it failed
     assert asked == ["--jobs", "1", "--out", str(tmp_path / "parity")]
     page = (tmp_path / "report.html").read_text()
-    assert "Compiled for every target" in page
-    assert f"Recorded: {tmp_path.name}, standard" in page
-    assert "FAILED: 1\nx" in page
-    assert page.count("<svg") == 1
+    for part in (
+        "No GPU here: speeds below were recorded on H200",
+        "Parity FAILED on this machine: 1 &lt;of 2&gt;",
+        "Parity passed on H200",
+        "Not run on this machine",
+        '"just now"',
+    ):
+        assert part in page, part
+    out = capsys.readouterr().out
+    assert "Parity FAILED on this machine" in out
+    assert f"Written: {tmp_path / 'report.html'}" in out
 
 
 # ---------------------------------------------------------------- host

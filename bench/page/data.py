@@ -163,9 +163,7 @@ def _of(kind: str, rows: Iterable[Row]) -> list[Row]:
 def pack_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Records of the same fields as a table, in which a number stands for each text of a column."""
     names = list(records[0])
-    texts: dict[str, dict[str, int]] = {
-        name: {} for name in names if all(isinstance(it[name], str) for it in records)
-    }
+    texts: dict[str, dict[str, int]] = {name: {} for name in names if all(isinstance(it[name], str) for it in records)}
     rows = [
         [texts[name].setdefault(it[name], len(texts[name])) if name in texts else _short(it[name]) for name in names]
         for it in records

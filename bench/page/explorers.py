@@ -40,6 +40,7 @@ _DENSE: dict[str, Any] = {
     "dims": ("mask", "d", "n", "dtype", "group"),
     "along": ("n", "d", "mask"),
     "axes": {"default": ("n", "d"), "features": ("n", "mask"), "packed": ("d", "mask")},
+    "natural": ("n", "d", "dtype", "group"),
     "usual": {"headdims": "d", "packed": "mask"},
     "defaults": {"mask": "causal", "d": 128, "n": 4096, "dtype": "bf16", "group": 1},
 }
@@ -48,6 +49,7 @@ _DECODE: dict[str, Any] = {
     "dims": ("work", "d", "heads", "queries", "cache", "batch", "n"),
     "along": ("n", "batch"),
     "axes": {"default": ("n", "batch")},
+    "natural": ("d", "heads", "queries", "cache", "batch", "n"),
     "usual": {},
     "defaults": {
         **{"work": "decode", "d": 128, "heads": "32/8", "queries": 1},

@@ -22,7 +22,9 @@ def _data(name: str) -> alt.NamedData:
 
 
 def _x(**axis: Any) -> alt.X:
-    return alt.X("x:N", sort=None, title=None, axis=alt.Axis(labelAngle=0, ticks=False, **axis))
+    words = "split(replace(datum.label, /_/g, ' '), ' ')"
+    drawn = alt.Axis(labelAngle=0, ticks=False, labelExpr=words, **axis)
+    return alt.X("x:N", sort=alt.EncodingSortField("xo", op="min"), title=None, axis=drawn)
 
 
 def _colour(field: str = "colour") -> alt.Color:
@@ -32,7 +34,9 @@ def _colour(field: str = "colour") -> alt.Color:
 def _spec(chart: Any) -> dict[str, Any]:
     """The spec of a chart that is as wide as its place in the page."""
     fitted = chart.properties(width="container", autosize=alt.AutoSizeParams(type="fit-x", contains="padding"))
-    spec: dict[str, Any] = fitted.configure(background="transparent").configure_view(stroke=None).to_dict(validate=True)
+    spec: dict[str, Any] = (
+        fitted.configure(background="transparent", aria=False).configure_view(stroke=None).to_dict(validate=True)
+    )
     return spec
 
 
@@ -46,13 +50,13 @@ def lines() -> dict[str, Any]:
     drawn = alt.Chart(_data("rows")).encode(x=_x(), y=rate)
     parts = (
         alt.Chart(_data("bounds"))
-        .mark_tick(thickness=2, size=34, color="#808890", aria=False)
+        .mark_tick(thickness=2, size=34, color="#808890")
         .encode(x=_x(), y="y:Q", tooltip=[alt.Tooltip("told:N", title="bound")]),
-        alt.Chart(_data("guide")).mark_rule(strokeWidth=1.5, color="#808890", aria=False).encode(y="y:Q"),
+        alt.Chart(_data("guide")).mark_rule(strokeWidth=1.5, color="#808890").encode(y="y:Q"),
         drawn.mark_rule(strokeWidth=1.5).encode(alt.Y2("high:Q"), *series, y="low:Q"),
-        drawn.mark_line(strokeWidth=2.25).encode(*series, dash),
+        alt.Chart(_data("paths")).mark_line(strokeWidth=2.25).encode(*series, dash, x=_x(), y=rate),
         drawn.mark_point(filled=True, size=64, opacity=1).encode(*series, shape),
-        drawn.mark_point(filled=True, size=340, opacity=0, cursor="pointer").encode(*series, tooltip=tips),
+        drawn.mark_point(filled=True, size=220, opacity=0, cursor="pointer").encode(*series, tooltip=tips),
     )
     chart = alt.layer(*parts).properties(height=LINE_HEIGHT)
     return _spec(chart.add_params(alt.param(name="zero", value=True)))
@@ -66,7 +70,9 @@ def heat() -> dict[str, Any]:
     tips = [alt.Tooltip(f"{name}:N", title=name) for name in ("cell", "figure", "print")]
     drawn = alt.Chart(_data("rows")).encode(
         x=_x(orient="top", domain=False),
-        y=alt.Y("y:N", sort=None, title=None, axis=alt.Axis(ticks=False, domain=False)),
+        y=alt.Y(
+            "y:N", sort=alt.EncodingSortField("yo", op="min"), title=None, axis=alt.Axis(ticks=False, domain=False)
+        ),
     )
     ink = alt.Color("ink:N", scale=None, legend=None)
     parts = (
@@ -81,17 +87,26 @@ def heat() -> dict[str, Any]:
 
 def strip(*, logarithmic: bool = False) -> dict[str, Any]:
     """One mark a row of data along x, in lanes by name, with a rule at 1."""
-    scale = alt.Scale(type="log", base=2, nice=False, padding=24) if logarithmic else alt.Scale(zero=True, nice=False, padding=12)
+    scale = (
+        alt.Scale(type="log", base=2, nice=False, padding=24)
+        if logarithmic
+        else alt.Scale(zero=True, nice=False, padding=12)
+    )
     drawn = alt.Chart(_data("rows")).encode(
         x=alt.X("x:Q", title=None, scale=scale, axis=alt.Axis(tickCount=6)),
-        y=alt.Y("lane:N", sort=None, title=None, axis=alt.Axis(ticks=False, domain=False, labelLimit=200)),
+        y=alt.Y(
+            "lane:N",
+            sort=alt.EncodingSortField("yo", op="min"),
+            title=None,
+            axis=alt.Axis(ticks=False, domain=False, labelLimit=200),
+        ),
         yOffset=alt.YOffset("jitter:Q", scale=alt.Scale(domain=[-1.1, 1.1])),
     )
     tips = [alt.Tooltip(f"{name}:N", title=title) for name, title in (("what", "case"), ("figure", "ratio"))]
     shape = alt.Shape("shape:N", scale=None, legend=None)
     parts = (
         drawn.mark_point(filled=True, size=30, opacity=0.7, cursor="pointer").encode(_colour(), shape, tooltip=tips),
-        alt.Chart(_data("guide")).mark_rule(strokeWidth=2, color="#808890", aria=False).encode(x="x:Q"),
+        alt.Chart(_data("guide")).mark_rule(strokeWidth=2, color="#808890").encode(x="x:Q"),
         alt.Chart(_data("guide"))
         .mark_text(align="right", baseline="top", dx=-6, y=0, fontSize=12)
         .encode(_colour("ink"), x="x:Q", text="told:N"),

@@ -8,7 +8,7 @@ class Controls {
 
   /** Radio buttons for a few options, a select for many, hidden where there is one. Kept while the options last. */
   one(name, legend, options, value, choose, text = (it) => `${it}`) {
-    const key = JSON.stringify(options);
+    const key = JSON.stringify([options, options.map(text)]);
     if (this.fields[name]?.key !== key) {
       const made = options.length <= 6 ? this.radios(name, legend, options, choose, text) : this.select(name, legend, options, choose, text);
       made.place.hidden = options.length < 2;

@@ -11,7 +11,7 @@ const shown = (dim, value) => (dim === "n" ? length(value) : `${value}`);
 
 class Explorer {
   constructor(root, config) {
-    Object.assign(this, { root, config, off: new Set(), choice: {}, show: "rate", heat: BEST, every: false, zero: config.zero });
+    Object.assign(this, { root, config, off: new Set(), wish: {}, choice: {}, show: "rate", heat: BEST, every: false, zero: config.zero });
     this.rows = ROWS.filter((row) => row.cell.kind === config.kind && row.source.timed);
     for (const row of this.rows) if (row.ours && row.contender.includes("/")) this.off.add(row.contender);
     this.fields = new Controls(root.querySelector(".controls"), config.id);
@@ -30,7 +30,8 @@ class Explorer {
     let left = this.rows;
     const choose = (dim) => {
       const values = distinct(left.map((row) => valueOf(row, dim)));
-      const wished = [this.choice[dim], defaults[dim], values[0]];
+      if (this.config.natural.includes(dim)) values.sort(compareKeys);
+      const wished = [this.wish[dim], defaults[dim], values[0]];
       this.choice[dim] = wished.find((it) => values.includes(it));
       return values;
     };
@@ -43,7 +44,7 @@ class Explorer {
     const suite = this.choice.suite;
     const able = along.filter((dim) => new Set(left.map((row) => valueOf(row, dim))).size > 1);
     const usual = this.config.usual[suite] ?? along[0];
-    if (!able.includes(this.choice.along)) this.choice.along = able.includes(usual) ? usual : able[0] ?? along[0];
+    this.choice.along = [this.wish.along, usual, able[0], along[0]].find((it) => able.includes(it)) ?? along[0];
     options.along = able.length ? able : [along[0]];
     this.axes = axes[suite] ?? axes.default;
     this.drawn = left;
@@ -64,7 +65,8 @@ class Explorer {
   controls(options) {
     const { dims, labels, suites } = this.config;
     const chooses = (dim) => (value) => {
-      this.choice[dim] = value;
+      this.wish[dim] = value;
+      if (dim === "suite") delete this.wish.along; // each suite has its own
       this.draw();
     };
     const texts = { suite: (it) => suites[it] ?? it, regime: (it) => this.config.regimes[it] ?? it, along: (it) => labels[it] };
@@ -99,14 +101,23 @@ class Explorer {
     const guide = this.show === "ratio" ? [{ y: 1 }] : [];
     const names = inOrder(distinct(timed.map((row) => row.contender))).join(", ");
     const label = `Plot of ${this.title(along)}: ${names}. The table below has its figures.`;
-    this.lines.show({ rows: timed.map((row) => this.mark(row, along)), bounds, guide }, label, { zero: this.zero && this.show === "rate" });
+    const rows = timed.map((row) => this.mark(row, along));
+    const paths = along === "mask" ? [] : rows;
+    this.lines.show({ rows, paths, bounds, guide }, label, { zero: this.zero && this.show === "rate" });
     this.maps();
     this.table();
   }
 
+  /** The place of a value among all of its dimension in this suite: axes go by it. */
+  order(dim, value) {
+    const values = distinct(this.members.map((row) => valueOf(row, dim)));
+    if (this.config.natural.includes(dim)) values.sort(compareKeys);
+    return values.indexOf(value);
+  }
+
   title(along) {
     const what = this.show === "ratio" ? "Rate over the best peer's" : this.unit;
-    return `${what} by ${this.config.labels[along]}`;
+    return `${what} by ${this.config.labels[along].replace("Mask", "mask")}`;
   }
 
   mark(row, along) {
@@ -114,7 +125,7 @@ class Explorer {
     const isRate = this.show === "rate";
     const y = isRate ? rateOf(row) : row.ratio;
     return {
-      x: shown(along, valueOf(row, along)), y, pick: row.i, contender: row.contender, colour, shape, dash,
+      x: shown(along, valueOf(row, along)), xo: this.order(along, valueOf(row, along)), y, pick: row.i, contender: row.contender, colour, shape, dash,
       low: isRate ? (y * row.time_ms) / row.high_ms : y, high: isRate ? (y * row.time_ms) / row.low_ms : y,
       rate: `${figure(rateOf(row))} ${unitOf(row)}`, spread: `${(100 * spreadOf(row)).toFixed(1)} %`, over: ratio(row.ratio),
     };
@@ -124,7 +135,7 @@ class Explorer {
     const found = new Map();
     for (const row of this.drawn) if (row.timed && boundOf(row) !== null) found.set(valueOf(row, along), row);
     const told = (row) => (inBytes(row) ? `a copy: ${figure(boundOf(row))} TB/s` : `roofline: ${figure(boundOf(row))} TFLOPS, set by ${row.bound.busiest}`);
-    const made = [...found].map(([value, row]) => ({ x: shown(along, value), y: boundOf(row), told: told(row), value }));
+    const made = [...found].map(([value, row]) => ({ x: shown(along, value), xo: this.order(along, value), y: boundOf(row), told: told(row), value }));
     return made.sort((a, b) => compareKeys(a.value, b.value));
   }
 
@@ -141,10 +152,13 @@ class Explorer {
 
   maps() {
     const [x, y] = this.axes;
-    const rows = this.chosen().sort((a, b) => compareKeys(valueOf(a, x), valueOf(b, x)) || compareKeys(valueOf(a, y), valueOf(b, y)));
-    const place = (row) => ({ x: shown(x, valueOf(row, x)), y: `${this.config.labels[y]} ${shown(y, valueOf(row, y))}`.replace(/^mask /, ""), pick: row.i, cell: row.cell.key });
-    const lanes = distinct(rows.map((row) => valueOf(row, y)));
-    rows.sort((a, b) => lanes.indexOf(valueOf(a, y)) - lanes.indexOf(valueOf(b, y)) || compareKeys(valueOf(a, x), valueOf(b, x)));
+    const rows = this.chosen();
+    const lane = (row) => (y === "mask" ? row.cell.mask : `${this.config.labels[y]} ${shown(y, valueOf(row, y))}`);
+    const place = (row) => ({
+      x: shown(x, valueOf(row, x)), xo: this.order(x, valueOf(row, x)),
+      y: lane(row), yo: this.order(y, valueOf(row, y)), pick: row.i, cell: row.cell.key,
+    });
+    this.root.querySelector(".plots").classList.toggle("tall", new Set(rows.map(lane)).size > 8);
     const ratios = rows.filter((row) => row.ratio !== null).map((row) => {
       const fill = ratioFill(row.ratio);
       const told = `${ratio(row.ratio)} times the best peer`;
@@ -189,7 +203,7 @@ class Explorer {
       this.best(Object.values(its)),
     ]);
     box.replaceChildren(makeTable(`${this.unit} by ${told.map((dim) => labels[dim]).join(", ")}`, columns, lines));
-    this.root.querySelector(".count").textContent = `${lines.length} cells, ${this.unit}`;
+    this.root.querySelector(".count").textContent = `${lines.length} ${lines.length === 1 ? "cell" : "cells"}, ${this.unit}`;
     this.unrun();
   }
 

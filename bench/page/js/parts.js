@@ -3,7 +3,7 @@
 /** A plot, a table and controls over plain records; `told` says how each is made of them. */
 class Part {
   constructor(id, records, told) {
-    Object.assign(this, { root: document.getElementById(id), id, records, told, choice: {}, off: {} });
+    Object.assign(this, { root: document.getElementById(id), id, records, told, wish: {}, off: {} });
     this.fields = new Controls(this.root.querySelector(".controls"), id);
     this.plot = new Plot(this.root.querySelector(".plot"), told.plot, (at) => this.open(at));
     this.behind = this.root.querySelector("details.behind");
@@ -19,11 +19,10 @@ class Part {
 
   settle() {
     let left = this.records;
-    for (const { name, legend, first } of this.told.dims ?? []) {
+    for (const { name, legend } of this.told.dims ?? []) {
       const values = distinct(left.map((it) => it[name]));
-      const wished = [this.choice[name], first, values[0]];
-      const chosen = (this.choice[name] = wished.find((it) => values.includes(it)));
-      this.fields.one(name, legend, values, chosen, (it) => ((this.choice[name] = it), this.draw()));
+      const chosen = [this.wish[name], values[0]].find((it) => values.includes(it));
+      this.fields.one(name, legend, values, chosen, (it) => ((this.wish[name] = it), this.draw()));
       left = left.filter((it) => it[name] === chosen);
     }
     for (const { name, legend, picture } of this.told.boxes ?? []) {
@@ -67,6 +66,8 @@ const markOf = (name) => {
 
 // ---------------------------------------------------------------- parity
 
+const TENSORS = ["out", "lse", "dq", "dk", "dv"];
+
 function parityPart(records) {
   const backends = inOrder(distinct(records.map((it) => it.backend)));
   const height = (it) => (2 * backends.indexOf(it.backend) + 1) / backends.length - 1 + (0.5 * jitter(it.at)) / backends.length;
@@ -75,7 +76,7 @@ function parityPart(records) {
     guide: { x: 1, told: "the budget" },
     dims: [{ name: "report", legend: "Run" }],
     boxes: [{ name: "backend", legend: "Backends", picture: swatch }, { name: "tensor", legend: "Results" }],
-    marks: (rows) => rows.map((it) => ({ x: it.ratio, lane: `${it.direction} ${it.tensor}`, jitter: height(it), ...markOf(it.backend), pick: it.at, what: `${it.backend} ${it.case}`, figure: it.ratio.toFixed(2) })),
+    marks: (rows) => rows.map((it) => ({ x: it.ratio, lane: `${it.direction} ${it.tensor}`, yo: TENSORS.indexOf(it.tensor), jitter: height(it), ...markOf(it.backend), pick: it.at, what: `${it.backend} ${it.case}`, figure: it.ratio.toFixed(2) })),
     label: "Plot of each case's error over its budget, by result; 1 is the limit. The table below has its figures.",
     caption: "Error over budget",
     name: (it) => `${it.backend}, ${it.case}, ${it.tensor}`,
@@ -105,7 +106,7 @@ function targetsPart(records) {
     marks: (rows) => rows.filter((it) => it.registers !== null).map((it) => {
       const fill = shareFill(it.share);
       const told = `${it.registers} registers, ${it.spills} spills in hot loops`;
-      return { x: it.arch, y: `${it.backend} D ${it.d}`, fill, ink: inkOn(fill), label: short(it), below: percent(it.share), pick: it.at, cell: `${it.backend} D=${it.d} ${it.arch}`, figure: told, print: `${percent(it.share)} of an SM's warps` };
+      return { x: it.arch, xo: it.at, y: `${it.backend} D ${it.d}`, yo: it.at, fill, ink: inkOn(fill), label: short(it), below: percent(it.share), pick: it.at, cell: `${it.backend} D=${it.d} ${it.arch}`, figure: told, print: `${percent(it.share)} of an SM's warps` };
     }),
     label: "Heat map of registers and occupancy by backend, head_dim and arch. The table below has its figures.",
     caption: "Registers, spills and occupancy",
@@ -140,7 +141,7 @@ function modelsPart(records) {
     dims: [{ name: "gpu", legend: "GPU" }, { name: "mode", legend: "Mode" }],
     marks: (rows) => rows.filter((it) => it.tokens !== null).map((it) => {
       const fill = ratioFill(it.ratio ?? 1);
-      return { x: it.implementation, y: it.model, fill, ink: inkOn(fill), label: `${figure(it.tokens / 1000)}k`, below: it.ratio === null ? "" : ratio(it.ratio), pick: it.at, cell: `${it.model}, ${it.implementation}`, figure: `${figure(it.tokens / 1000)}k tokens a second`, print: `${ratio(it.ratio)} times the fastest other` };
+      return { x: it.implementation, xo: it.at, y: it.model, yo: it.at, fill, ink: inkOn(fill), label: `${figure(it.tokens / 1000)}k`, below: it.ratio === null ? "" : ratio(it.ratio), pick: it.at, cell: `${it.model}, ${it.implementation}`, figure: `${figure(it.tokens / 1000)}k tokens a second`, print: `${ratio(it.ratio)} times the fastest other` };
     }),
     label: "Heat map of tokens a second by model and attention. The table below has its figures.",
     caption: "Tokens a second",
@@ -172,7 +173,7 @@ function changesPart(records) {
     guide: { x: 1, told: "as before" },
     dims: [],
     boxes: [{ name: "verdict", legend: "Verdict" }, { name: "contender", legend: "Contenders", picture: swatch }],
-    marks: (rows) => rows.filter((it) => it.speedup).map((it) => ({ x: it.speedup, lane: it.contender, jitter: jitter(it.at), ...markOf(it.contender), pick: it.at, what: it.cell, figure: `${it.speedup.toFixed(3)}, ${it.verdict}` })),
+    marks: (rows) => rows.filter((it) => it.speedup).map((it) => ({ x: it.speedup, lane: it.contender, yo: DATA.order.indexOf(it.contender), jitter: jitter(it.at), ...markOf(it.contender), pick: it.at, what: it.cell, figure: `${it.speedup.toFixed(3)}, ${it.verdict}` })),
     label: "Plot of each cell's speed-up by contender; 1 is as before. The table below has its figures.",
     caption: "Differences",
     name,

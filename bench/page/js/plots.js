@@ -44,7 +44,7 @@ function plotConfig() {
     background: "transparent",
     axis: {
       labelFont: css("--sans"), labelColor: soft, titleColor: soft, domainColor: line, gridColor: line, tickColor: line,
-      labelFontSize: 12, labelPadding: 6, gridOpacity: 0.7, labelLimit: 140,
+      labelFontSize: 12, labelPadding: 6, gridOpacity: 0.7, labelLimit: 170,
     },
     axisX: { grid: false },
     style: { cell: { stroke: null }, text: { font: css("--sans"), fill: ink } },
@@ -64,8 +64,8 @@ class Plot {
   }
 
   show(rows, label, signals = {}) {
-    Object.assign(this, { rows, signals });
-    this.place.setAttribute("aria-label", label);
+    Object.assign(this, { rows, signals, label });
+    this.place.dataset.drawn = "false";
     this.ready = this.ready.then(() => (this.view ? this.update() : this.embed()));
     return this.ready;
   }
@@ -86,6 +86,10 @@ class Plot {
     for (const [name, rows] of Object.entries(this.rows)) this.view.data(name, rows);
     for (const [name, value] of Object.entries(this.signals)) this.view.signal(name, value);
     await this.view.resize().runAsync();
+    this.place.setAttribute("role", "img"); // Vega has names of its own for these
+    this.place.setAttribute("aria-label", this.label);
+    this.place.removeAttribute("aria-roledescription");
+    this.place.querySelector("svg").setAttribute("aria-hidden", "true");
     this.place.dataset.drawn = "true";
   }
 }

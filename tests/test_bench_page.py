@@ -1,0 +1,418 @@
+"""The page of results, without a browser: its numbers, its data, its size, and nothing from anywhere else."""
+
+import functools
+import itertools
+import json
+import re
+from dataclasses import replace
+
+import bench_fakes as fakes
+import numpy as np
+import pytest
+import report_pages
+
+from bench import cli, decode, docs
+from bench.matrix import SUITES, InputError
+from bench.page import differences, extras, page, plots, sources, styles, verdict
+from bench.page.data import COLUMNS, pack_records, script_json
+from bench.results import RESULTS, dumps, is_ours, load, one_run
+from bench.verdicts import compare
+from multiattn.plan.backend import BACKENDS
+
+CELLS = SUITES["standard"][:3]
+
+
+@pytest.fixture(scope="module")
+def evidence(tmp_path_factory):
+    return report_pages.evidence(tmp_path_factory.mktemp("evidence"))
+
+
+@pytest.fixture(scope="module")
+def text(evidence):
+    return page.report_page(evidence)
+
+
+def data_of(text, name="data"):
+    found = re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found[1])
+
+
+def rows_of(data):
+    """The rows as js/data.js unpacks them."""
+    for values in data["rows"]:
+        row = dict(itertools.zip_longest(data["columns"], values))
+        for name in data["shared"]:
+            row[name] = None if row[name] is None else data["lists"][name][row[name]]
+        yield row
+
+
+# ---------------------------------------------------------------- one file
+
+
+def test_the_page_is_small_and_asks_for_nothing_from_anywhere(text):
+    assert len(text.encode()) < 3_000_000
+    assert text.count(page.runtime()) == 1
+    own = re.sub(r'<script type="application/json".*?</script>', "", text.replace(page.runtime(), ""), flags=re.DOTALL)
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", own)
+    assert not re.findall(r"""<\w[^>]*\s(?:src|href)=["'](?!#|data:,)|@import|url\(|\bfetch\(|XMLHttpRequest""", own)
+    assert "default-src 'none'" in own
+
+
+def test_what_a_result_says_is_never_read_as_html(text):
+    assert "<b>what" not in text
+    assert text.count("</script>") == text.count("<script")
+    assert report_pages.HOSTILE in {row["error"] for row in rows_of(data_of(text))}
+    assert "&lt;/script&gt;&lt;b&gt;what" in text
+    assert json.loads(script_json({"a": "</script> <!-- & \u2028"})) == {"a": "</script> <!-- & \u2028"}
+    assert not set("<>&") & set(script_json({"<": "</script> & >"}))
+
+
+def test_the_same_results_make_the_same_page(evidence, text):
+    assert page.report_page(evidence) == text
+    for make in (plots.lines, plots.heat, plots.strip):
+        assert make() == make()
+
+
+def test_headings_come_in_order_and_every_part_has_one(text):
+    static = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    levels = [int(level) for level in re.findall(r"<h([1-6])", static)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
+    ids = re.findall(r'\sid="([^"]+)"', static)
+    assert len(ids) == len(set(ids))
+    assert {*re.findall(r'aria-labelledby="([^"]+)"', static), *re.findall(r'href="#([^"]+)"', static)} <= set(ids)
+
+
+@pytest.mark.parametrize("missing", page.NEEDED)
+def test_a_missing_package_is_named_with_its_extra(missing, monkeypatch):
+    found = page.importlib.util.find_spec
+    monkeypatch.setattr(page.importlib.util, "find_spec", lambda name: None if name == missing else found(name))
+    with pytest.raises(InputError, match=f"{page.NEEDED[missing]}.*multiattn.report"):
+        page.require_packages()
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def of_file(name, kind):
+    """The standings of a recorded file as the page has them."""
+    (source,) = sources.read_sources([RESULTS / name])
+    return {it.name: it for it in verdict.board(source, kind).standings}
+
+
+@pytest.mark.parametrize("folder", [path.name for path in RESULTS.glob("*")])
+@pytest.mark.parametrize(("suite", "kind"), [("standard", "forward"), ("backward", "backward")])
+def test_the_verdict_has_the_numbers_of_the_docs(folder, suite, kind, monkeypatch):
+    path = RESULTS / folder / f"{suite}.json"
+    rows = [row for row in one_run(load(path)) if row.regime == "device" and row.tflops]
+    monkeypatch.setattr(docs, "PEERS", tuple({row.contender for row in rows if not is_ours(row.contender)}))
+    expected = docs.over_peers(rows, lambda row: row.contender if row.contender in BACKENDS else "")
+    found = of_file(f"{folder}/{suite}.json", kind)
+    for name in BACKENDS:
+        assert found[name].ratios == pytest.approx(expected[name])
+        assert found[name].mean == docs.geometric_mean(list(expected[name].values()), 2)
+        assert found[name].least == f"{min(expected[name].values()):.2f}"
+    best = docs.over_peers(rows, lambda row: "ours" if is_ours(row.contender) else "")["ours"]
+    assert found[verdict.BEST].ratios == pytest.approx(best)
+
+
+def test_decode_has_the_numbers_of_its_own_page():
+    rows = [row for row in one_run(load(RESULTS / "h200" / "decode.json")) if row.regime == decode.REGIMES[0]]
+    told = next(line for line in decode.summary(rows).splitlines() if line.startswith("| all"))
+    mean, least, count = re.search(r"\| (\d\.\d+), least (\d\.\d+) \((\d+)\)", told).groups()
+    found = of_file("h200/decode.json", "decode")[verdict.BEST]
+    assert (found.mean, found.least) == (f"{float(mean):.2f}", f"{float(least):.2f}")
+    assert len(found.ratios) == int(count)
+
+
+def test_a_peer_that_is_the_best_in_one_cell_counts_there_alone():
+    times = {("cuda", 0): 1.0, ("fa4", 0): 2.0, ("flex", 0): 4.0, ("cuda", 1): 1.0, ("fa4", 1): 2.0, ("flex", 1): 0.5}
+    rows = [fakes.row(name, time, cell=CELLS[at]) for (name, at), time in times.items()]
+    assert verdict.over_best_peer(rows, lambda row: row.contender) == {"cuda": {CELLS[0]: 2.0, CELLS[1]: 0.5}}
+    standing = verdict.Standing(name="cuda", ratios={CELLS[0]: 2.0, CELLS[1]: 0.5})
+    assert (standing.mean, standing.least, standing.ahead) == ("1.00", "0.50", 1)
+    assert standing.ticks(200, 0.5, 2) == {"behind": [0.0], "ahead": [200.0]}
+
+
+def test_nothing_measured_is_lost(text):
+    data = data_of(text)
+    found = {}
+    for row in rows_of(data):
+        if row["time_ms"] is not None:
+            source = data["sources"][row["source"]]
+            key = source["gpu"], source["suite"], row["cell"]["key"], row["contender"], row["regime"]
+            found[key] = row
+    measured = [
+        ((it.label, it.suite, row.cell.key, row.contender, row.regime), row)
+        for it in sources.read_sources(sources.recorded_files())
+        for row in it.timed
+    ]
+    assert {key for key, _ in measured} == found.keys()
+    for key, row in measured:
+        told = found[key]
+        assert told["time_ms"] == pytest.approx(row.measured.time_ms, rel=1e-4)
+        assert told["tflops"] == pytest.approx(row.tflops, rel=1e-4)
+        assert (told["plan"] or {}).get("variant") == (row.plan or {}).get("variant")
+    others = {"models", "host", "parity", *(f"ladder_{name}" for name in BACKENDS)}
+    assert {path for path in RESULTS.rglob("*.json") if path.stem not in others} == set(sources.recorded_files())
+
+
+def test_what_did_not_run_keeps_its_reason(text):
+    unrun = [row for row in rows_of(data_of(text)) if row["time_ms"] is None]
+    assert unrun
+    assert all(bool(row["reasons"]) != bool(row["error"]) for row in unrun)
+    static = text[: text.index('<script type="application/json"')]
+    assert static.index("Not run on this machine") > static.index('class="plot lines"')
+    assert "gpu: got none on this machine" in static
+
+
+def test_a_ratio_is_to_the_best_peer_of_the_cell_and_regime(text):
+    data = data_of(text)
+    rows = [row for row in rows_of(data) if row["time_ms"] is not None]
+    best = {}
+    for row in rows:
+        if row["contender"] not in data["ours"]:
+            key = row["source"], row["cell"]["key"], row["regime"]
+            best[key] = max(best.get(key, 0), row["tflops"])
+    for row in rows:
+        peer = best.get((row["source"], row["cell"]["key"], row["regime"]))
+        assert (row["ratio"] is None) == (peer is None)
+        if peer:
+            assert row["ratio"] == pytest.approx(row["tflops"] / peer, rel=1e-3)
+
+
+def test_the_machine_is_named_and_whose_speeds_these_are(evidence, text):
+    if evidence.machine.gpu == "none":
+        told = "No GPU here: speeds below were recorded on H200 and H100 SXM."
+        assert verdict.machine_line(evidence) == told
+        assert told in text
+    here = replace(evidence.machine, gpu="NVIDIA H200", arch="sm90")
+    timed = sources.Source(gpu="NVIDIA H200", suite="floors", rows=(fakes.row("cuda", 1.0),), here=True)
+    its = (timed, *evidence.sources)
+    assert "timed below" in verdict.machine_line(replace(evidence, machine=here, sources=its))
+    assert "not measured yet" in verdict.machine_line(replace(evidence, sources=()))
+
+
+def test_floors_of_this_machine_stand_before_what_is_recorded(tmp_path, evidence):
+    rows = [
+        fakes.row(name, time, cell=cell) for cell in SUITES["floors"] for name, time in (("cuda", 1.0), ("fa4", 2.0))
+    ]
+    (tmp_path / "floors.json").write_text(dumps("floors", rows))
+    told = verdict.boards(sources.with_this_machine(evidence, tmp_path / "floors.json", tmp_path, []))
+    assert [board.gpu for board in told["forward"]][:2] == ["H200, this machine", "H200"]
+    assert (told["forward"][0].best.mean, told["backward"][0].cells) == ("2.00", 2)
+
+
+# ---------------------------------------------------------------- parity and targets
+
+
+def test_parity_shows_the_worst_of_each_case_and_never_hides_an_infinite_error():
+    points = list(extras.parity_points(sources.Parity(name="here", data=report_pages.PARITY)))
+    ratios = {(it["case"], it["tensor"]): (it["ratio"], it["fed_by"]) for it in points}
+    assert ratios["even", "dq"] == (0.3, "triton")
+    assert ratios["odd", "out"][0] == extras.OFF_THE_SCALE
+    assert len(points) == 4
+
+
+def test_a_summary_of_parity_shows_what_it_has():
+    for report in sources.read_parity(RESULTS / "h200" / "parity.json", "H200"):
+        table = next(it for it in report.data["tables"] if it["title"] == "Summary")
+        told = {float(text) for row in table["rows"] for text in row[6:11] if text}
+        points = list(extras.parity_points(report))
+        assert {it["ratio"] for it in points} == told
+        assert {(it["backend"], it["direction"]) for it in points} == set(itertools.product(BACKENDS, extras.TENSORS))
+
+
+def test_parity_that_failed_is_said_first(evidence, text):
+    (first, *_) = verdict.parity_lines(evidence)
+    assert first == (False, f"Parity FAILED on this machine: {report_pages.PARITY['verdict'].partition(': ')[2]}")
+    assert '<li class="bad">' in text[: text.index('class="cards"')]
+
+
+def test_targets_have_the_numbers_of_the_docs(evidence):
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in docs.targets_block().splitlines()]
+    header, rows = table[0], table[2:]
+    told = {(*row[:3], arch): text for row in rows for arch, text in zip(header[3:], row[3:], strict=True)}
+    found = {}
+    for it in extras.targets(evidence):
+        spills = f" +{it['spills']}" if it["spills"] else ""
+        text = f"{it['registers']}{spills} {100 * it['share']:.3g}%" if it["registers"] else docs.NOTHING
+        found[it["backend"], it["direction"], it["d"], it["arch"]] = text
+    assert found == told
+
+
+def test_records_come_back_from_their_table():
+    records = [{"a": "x", "b": 1, "c": None}, {"a": "y", "b": 2.5, "c": "z"}, {"a": "x", "b": True, "c": [1]}]
+    packed = pack_records(records)
+    assert packed["texts"] == {"a": ["x", "y"]}
+    assert packed["rows"] == [[0, 1, None], [1, 2.5, "z"], [0, 1, [1]]]
+
+
+# ---------------------------------------------------------------- colours
+
+SEEN_BY = {  # Machado, Oliveira and Fernandes, "A Physiologically-based Model", 2009, severity 1
+    "all": np.eye(3),
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+_CONES = [[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740], [0.08830, 0.28172, 0.62998]]
+_OKLAB = [[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.02590, 0.78277, -0.80868]]
+
+
+@functools.cache
+def linear(colour):
+    parts = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(one, other):
+    low, high = sorted(float(linear(it) @ [0.2126, 0.7152, 0.0722]) for it in (one, other))
+    return (high + 0.05) / (low + 0.05)
+
+
+def apart(one, other):
+    """The least distance in OKLab of two colours, over all who look."""
+
+    def lab(colour, eyes):
+        return np.array(_OKLAB) @ np.cbrt(np.array(_CONES) @ np.clip(np.array(eyes) @ linear(colour), 0, 1))
+
+    return min(float(np.linalg.norm(lab(one, eyes) - lab(other, eyes))) for eyes in SEEN_BY.values())
+
+
+@functools.cache
+def every_contender():
+    """Those that were recorded, and some that nobody has heard of."""
+    recorded = {row.contender for source in sources.read_sources(sources.recorded_files()) for row in source.rows}
+    return sorted(recorded | {f"cuda/rung{at}" for at in range(40)} | {f"peer{at}" for at in range(20)})
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_two_contenders_share_a_colour(scheme):
+    made = styles.styles(every_contender())
+    assert list(made) == every_contender()
+    colours = [getattr(style, scheme) for style in {**made, **styles._KNOWN}.values()]
+    assert len(set(colours)) == len(colours)
+    assert all(re.fullmatch("#[0-9a-f]{6}", it) for it in colours)
+    background = styles.BACKGROUNDS[scheme]
+    assert {name: round(contrast(getattr(it, scheme), background), 2) for name, it in styles._KNOWN.items()
+            if contrast(getattr(it, scheme), background) < 3} == {}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contenders_that_meet_often_look_different_to_every_eye(scheme):
+    for one, other in itertools.combinations(styles.MAIN, 2):
+        colours = (getattr(styles.MAIN[name], scheme) for name in (one, other))
+        assert apart(*colours) > 0.065, (one, other)
+        assert (styles.MAIN[one].shape, styles.MAIN[one].dash) != (styles.MAIN[other].shape, styles.MAIN[other].dash)
+
+
+def test_a_contender_looks_the_same_wherever_it_stands(text):
+    told = data_of(text)["styles"]
+    assert told == json.loads(json.dumps(styles.as_data(told)))
+    alone = {name: styles.as_data([name])[name] for name in told if name in styles._KNOWN}
+    assert {name: told[name] for name in alone} == json.loads(json.dumps(alone))
+    assert {row["contender"] for row in rows_of(data_of(text))} <= told.keys()
+
+
+def test_the_page_draws_on_the_colours_that_contrast_was_held_against():
+    css = (page.FOLDER / "page.css").read_text()
+    cards = re.findall(r"--card: (#\w+);", css)
+    assert cards[:2] == [styles.BACKGROUNDS["light"], styles.BACKGROUNDS["dark"]]
+
+
+# ---------------------------------------------------------------- the page of differences
+
+
+def changed(*speedups):
+    before = [fakes.row("cuda", 1.0, cell=cell) for cell in CELLS[: len(speedups)]]
+    after = [fakes.row("cuda", 1 / it, cell=cell) for it, cell in zip(speedups, CELLS, strict=False) if it]
+    return compare(before, after)
+
+
+def test_differences_are_counted_and_averaged():
+    told = differences.headline(changed(2.0, 1.0, 0.0))
+    assert told == (False, "Of 3 cells of ours: 1 faster, 1 same, 0 slower, 1 gone.")
+    assert differences.headline(changed(2.0))[0]
+    (summary,) = differences.summaries(changed(2.0, 0.5, 0.0))
+    assert (summary.mean, summary.least_text, summary.counts["gone"]) == ("1.000", "0.500", 1)
+    (gone,) = differences.summaries(changed(0.0))
+    assert (gone.mean, gone.least_text) == (docs.NOTHING, "-")
+
+
+def test_the_page_of_differences_has_every_change_with_both_rows(tmp_path):
+    text = report_pages.compared(tmp_path).read_text()
+    data = data_of(text)
+    rows, packed = list(rows_of(data)), data["changes"]
+    at = {name: place for place, name in enumerate(packed["names"])}
+    verdicts = [packed["texts"]["verdict"][row[at["verdict"]]] for row in packed["rows"]]
+    assert (len(verdicts), verdicts.count("slower"), verdicts.count("gone")) == (60, 1, 1)
+    for change in packed["rows"]:
+        before, after = rows[change[at["before"]]], change[at["after"]]
+        contender = packed["texts"]["contender"][change[at["contender"]]]
+        assert before["contender"] == contender
+        assert after is None or (rows[after]["contender"], rows[after]["cell"]) == (contender, before["cell"])
+    assert len(text) < 3_000_000
+    assert differences.changes_page([], "a", "b")
+
+
+@pytest.mark.parametrize(("speedup", "status"), [(1.0, 0), (0.5, 1)])
+def test_compare_prints_its_table_whether_or_not_it_writes_a_page(speedup, status, tmp_path, capsys):
+    for name, time in (("a", 1.0), ("b", 1 / speedup)):
+        (tmp_path / f"{name}.json").write_text(dumps("smoke", [fakes.row("cuda", time)]))
+    command = ["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    assert cli.main(command) == status
+    table = capsys.readouterr().out
+    assert cli.main([*command, "--html", str(tmp_path / "deep" / "page.html")]) == status
+    assert capsys.readouterr().out.endswith(table)
+    assert "a.json, then b.json" in (tmp_path / "deep" / "page.html").read_text()
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [fakes.row(name, 1.0, cell=cell) for cell in CELLS for name in ("cuda", "fa4")]
+    (tmp_path / "standard.json").write_text(dumps("standard", rows))
+    return tmp_path / "standard.json"
+
+
+def test_report_writes_a_page_and_prints_its_verdict(results, tmp_path, capsys):
+    assert cli.main(["report", str(results)]) == 0
+    out = capsys.readouterr().out
+    assert "Written: out/report.html" in out
+    assert "Forward, H200, 3 cells, times the best peer: best of ours 1.00" in out
+    assert len(out.splitlines()) < 10
+    assert len(data_of((tmp_path / "out" / "report.html").read_text())["rows"]) == 6
+
+
+@pytest.mark.parametrize("option", ["--text", "--markdown"])
+def test_tables_need_no_page(option, results, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(page, "NEEDED", {"no_such_module": "nothing"})
+    assert cli.main(["report", str(results), option]) == 0
+    assert re.search(r"512 +\|? *100", capsys.readouterr().out)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["report", str(results)])
+    assert exit_info.value.code == 2
+    assert "pip install 'multiattn[report]'" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_an_error_without_a_traceback(results, tmp_path, capsys):
+    for path, why in ((tmp_path, "Is a directory"), (results / "page.html", "File exists")):
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main(["report", str(results), "--html", str(path)])
+        assert exit_info.value.code == 2
+        assert why in capsys.readouterr().err
+
+
+def test_nothing_measured_is_a_page_too(tmp_path):
+    empty = sources.recorded(tmp_path)
+    assert verdict.boards(empty) == {}
+    text = page.report_page(replace(empty, compiled={}))
+    assert "Nothing was measured beside a peer yet" in text
+    assert data_of(text)["rows"] == []
+    assert len(COLUMNS) == len(set(COLUMNS))
