@@ -18,7 +18,7 @@ from bench.report import describe
 from bench.results import environment, is_ours
 
 FOLDER = Path(__file__).resolve().parent
-SCRIPTS = ("data", "plots", "plan", "table", "controls", "explore", "parts", "main")
+SCRIPTS = ("data", "plots", "plan", "table", "controls", "maps", "cells", "explore", "parts", "main")
 NEEDED = {"jinja2": "jinja2", "altair": "altair", "vl_convert": "vl-convert-python"}
 
 

@@ -10,7 +10,10 @@ class Controls {
   one(name, legend, options, value, choose, text = (it) => `${it}`) {
     const key = JSON.stringify([options, options.map(text)]);
     if (this.fields[name]?.key !== key) {
-      const made = options.length <= 6 ? this.radios(name, legend, options, choose, text) : this.select(name, legend, options, choose, text);
+      const made =
+        options.length <= 6
+          ? this.radios(name, legend, options, choose, text)
+          : this.select(name, legend, options, choose, text);
       made.place.hidden = options.length < 2;
       this.put(name, key, made);
     }

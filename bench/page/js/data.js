@@ -26,7 +26,10 @@ const ROWS = unpack(DATA);
 function records(name) {
   const { names, texts, rows } = DATA[name] ?? { rows: [] };
   const value = (field, it) => (texts[field] ? texts[field][it] : it);
-  return rows.map((values, at) => ({ at, ...Object.fromEntries(names.map((field, i) => [field, value(field, values[i])])) }));
+  return rows.map((values, at) => ({
+    at,
+    ...Object.fromEntries(names.map((field, i) => [field, value(field, values[i])])),
+  }));
 }
 
 /** An element with attributes and children; text is never read as HTML. */
@@ -65,5 +68,5 @@ const inBytes = (row) => row.tb_per_s !== null && row.cell.work !== "prefill chu
 const rateOf = (row) => (inBytes(row) ? row.tb_per_s : row.tflops);
 const unitOf = (row) => (inBytes(row) ? "TB/s" : "TFLOPS");
 /** What bounds a rate: the roofline, or in decode the rate of a copy. */
-const boundOf = (row) => (inBytes(row) ? row.copy_tb_per_s : row.bound?.tflops ?? null);
+const boundOf = (row) => (inBytes(row) ? row.copy_tb_per_s : (row.bound?.tflops ?? null));
 const spreadOf = (row) => (row.high_ms - row.low_ms) / row.time_ms;

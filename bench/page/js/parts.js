@@ -47,11 +47,15 @@ class Part {
   table() {
     if (!this.behind.open) return;
     const { columns, caption } = this.told;
-    const lines = this.left.map((it) => columns.map(({ of, opens: button }) => {
-      const text = of(it);
-      const shown = typeof text === "number" ? figure(text) : text;
-      return button ? [opens(shown, `${shown}: ${this.told.name(it)}`, () => this.open(it.at)), `${text}`] : [shown, `${text}`];
-    }));
+    const lines = this.left.map((it) =>
+      columns.map(({ of, opens: button }) => {
+        const text = of(it);
+        const shown = typeof text === "number" ? figure(text) : text;
+        return button
+          ? [opens(shown, `${shown}: ${this.told.name(it)}`, () => this.open(it.at)), `${text}`]
+          : [shown, `${text}`];
+      }),
+    );
     this.root.querySelector(".table-box").replaceChildren(makeTable(caption, columns, lines));
   }
 }
@@ -70,13 +74,27 @@ const TENSORS = ["out", "lse", "dq", "dk", "dv"];
 
 function parityPart(records) {
   const backends = inOrder(distinct(records.map((it) => it.backend)));
-  const height = (it) => (2 * backends.indexOf(it.backend) + 1) / backends.length - 1 + (0.5 * jitter(it.at)) / backends.length;
+  const height = (it) =>
+    (2 * backends.indexOf(it.backend) + 1) / backends.length - 1 + (0.5 * jitter(it.at)) / backends.length;
   return new Part("parity", records, {
     plot: "strip",
     guide: { x: 1, told: "the budget" },
     dims: [{ name: "report", legend: "Run" }],
-    boxes: [{ name: "backend", legend: "Backends", picture: swatch }, { name: "tensor", legend: "Results" }],
-    marks: (rows) => rows.map((it) => ({ x: it.ratio, lane: `${it.direction} ${it.tensor}`, yo: TENSORS.indexOf(it.tensor), jitter: height(it), ...markOf(it.backend), pick: it.at, what: `${it.backend} ${it.case}`, figure: it.ratio.toFixed(2) })),
+    boxes: [
+      { name: "backend", legend: "Backends", picture: swatch },
+      { name: "tensor", legend: "Results" },
+    ],
+    marks: (rows) =>
+      rows.map((it) => ({
+        x: it.ratio,
+        lane: `${it.direction} ${it.tensor}`,
+        yo: TENSORS.indexOf(it.tensor),
+        jitter: height(it),
+        ...markOf(it.backend),
+        pick: it.at,
+        what: `${it.backend} ${it.case}`,
+        figure: it.ratio.toFixed(2),
+      })),
     label: "Plot of each case's error over its budget, by result; 1 is the limit. The table below has its figures.",
     caption: "Error over budget",
     name: (it) => `${it.backend}, ${it.case}, ${it.tensor}`,
@@ -91,7 +109,21 @@ function parityPart(records) {
     ],
     panel: (it) => ({
       title: `${it.backend} ${it.direction}, ${it.case}`,
-      parts: [part("Error", facts([["result", it.tensor], ["error over budget", it.ratio.toFixed(3)], ["error", it.error === null ? "" : `${it.error} (${it.of})`], ["budget", it.budget === null ? "" : `${it.budget}`], ["fed by", it.fed_by], ["variant", it.variant], ["config", it.config], ["problem", it.problem]]))],
+      parts: [
+        part(
+          "Error",
+          facts([
+            ["result", it.tensor],
+            ["error over budget", it.ratio.toFixed(3)],
+            ["error", it.error === null ? "" : `${it.error} (${it.of})`],
+            ["budget", it.budget === null ? "" : `${it.budget}`],
+            ["fed by", it.fed_by],
+            ["variant", it.variant],
+            ["config", it.config],
+            ["problem", it.problem],
+          ]),
+        ),
+      ],
     }),
   });
 }
@@ -99,15 +131,38 @@ function parityPart(records) {
 // ---------------------------------------------------------------- targets
 
 function targetsPart(records) {
-  const short = (it) => (it.registers === null ? it.why[0]?.split(":")[0] ?? "none" : `${it.registers}${it.spills ? ` +${it.spills}` : ""}`);
+  const short = (it) =>
+    it.registers === null
+      ? (it.why[0]?.split(":")[0] ?? "none")
+      : `${it.registers}${it.spills ? ` +${it.spills}` : ""}`;
   return new Part("targets", records, {
     plot: "heat",
-    dims: [{ name: "made", legend: "Compiled" }, { name: "direction", legend: "Direction" }, { name: "mask", legend: "Mask" }],
-    marks: (rows) => rows.filter((it) => it.registers !== null).map((it) => {
-      const fill = shareFill(it.share);
-      const told = `${it.registers} registers, ${it.spills} spills in hot loops`;
-      return { x: it.arch, xo: it.at, y: `${it.backend} D ${it.d}`, yo: it.at, fill, ink: inkOn(fill), label: short(it), below: percent(it.share), pick: it.at, cell: `${it.backend} D=${it.d} ${it.arch}`, figure: told, print: `${percent(it.share)} of an SM's warps` };
-    }),
+    dims: [
+      { name: "made", legend: "Compiled" },
+      { name: "direction", legend: "Direction" },
+      { name: "mask", legend: "Mask" },
+    ],
+    marks: (rows) =>
+      rows
+        .filter((it) => it.registers !== null)
+        .map((it) => {
+          const fill = shareFill(it.share);
+          const told = `${it.registers} registers, ${it.spills} spills in hot loops`;
+          return {
+            x: it.arch,
+            xo: it.at,
+            y: `${it.backend} D ${it.d}`,
+            yo: it.at,
+            fill,
+            ink: inkOn(fill),
+            label: short(it),
+            below: percent(it.share),
+            pick: it.at,
+            cell: `${it.backend} D=${it.d} ${it.arch}`,
+            figure: told,
+            print: `${percent(it.share)} of an SM's warps`,
+          };
+        }),
     label: "Heat map of registers and occupancy by backend, head_dim and arch. The table below has its figures.",
     caption: "Registers, spills and occupancy",
     name: (it) => `${it.backend} ${it.direction}, D ${it.d}, ${it.arch}`,
@@ -119,14 +174,34 @@ function targetsPart(records) {
       { title: "registers", kind: "number", of: short, opens: true },
       { title: "spills", kind: "number", of: (it) => it.spills ?? "–" },
       { title: "occupancy", kind: "number", of: (it) => percent(it.share) },
-      { title: "shared memory, KiB", kind: "number", of: (it) => (it.smem === null ? "–" : (it.smem / 1024).toFixed(1)) },
+      {
+        title: "shared memory, KiB",
+        kind: "number",
+        of: (it) => (it.smem === null ? "–" : (it.smem / 1024).toFixed(1)),
+      },
       { title: "threads", kind: "number", of: (it) => it.threads ?? "–" },
     ],
     panel: (it) => ({
       title: `${it.backend} ${it.direction}, D ${it.d} ${it.mask}, ${it.arch}`,
       parts: [
-        part("Plan", facts([["variant", it.variant], ["config", it.config]])),
-        part("Kernel", facts([["name", it.kernel], ["registers", `${it.registers ?? ""}`], ["spills in hot loops", `${it.spills ?? ""}`], ["occupancy", percent(it.share)], ["limited by", it.limiter], ["MMA", it.mma]])),
+        part(
+          "Plan",
+          facts([
+            ["variant", it.variant],
+            ["config", it.config],
+          ]),
+        ),
+        part(
+          "Kernel",
+          facts([
+            ["name", it.kernel],
+            ["registers", `${it.registers ?? ""}`],
+            ["spills in hot loops", `${it.spills ?? ""}`],
+            ["occupancy", percent(it.share)],
+            ["limited by", it.limiter],
+            ["MMA", it.mma],
+          ]),
+        ),
         it.why.length ? part("Why there is none", el("ul", {}, ...it.why.map((why) => el("li", {}, why)))) : null,
       ],
     }),
@@ -138,24 +213,60 @@ function targetsPart(records) {
 function modelsPart(records) {
   return new Part("models", records, {
     plot: "heat",
-    dims: [{ name: "gpu", legend: "GPU" }, { name: "mode", legend: "Mode" }],
-    marks: (rows) => rows.filter((it) => it.tokens !== null).map((it) => {
-      const fill = ratioFill(it.ratio ?? 1);
-      return { x: it.implementation, xo: it.at, y: it.model, yo: it.at, fill, ink: inkOn(fill), label: `${figure(it.tokens / 1000)}k`, below: it.ratio === null ? "" : ratio(it.ratio), pick: it.at, cell: `${it.model}, ${it.implementation}`, figure: `${figure(it.tokens / 1000)}k tokens a second`, print: `${ratio(it.ratio)} times the fastest other` };
-    }),
+    dims: [
+      { name: "gpu", legend: "GPU" },
+      { name: "mode", legend: "Mode" },
+    ],
+    marks: (rows) =>
+      rows
+        .filter((it) => it.tokens !== null)
+        .map((it) => {
+          const fill = ratioFill(it.ratio ?? 1);
+          return {
+            x: it.implementation,
+            xo: it.at,
+            y: it.model,
+            yo: it.at,
+            fill,
+            ink: inkOn(fill),
+            label: `${figure(it.tokens / 1000)}k`,
+            below: it.ratio === null ? "" : ratio(it.ratio),
+            pick: it.at,
+            cell: `${it.model}, ${it.implementation}`,
+            figure: `${figure(it.tokens / 1000)}k tokens a second`,
+            print: `${ratio(it.ratio)} times the fastest other`,
+          };
+        }),
     label: "Heat map of tokens a second by model and attention. The table below has its figures.",
     caption: "Tokens a second",
     name: (it) => `${it.model}, ${it.implementation}`,
     columns: [
       { title: "model", of: (it) => it.model },
       { title: "attention", of: (it) => it.implementation },
-      { title: "thousand tokens a second", kind: "number", of: (it) => (it.tokens === null ? "no" : it.tokens / 1000), opens: true },
+      {
+        title: "thousand tokens a second",
+        kind: "number",
+        of: (it) => (it.tokens === null ? "no" : it.tokens / 1000),
+        opens: true,
+      },
       { title: "over the fastest other", kind: "number", of: (it) => ratio(it.ratio) },
     ],
     panel: (it) => ({
       title: `${it.implementation} in ${it.model}, ${it.mode}`,
       parts: [
-        part("Measured", facts([["tokens a second", it.tokens === null ? "" : it.tokens.toFixed(0)], ["a step", it.time_ms === null ? "" : `${figure(it.time_ms, 4)} ms, quartiles ${figure(it.low_ms, 4)} to ${figure(it.high_ms, 4)}`], ["logits' error over bf16 eager's", it.logits_error === null ? "" : it.logits_error.toFixed(3)]])),
+        part(
+          "Measured",
+          facts([
+            ["tokens a second", it.tokens === null ? "" : it.tokens.toFixed(0)],
+            [
+              "a step",
+              it.time_ms === null
+                ? ""
+                : `${figure(it.time_ms, 4)} ms, quartiles ${figure(it.low_ms, 4)} to ${figure(it.high_ms, 4)}`,
+            ],
+            ["logits' error over bf16 eager's", it.logits_error === null ? "" : it.logits_error.toFixed(3)],
+          ]),
+        ),
         it.error ? part("Why it has no time", el("pre", { tabindex: "0" }, it.error)) : null,
         part("Where", el("p", { class: "small" }, it.environment)),
       ],
@@ -172,8 +283,23 @@ function changesPart(records) {
     plot: "changes",
     guide: { x: 1, told: "as before" },
     dims: [],
-    boxes: [{ name: "verdict", legend: "Verdict" }, { name: "contender", legend: "Contenders", picture: swatch }],
-    marks: (rows) => rows.filter((it) => it.speedup).map((it) => ({ x: it.speedup, lane: it.contender, yo: DATA.order.indexOf(it.contender), jitter: jitter(it.at), ...markOf(it.contender), pick: it.at, what: it.cell, figure: `${it.speedup.toFixed(3)}, ${it.verdict}` })),
+    boxes: [
+      { name: "verdict", legend: "Verdict" },
+      { name: "contender", legend: "Contenders", picture: swatch },
+    ],
+    marks: (rows) =>
+      rows
+        .filter((it) => it.speedup)
+        .map((it) => ({
+          x: it.speedup,
+          lane: it.contender,
+          yo: DATA.order.indexOf(it.contender),
+          jitter: jitter(it.at),
+          ...markOf(it.contender),
+          pick: it.at,
+          what: it.cell,
+          figure: `${it.speedup.toFixed(3)}, ${it.verdict}`,
+        })),
     label: "Plot of each cell's speed-up by contender; 1 is as before. The table below has its figures.",
     caption: "Differences",
     name,
@@ -187,7 +313,21 @@ function changesPart(records) {
       { title: "spread", kind: "number", of: (it) => percent(it.spread) },
       { title: "verdict", of: (it) => it.verdict },
     ],
-    panel: (it) => ({ title: name(it), parts: [part("Change", facts([["verdict", it.verdict], ["speed-up", it.speedup ? it.speedup.toFixed(3) : ""], ["spread", percent(it.spread)]])), half("Before", it.before), half("After", it.after)] }),
+    panel: (it) => ({
+      title: name(it),
+      parts: [
+        part(
+          "Change",
+          facts([
+            ["verdict", it.verdict],
+            ["speed-up", it.speedup ? it.speedup.toFixed(3) : ""],
+            ["spread", percent(it.spread)],
+          ]),
+        ),
+        half("Before", it.before),
+        half("After", it.after),
+      ],
+    }),
   });
 }
 
@@ -195,5 +335,7 @@ const PARTS = { parity: parityPart, targets: targetsPart, models: modelsPart, ch
 
 /** The parts that this page has. */
 function makeParts() {
-  return Object.entries(PARTS).filter(([id]) => DATA[id]).map(([id, make]) => make(records(id)));
+  return Object.entries(PARTS)
+    .filter(([id]) => DATA[id])
+    .map(([id, make]) => make(records(id)));
 }

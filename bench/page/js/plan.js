@@ -20,7 +20,8 @@ document.getElementById("panel-close").addEventListener("click", () => panel.clo
 function facts(pairs) {
   const list = el("dl", { class: "facts" });
   for (const [term, value] of pairs) {
-    if (value !== null && value !== undefined && value !== "" && value !== "–") list.append(el("dt", {}, term), el("dd", {}, value));
+    if (value !== null && value !== undefined && value !== "" && value !== "–")
+      list.append(el("dt", {}, term), el("dd", {}, value));
   }
   return list.childElementCount ? list : null;
 }
@@ -40,7 +41,8 @@ function planPart(plan) {
 function reasonsPart(reasons) {
   if (!reasons) return null;
   const told = reasons.map((it) =>
-    el("li", {}, el("strong", {}, it.code), `: got ${it.got}; allowed ${it.allowed}`, it.hint ? ` (${it.hint})` : ""));
+    el("li", {}, el("strong", {}, it.code), `: got ${it.got}; allowed ${it.allowed}`, it.hint ? ` (${it.hint})` : ""),
+  );
   return part("Why it did not run", el("ul", {}, ...told));
 }
 
@@ -50,17 +52,26 @@ function timesPart(row) {
   const bound = boundOf(row);
   const boundName = inBytes(row) ? "a copy's rate" : "roofline's bound";
   const busiest = !inBytes(row) && row.bound ? `, set by ${row.bound.busiest}` : "";
-  return part("Measured", facts([
-    ["rate", `${figure(rateOf(row))} ${unitOf(row)}${row.host_bound ? " (host-bound)" : ""}`],
-    ["median", `${figure(row.time_ms, 4)} ms`],
-    ["quartiles", `${figure(row.low_ms, 4)} to ${figure(row.high_ms, 4)} ms, ${(100 * spreadOf(row)).toFixed(1)} % of the median`],
-    ["over the best peer", row.ratio === null ? "" : row.ratio.toFixed(3)],
-    [boundName, bound === null ? "" : `${figure(bound)} ${unitOf(row)}${busiest}; ${percent(rateOf(row) / bound)} of it`],
-    ["of the stated peak", row.peak_share === null ? "" : percent(row.peak_share)],
-    ["error over budget", row.error_ratio === null ? "" : row.error_ratio.toFixed(2)],
-    ["memory beside inputs and outputs", bytes === null ? "" : `${(bytes / 2 ** 20).toFixed(1)} MiB`],
-    ["readings", `${row.rounds}`],
-  ]));
+  return part(
+    "Measured",
+    facts([
+      ["rate", `${figure(rateOf(row))} ${unitOf(row)}${row.host_bound ? " (host-bound)" : ""}`],
+      ["median", `${figure(row.time_ms, 4)} ms`],
+      [
+        "quartiles",
+        `${figure(row.low_ms, 4)} to ${figure(row.high_ms, 4)} ms, ${(100 * spreadOf(row)).toFixed(1)} % of the median`,
+      ],
+      ["over the best peer", row.ratio === null ? "" : row.ratio.toFixed(3)],
+      [
+        boundName,
+        bound === null ? "" : `${figure(bound)} ${unitOf(row)}${busiest}; ${percent(rateOf(row) / bound)} of it`,
+      ],
+      ["of the stated peak", row.peak_share === null ? "" : percent(row.peak_share)],
+      ["error over budget", row.error_ratio === null ? "" : row.error_ratio.toFixed(2)],
+      ["memory beside inputs and outputs", bytes === null ? "" : `${(bytes / 2 ** 20).toFixed(1)} MiB`],
+      ["readings", `${row.rounds}`],
+    ]),
+  );
 }
 
 /** Everything of one row. */

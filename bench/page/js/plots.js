@@ -16,7 +16,16 @@ const luminance = (rgb) =>
 
 function mix(from, to, share) {
   const [a, b] = [channels(from), channels(to)];
-  return "#" + a.map((it, at) => Math.round(it + (b[at] - it) * share).toString(16).padStart(2, "0")).join("");
+  return (
+    "#" +
+    a
+      .map((it, at) =>
+        Math.round(it + (b[at] - it) * share)
+          .toString(16)
+          .padStart(2, "0"),
+      )
+      .join("")
+  );
 }
 
 /** Black or white, whichever stands out more from a fill. */
@@ -43,8 +52,16 @@ function plotConfig() {
     aria: false,
     background: "transparent",
     axis: {
-      labelFont: css("--sans"), labelColor: soft, titleColor: soft, domainColor: line, gridColor: line, tickColor: line,
-      labelFontSize: 12, labelPadding: 6, gridOpacity: 0.7, labelLimit: 170,
+      labelFont: css("--sans"),
+      labelColor: soft,
+      titleColor: soft,
+      domainColor: line,
+      gridColor: line,
+      tickColor: line,
+      labelFontSize: 12,
+      labelPadding: 6,
+      gridOpacity: 0.7,
+      labelLimit: 170,
     },
     axisX: { grid: false },
     style: { cell: { stroke: null }, text: { font: css("--sans"), fill: ink } },

@@ -40,15 +40,31 @@ function makeSortable(table) {
 function makeTable(caption, columns, rows) {
   const heads = columns.map(({ title, kind }) => el("th", { scope: "col", class: kind ?? null }, title));
   const body = rows.map((cells) =>
-    el("tr", {}, ...cells.map((cell, at) => {
-      const [inside, key] = Array.isArray(cell) ? cell : [cell, null];
-      return el(at ? "td" : "th", { scope: at ? null : "row", class: columns[at].kind ?? null, "data-sort": key }, inside);
-    })));
-  const table = el("table", {}, el("caption", { class: "away" }, caption), el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...body));
+    el(
+      "tr",
+      {},
+      ...cells.map((cell, at) => {
+        const [inside, key] = Array.isArray(cell) ? cell : [cell, null];
+        return el(
+          at ? "td" : "th",
+          { scope: at ? null : "row", class: columns[at].kind ?? null, "data-sort": key },
+          inside,
+        );
+      }),
+    ),
+  );
+  const table = el(
+    "table",
+    {},
+    el("caption", { class: "away" }, caption),
+    el("thead", {}, el("tr", {}, ...heads)),
+    el("tbody", {}, ...body),
+  );
   return makeSortable(table);
 }
 
 /** A figure that opens its panel. */
-const opens = (text, label, onclick) => el("button", { type: "button", class: "figure", "aria-label": label, onclick }, text);
+const opens = (text, label, onclick) =>
+  el("button", { type: "button", class: "figure", "aria-label": label, onclick }, text);
 
 for (const table of document.querySelectorAll("table.sortable")) makeSortable(table);
