@@ -16,6 +16,7 @@ from bench.page.sources import Evidence
 from bench.results import NO_GPU, RESULTS, dumps, load
 
 HOSTILE = "Boom: </script><b>what</b> <!-- & \u2028"
+COMPARED = "bench/results/oldgpu/peers/standard.json", "bench/results/newergpu/standard.json"
 PARITY = {
     "verdict": "FAILED: 1 problems in 3 runs of 2 cases, 1 comparisons between backends.",
     "failures": [f"cuda failed on odd: {HOSTILE}"],
@@ -70,5 +71,5 @@ def compared(folder: Path) -> Path:
     assert slow is not None
     after = [replace(before[0], measured=replace(slow, time_ms=2 * slow.time_ms, tflops=slow.tflops / 2)), *before[2:]]
     path = folder / "compare.html"
-    page.write(path, differences.changes_page(verdicts.compare(before, after), "old", "new"))
+    page.write(path, differences.changes_page(verdicts.compare(before, after), *COMPARED))
     return path

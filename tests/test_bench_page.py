@@ -13,8 +13,8 @@ import report_pages
 
 from bench import cli, decode, docs
 from bench.matrix import SUITES, InputError
-from bench.page import differences, extras, page, plots, sources, styles, verdict
-from bench.page.data import COLUMNS, pack_records, script_json
+from bench.page import differences, explorers, extras, page, plots, sources, styles, verdict
+from bench.page.data import COLUMNS, cell_data, pack_records, script_json
 from bench.results import RESULTS, dumps, is_ours, load, one_run
 from bench.verdicts import compare
 from multiattn.plan.backend import BACKENDS
@@ -180,6 +180,23 @@ def test_a_ratio_is_to_the_best_peer_of_the_cell_and_regime(text):
         assert (row["ratio"] is None) == (peer is None)
         if peer:
             assert row["ratio"] == pytest.approx(row["tflops"] / peer, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "source", sources.read_sources(sources.recorded_files()), ids=lambda it: f"{it.gpu} {it.suite}"
+)
+def test_controls_can_tell_any_two_rows_of_a_contender_apart(source):
+    """Else a plot would draw two marks of one contender at one place."""
+    places = [
+        (
+            row.contender,
+            row.regime,
+            cell_data(row.cell)["kind"],
+            *(cell_data(row.cell)[dim] for dim in explorers.PARTS[sources.kind_of(row.cell)][2]["dims"]),
+        )
+        for row in source.rows
+    ]
+    assert len(places) == len(set(places))
 
 
 def test_the_machine_is_named_and_whose_speeds_these_are(evidence, text):
@@ -366,7 +383,9 @@ def test_compare_prints_its_table_whether_or_not_it_writes_a_page(speedup, statu
     table = capsys.readouterr().out
     assert cli.main([*command, "--html", str(tmp_path / "deep" / "page.html")]) == status
     assert capsys.readouterr().out.endswith(table)
-    assert "a.json, then b.json" in (tmp_path / "deep" / "page.html").read_text()
+    text = (tmp_path / "deep" / "page.html").read_text()
+    assert "Before: a.json" in text
+    assert "After: b.json" in text
 
 
 # ---------------------------------------------------------------- the command

@@ -110,6 +110,8 @@ def cell_data(cell: Cell) -> dict[str, Any]:
         "n": cell.seq,
         "d": cell.head_dim,
         "mask": cell.attention,
+        "direction": {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward and backward"}[cell.direction],
+        "layout": cell.layout,
         "dtype": cell.dtype,
         "batch": cell.batch,
         "heads": cell.heads_text,

@@ -63,13 +63,13 @@ def changes_page(changes: Sequence[Change], before: str, after: str) -> str:
     is_good, told = headline(changes)
     return render(
         title=f"multiattn: {before} and {after} compared",
-        heading=f"{before}, then {after}",
+        heading="Two runs compared",
         lead="A speed-up is old time over new. It counts as a change beyond the spread of both readings.",
         here=here(),
         explorers=[],
         extras={"changes": _part()},
         changes={"good": is_good, "told": told, "summaries": summaries(changes), "verdicts": VERDICTS},
-        setups=[("Before", provenance(old)), ("After", provenance(new))],
+        setups=[(f"Before: {before}", provenance(old)), (f"After: {after}", provenance(new))],
         data=script_json(page_data(sources, {"changes": pack_records(records(changes))} if changes else {})),
     )
 

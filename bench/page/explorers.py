@@ -14,6 +14,8 @@ LABELS = {
     "along": "Along",
     "n": "N",
     "d": "D",
+    "direction": "Timed part",
+    "layout": "Layout",
     "mask": "Mask",
     "dtype": "Dtype",
     "group": "Query heads a key head",
@@ -37,7 +39,7 @@ SUITE_LABELS = {
 REGIME_LABELS = {"device": "back to back", "graph": "in a CUDA graph", "call": "call by call"}
 _DENSE: dict[str, Any] = {
     "zero": True,
-    "dims": ("mask", "d", "n", "dtype", "group"),
+    "dims": ("direction", "layout", "mask", "d", "n", "dtype", "group"),
     "along": ("n", "d", "mask"),
     "axes": {"default": ("n", "d"), "features": ("n", "mask"), "packed": ("d", "mask")},
     "natural": ("n", "d", "dtype", "group"),

@@ -85,7 +85,7 @@ def heat() -> dict[str, Any]:
     return _spec(alt.layer(*parts).properties(height=alt.Step(STEP)))
 
 
-def strip(*, logarithmic: bool = False) -> dict[str, Any]:
+def strip(*, logarithmic: bool = False, size: int = 30) -> dict[str, Any]:
     """One mark a row of data along x, in lanes by name, with a rule at 1."""
     scale = (
         alt.Scale(type="log", base=2, nice=False, padding=24)
@@ -93,7 +93,7 @@ def strip(*, logarithmic: bool = False) -> dict[str, Any]:
         else alt.Scale(zero=True, nice=False, padding=12)
     )
     drawn = alt.Chart(_data("rows")).encode(
-        x=alt.X("x:Q", title=None, scale=scale, axis=alt.Axis(tickCount=6)),
+        x=alt.X("x:Q", title=None, scale=scale, axis=alt.Axis(tickCount=6, labelBound=True)),
         y=alt.Y(
             "lane:N",
             sort=alt.EncodingSortField("yo", op="min"),
@@ -105,7 +105,7 @@ def strip(*, logarithmic: bool = False) -> dict[str, Any]:
     tips = [alt.Tooltip(f"{name}:N", title=title) for name, title in (("what", "case"), ("figure", "ratio"))]
     shape = alt.Shape("shape:N", scale=None, legend=None)
     parts = (
-        drawn.mark_point(filled=True, size=30, opacity=0.7, cursor="pointer").encode(_colour(), shape, tooltip=tips),
+        drawn.mark_point(filled=True, size=size, opacity=0.7, cursor="pointer").encode(_colour(), shape, tooltip=tips),
         alt.Chart(_data("guide")).mark_rule(strokeWidth=2, color="#808890").encode(x="x:Q"),
         alt.Chart(_data("guide"))
         .mark_text(align="right", baseline="top", dx=-6, y=0, fontSize=12)
@@ -119,5 +119,5 @@ def all_specs() -> dict[str, dict[str, Any]]:
     """Every kind of plot by name, compiled to Vega, which a page draws at once."""
     import vl_convert
 
-    made = {"lines": lines(), "heat": heat(), "strip": strip(), "changes": strip(logarithmic=True)}
+    made = {"lines": lines(), "heat": heat(), "strip": strip(), "changes": strip(logarithmic=True, size=70)}
     return {name: dict(vl_convert.vegalite_to_vega(spec)) for name, spec in made.items()}

@@ -45,7 +45,7 @@ function drawMaps(explorer) {
   const named = `Heat map by ${over}: ${heat}`;
   explorer.ratios.show({ rows: ratios }, `${named} over the best peer. The table below has its figures.`);
   explorer.shares.show({ rows: shares }, `${named}, the share of its bound that it reaches.`);
-  root.querySelector(".heat-of").textContent = heat;
+  root.querySelector(".heat-of").textContent = heat === BEST ? "Best of ours" : heat;
   root.querySelector(".ratios-figure").hidden = !ratios.length;
   root.querySelector(".shares-figure").hidden = !shares.length;
   root.querySelector(".plots").classList.toggle("tall", new Set(ratios.map((it) => it.y)).size > 8);
