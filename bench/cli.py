@@ -152,13 +152,13 @@ def compare_files(options: argparse.Namespace) -> int:
     With --html write one page of the differences, too.
     """
     changes = verdicts.compare(load(options.before), load(options.after))
+    print(verdicts.change_table(it for it in changes if options.all or it.verdict != "same"))
+    worse = sum(it.verdict in ("slower", "gone") for it in changes if is_ours(it.before.contender))
+    print(f"\n{len(changes)} compared; of ours {worse} slower or gone. Not shown: what is the same (--all).")
     if options.html is not None:
         names = [path.name for path in (options.before, options.after)]
         names = names if len({*names}) == 2 else list(map(str, (options.before, options.after)))
         _write_page(options.html, differences.changes_page(changes, *names))
-    print(verdicts.change_table(it for it in changes if options.all or it.verdict != "same"))
-    worse = sum(it.verdict in ("slower", "gone") for it in changes if is_ours(it.before.contender))
-    print(f"\n{len(changes)} compared; of ours {worse} slower or gone. Not shown: what is the same (--all).")
     return int(worse > 0)
 
 
@@ -207,6 +207,7 @@ def update_docs(options: argparse.Namespace) -> int:
 
 def run_demo(options: argparse.Namespace) -> int:
     """Run parity, compile for every target, time the floors where there is a GPU, and write one page of it all."""
+    page.require_packages()
     out, jobs = options.out, ["--jobs", str(options.jobs)]
     problems = [layer(128, 4096, "causal")]
     wanted = requests(problems, directions=("forward",))

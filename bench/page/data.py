@@ -20,6 +20,7 @@ from bench.results import Row, is_ours
 from multiattn.inspect.roofline import bounds
 from multiattn.mask import MASKS
 from multiattn.plan.arch import find_gpu
+from multiattn.plan.backend import BACKENDS
 
 COLUMNS = (
     *("source", "cell", "contender", "regime", "environment", "command", "plan", "detail", "reasons", "error"),
@@ -134,6 +135,7 @@ def page_data(sources: Sequence[Source], more: Mapping[str, Any]) -> dict[str, A
     packer = Packer()
     rows = [row for place, source in enumerate(sources) for row in packer.rows(source, place)]
     names = packer.lists["contender"]
+    drawn = [*BACKENDS, *names]  # parity may have backends that nobody timed
     return {
         "columns": COLUMNS,
         "shared": _SHARED,
@@ -141,8 +143,8 @@ def page_data(sources: Sequence[Source], more: Mapping[str, Any]) -> dict[str, A
         "lists": packer.lists,
         "rows": rows,
         "ours": [name for name in names if is_ours(name)],
-        "order": in_order(names),
-        "styles": as_data(names),
+        "order": in_order(drawn),
+        "styles": as_data(drawn),
         **more,
     }
 

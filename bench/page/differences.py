@@ -67,17 +67,17 @@ def changes_page(changes: Sequence[Change], before: str, after: str) -> str:
         lead="A speed-up is old time over new. It counts as a change beyond the spread of both readings.",
         here=here(),
         explorers=[],
-        extras={"changes": _part()},
+        extras={"changes": _part(bool(changes))},
         changes={"good": is_good, "told": told, "summaries": summaries(changes), "verdicts": VERDICTS},
         setups=[(f"Before: {before}", provenance(old)), (f"After: {after}", provenance(new))],
         data=script_json(page_data(sources, {"changes": pack_records(records(changes))} if changes else {})),
     )
 
 
-def _part() -> dict[str, Any]:
+def _part(is_drawn: bool) -> dict[str, Any]:
     note = "Click a mark, or a figure of the table, for both readings and their plans."
     told = {"title": "Every difference", "note": note, "heading": "Speed-up, cell by cell", "template": "part.html"}
-    return {**told, "failures": [], "wide": False}
+    return {**told, "failures": [], "is_wide": False, "is_drawn": is_drawn}
 
 
 def records(changes: Sequence[Change]) -> list[dict[str, Any]]:

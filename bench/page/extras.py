@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -37,22 +37,33 @@ def data(evidence: Evidence) -> dict[str, Any]:
     return {name: pack_records(rows) for name, rows in found.items() if rows}
 
 
-def parts(evidence: Evidence) -> dict[str, Any]:
-    """The parts that the page has, with what the template says of each."""
+NOTES = {
+    "parity": (
+        "Parity",
+        "The error of each result against fp64, over the budget that its case derives; 1 is the limit.",
+    ),
+    "targets": (
+        "Targets",
+        "Registers a thread +spills in hot loops; below, the share of an SM's warps. It takes no GPU.",
+    ),
+    "models": ("Models", "Tokens a second; below, over the fastest other attention. Random weights, 8 layers, bf16."),
+}
+HEADINGS = {
+    "parity": "Error over budget",
+    "targets": "Registers, spills and occupancy",
+    "models": "Thousands of tokens a second",
+}
+
+
+def parts(evidence: Evidence, drawn: Collection[str]) -> dict[str, Any]:
+    """The parts that the page has, with what the template says of each; `drawn` are those that have records."""
     told: dict[str, Any] = {}
-    if evidence.parities:
-        note = "The error of each result against fp64, over the budget that its case derives; 1 is the limit."
-        failures = [str(text) for it in evidence.parities for text in it.data.get("failures", ())]
-        told["parity"] = {"title": "Parity", "note": note, "heading": "Error over budget", "failures": failures}
-    if evidence.compiled or evidence.compilations:
-        note = "Registers a thread +spills in hot loops; below, the share of an SM's warps. No GPU is needed for these."
-        told["targets"] = {"title": "Targets", "note": note, "heading": "Registers, spills and occupancy"}
-    if evidence.models:
-        note = "Thousands of tokens a second; below, over the fastest other attention. Random weights, 8 layers, bf16."
-        told["models"] = {"title": "Models", "note": note, "heading": "Tokens a second"}
-    for it in told.values():
-        it.setdefault("failures", [])
-        it |= {"template": "part.html", "wide": it["title"] != "Parity"}
+    failures = [str(text) for it in evidence.parities for text in it.data.get("failures", ())]
+    for name, (title, note) in NOTES.items():
+        mine = failures if name == "parity" else []
+        if name in drawn or mine:
+            told[name] = {"title": title, "note": note, "heading": HEADINGS[name], "template": "part.html"}
+            told[name] |= {"failures": mine, "is_wide": name != "parity", "is_drawn": name in drawn}
     if evidence.hosts:
         tables = [{"title": short_name(it.environment.gpu), "rows": _host_rows(it)} for it in evidence.hosts]
         told["host"] = {"title": "Host", "tables": tables, "kinds": host.KINDS, "template": "host.html"}

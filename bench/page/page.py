@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import platform
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ def require_packages() -> None:
     """InputError where a package is missing that pages are made with."""
     missing = [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise InputError(f"a page needs {', '.join(missing)}: pip install 'multiattn[report]'; --text needs nothing")
+        raise InputError(f"a page needs {', '.join(missing)}: pip install 'multiattn[report]'")
 
 
 @functools.cache
@@ -83,25 +82,24 @@ def here() -> str:
     return describe(environment()).replace(no_gpu, f"{platform.machine()} without a GPU")
 
 
-def report_page(evidence: Evidence, more: Mapping[str, Any] | None = None) -> str:
+def report_page(evidence: Evidence) -> str:
     """The page of all evidence: the verdict first."""
     from bench.page import extras, verdict
 
-    parts = explorers(evidence.sources)
+    parts, records = explorers(evidence.sources), extras.data(evidence)
     timed = (row.contender for source in evidence.sources for row in source.timed)
     peers = [name for name in in_order(timed) if not is_ours(name)]
-    data = {"explorers": parts, **extras.data(evidence), **(more or {})}
+    others = f": 1 is the best peer, cell by cell. Peers are {', '.join(peers)}." if peers else "."
     return render(
         title="multiattn: speed, parity and targets",
         heading="One attention in Triton, cuTile and CUDA",
-        lead="Beside the fastest kernels that others wrote: 1 is the best peer, cell by cell. Peers are "
-        f"{', '.join(peers)}.",
+        lead=f"Beside the fastest kernels that others wrote{others}",
         machine=verdict.machine_line(evidence),
         here=here(),
         parities=verdict.parity_lines(evidence),
         boards=verdict.boards(evidence),
         explorers=parts,
-        extras=extras.parts(evidence),
+        extras=extras.parts(evidence, records),
         changes=None,
-        data=script_json(page_data(evidence.sources, data)),
+        data=script_json(page_data(evidence.sources, {"explorers": parts, **records})),
     )

@@ -8,7 +8,7 @@ class Part {
     this.plot = new Plot(this.root.querySelector(".plot"), told.plot, (at) => this.open(at));
     this.behind = this.root.querySelector("details.behind");
     this.behind.addEventListener("toggle", () => this.table());
-    for (const { name, off } of told.boxes ?? []) this.off[name] = new Set(off ?? []);
+    for (const { name } of told.boxes ?? []) this.off[name] = new Set();
     this.draw();
   }
 
