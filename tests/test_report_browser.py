@@ -326,15 +326,26 @@ def test_what_did_not_run_is_folded(report):
 # ---------------------------------------------------------------- widths, themes, access
 
 
+FITS = """() => [...document.querySelectorAll('.plot svg')].every((it) => it.closest('figure').hidden
+    || Math.abs(it.getBoundingClientRect().width - it.closest('.plot').clientWidth) < 24)"""
+
+
+def test_plots_fit_their_place_when_others_come_and_go(report):
+    """A long heat map gives the lines a row of their own, which they kept after it was gone."""
+    report.page.set_viewport_size({"width": 2560, "height": 1300})
+    for suite in ("every head_dim", "held out", "standard"):
+        report.page.locator("#forward").get_by_label(suite, exact=True).check()
+        report.settle()
+        report.page.wait_for_function(FITS, timeout=2000)
+    report.page.set_viewport_size({"width": 1400, "height": 900})
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["report", "compare"])
 def test_nothing_reaches_beyond_the_page(request, name, width):
     visit = request.getfixturevalue(name)
     visit.page.set_viewport_size({"width": width, "height": 900})
-    visit.page.wait_for_function(
-        """() => [...document.querySelectorAll('.plot svg')].every((it) => it.closest('figure').hidden
-        || Math.abs(it.getBoundingClientRect().width - it.closest('.plot').clientWidth) < 24)"""
-    )
+    visit.page.wait_for_function(FITS)
     assert visit.page.evaluate("document.documentElement.scrollWidth") == width
     beyond = visit.page.evaluate(
         """() => [...document.querySelectorAll('h1, h2, h3, p, label, .card *, figure, .field, summary')]

@@ -78,6 +78,7 @@ class Plot {
   constructor(place, spec, onPick) {
     Object.assign(this, { place, spec, onPick, view: null, rows: {}, signals: {}, ready: Promise.resolve() });
     PLOTS.push(this);
+    new ResizeObserver(() => this.fit()).observe(place); // Vega looks at the window alone
   }
 
   show(rows, label, signals = {}) {
@@ -85,6 +86,12 @@ class Plot {
     this.place.dataset.drawn = "false";
     this.ready = this.ready.then(() => (this.view ? this.update() : this.embed()));
     return this.ready;
+  }
+
+  /** As wide as its place, which changes also when a neighbour comes or goes. */
+  fit() {
+    const width = this.place.clientWidth;
+    if (this.view && width && this.view.signal("width") !== width) this.view.signal("width", width).runAsync();
   }
 
   async embed() {
