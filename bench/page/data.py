@@ -32,6 +32,9 @@ _SHARED = ("cell", "contender", "regime", "environment", "command", "plan", "det
 """Fields of which a row has a number in the list of that name."""
 
 
+UNITS = {"tensor": "tensor cores", "exp": "exponentials", "memory": "memory"}
+
+
 class Packer:
     """Rows become lists of numbers; what they share is kept once, in `lists`."""
 
@@ -100,7 +103,7 @@ def bound_data(cell: Cell, gpu: str) -> dict[str, Any] | None:
     if known is None or not is_plain:
         return None
     found = bounds(cell.problem, known, "forward" if cell.direction == "fwd" else "backward")
-    return {"tflops": _short(found.tflops), "busiest": " and ".join(found.busiest)}
+    return {"tflops": _short(found.tflops), "busiest": " and ".join(UNITS[it] for it in found.busiest)}
 
 
 def cell_data(cell: Cell) -> dict[str, Any]:

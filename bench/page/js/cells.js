@@ -38,7 +38,8 @@ function drawTable(explorer) {
 /** A figure, or why there is none; either opens the panel. */
 function cellOf(row, name, cell) {
   if (!row) return "–";
-  const text = row.timed ? figure(rateOf(row)) : row.error ? "error" : "refused";
+  const rate = row.host_bound ? `${figure(rateOf(row))} (host-bound)` : figure(rateOf(row));
+  const text = row.timed ? rate : row.error ? "error" : "refused";
   const label = `${name}, ${cell.key}: ${row.timed ? `${text} ${unitOf(row)}` : text}`;
   return [opens(text, label, () => openRow(row.i)), row.timed ? `${rateOf(row)}` : text];
 }
