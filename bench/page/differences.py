@@ -21,7 +21,7 @@ VERDICTS = ("faster", "same", "slower", "gone")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What became of one contender."""
+    """The outcome of one contender."""
 
     name: str
     is_ours: bool

@@ -62,9 +62,9 @@ class Evidence:
     sources: tuple[Source, ...]
     parities: tuple[Parity, ...] = ()
     compiled: Mapping[str, record.Record] = field(default_factory=dict)
-    """What is recorded of each arch."""
+    """The record of each arch."""
     compilations: tuple[Compilation, ...] = ()
-    """What this machine compiled just now."""
+    """The requests that this machine compiled just now."""
     hosts: tuple[host.HostTable, ...] = ()
     models: tuple[models.ModelRun, ...] = ()
 
@@ -129,7 +129,7 @@ def recorded(results: Path = RESULTS) -> Evidence:
 
 
 def with_this_machine(evidence: Evidence, floors: Path, parity: Path, compiled: Sequence[Compilation]) -> Evidence:
-    """What a demo found on this machine, before all that is recorded."""
+    """The findings of a demo on this machine, before all that is recorded."""
     return replace(
         evidence,
         sources=(*read_sources([floors], here=True), *evidence.sources),

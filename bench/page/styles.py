@@ -15,7 +15,7 @@ from typing import Any
 from multiattn.plan.backend import BACKENDS
 
 BACKGROUNDS = {"light": "#ffffff", "dark": "#14171c"}
-"""What plots are drawn on; page.css has the same colours."""
+"""The colours that plots are drawn on; page.css has the same."""
 
 SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "triangle-right", "triangle-left")
 DASHES = ((1, 0), (7, 3), (2, 2), (8, 3, 2, 3), (12, 4), (4, 2, 1, 2))

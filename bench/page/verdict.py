@@ -111,7 +111,7 @@ def board(source: Source, kind: str) -> Board | None:
 
 
 def _counts(cell: Cell) -> bool:
-    """Of decode one query of each sequence counts, as in docs/decode.md."""
+    """Tell whether a cell counts: in decode those of one query a sequence, as in docs/decode.md."""
     return not isinstance(cell, DecodeCell) or cell.queries == 1
 
 
