@@ -19,6 +19,7 @@ from bench.results import RESULTS, dumps, is_ours, load, one_run
 from bench.verdicts import compare
 from multiattn.plan.backend import BACKENDS
 
+pytestmark = pytest.mark.xdist_group("bench_page")  # one page for all
 CELLS = SUITES["standard"][:3]
 
 

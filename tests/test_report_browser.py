@@ -13,6 +13,7 @@ import report_pages
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'multiattn[dev]'")
 axe_playwright = pytest.importorskip("axe_playwright_python.sync_playwright")
 
+pytestmark = pytest.mark.xdist_group("report_browser")  # one page and one browser for all
 WIDTHS = (390, 1400, 2560)
 PARTS = ("forward", "backward", "decode", "parity", "targets", "models")
 DRAWN = "() => document.querySelectorAll('.plot:not([data-drawn=\"true\"])').length === 0"
