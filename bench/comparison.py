@@ -67,6 +67,8 @@ class Ratio(NamedTuple):
 
     value: float
     where: str
+    cell: Cell | None = None
+    """None for a model."""
     is_old: bool = False
     """The backend would run another kernel now than the one that was timed."""
 
@@ -132,7 +134,7 @@ def over_best_peer(rows: Iterable[Row], direction: Direction) -> dict[str, list[
             if contender in its:
                 row = its[contender]
                 is_old = not isinstance(cell, DecodeCell) and not runs_now(row)
-                ratios.append(Ratio(row.tflops / best, short_name(cell), is_old))
+                ratios.append(Ratio(row.tflops / best, short_name(cell), cell, is_old))
     return found
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import report_pages
 
-from bench import cli, decode, docs
+from bench import cli, docs
+from bench.comparison import over_best_peer
 from bench.matrix import SUITES, InputError
 from bench.page import differences, explorers, extras, page, plots, sources, styles, verdict
 from bench.page.data import COLUMNS, cell_data, pack_records, script_json
@@ -105,33 +106,32 @@ def of_file(name, kind):
 @pytest.mark.parametrize("folder", [path.name for path in RESULTS.glob("*")])
 @pytest.mark.parametrize(("suite", "kind"), [("standard", "forward"), ("backward", "backward")])
 def test_the_verdict_has_the_numbers_of_the_docs(folder, suite, kind, monkeypatch):
+    """Another function of the docs says the same, and README's comparison has each of the numbers."""
     path = RESULTS / folder / f"{suite}.json"
     rows = [row for row in one_run(load(path)) if row.regime == "device" and row.tflops]
     monkeypatch.setattr(docs, "PEERS", tuple({row.contender for row in rows if not is_ours(row.contender)}))
     expected = docs.over_peers(rows, lambda row: row.contender if row.contender in BACKENDS else "")
     found = of_file(f"{folder}/{suite}.json", kind)
     for name in BACKENDS:
-        assert found[name].ratios == pytest.approx(expected[name])
+        assert {it.cell: it.value for it in found[name].ratios} == pytest.approx(expected[name])
         assert found[name].mean == docs.geometric_mean(list(expected[name].values()), 2)
         assert found[name].least == f"{min(expected[name].values()):.2f}"
-    best = docs.over_peers(rows, lambda row: "ours" if is_ours(row.contender) else "")["ours"]
-    assert found[verdict.BEST].ratios == pytest.approx(best)
 
 
-def test_decode_has_the_numbers_of_its_own_page():
-    rows = [row for row in one_run(load(RESULTS / "h200" / "decode.json")) if row.regime == decode.REGIMES[0]]
-    told = next(line for line in decode.summary(rows).splitlines() if line.startswith("| all"))
-    mean, least, count = re.search(r"\| (\d\.\d+), least (\d\.\d+) \((\d+)\)", told).groups()
-    found = of_file("h200/decode.json", "decode")[verdict.BEST]
-    assert (found.mean, found.least) == (f"{float(mean):.2f}", f"{float(least):.2f}")
-    assert len(found.ratios) == int(count)
+@pytest.mark.parametrize("kind", verdict.SUITE_OF)
+def test_the_verdict_has_the_numbers_of_the_readme(kind):
+    line = next(it for it in (docs.ROOT / "README.md").read_text().splitlines() if it.startswith(f"| {kind}, H200"))
+    standings = of_file(f"h200/{verdict.SUITE_OF[kind][0]}.json", kind)
+    assert list(standings) == ["auto", *BACKENDS]
+    assert re.findall(r"\*\*(\S+)\*\* \((\S+)\)", line) == [(it.mean, it.least) for it in standings.values()]
 
 
 def test_a_peer_that_is_the_best_in_one_cell_counts_there_alone():
     times = {("cuda", 0): 1.0, ("fa4", 0): 2.0, ("flex", 0): 4.0, ("cuda", 1): 1.0, ("fa4", 1): 2.0, ("flex", 1): 0.5}
     rows = [fakes.row(name, time, cell=CELLS[at]) for (name, at), time in times.items()]
-    assert verdict.over_best_peer(rows, lambda row: row.contender) == {"cuda": {CELLS[0]: 2.0, CELLS[1]: 0.5}}
-    standing = verdict.Standing(name="cuda", ratios={CELLS[0]: 2.0, CELLS[1]: 0.5})
+    ratios = over_best_peer(rows, "forward")["cuda"]
+    assert {it.cell: it.value for it in ratios} == {CELLS[0]: 2.0, CELLS[1]: 0.5}
+    standing = verdict.Standing(name="cuda", ratios=ratios)
     assert (standing.mean, standing.least, standing.ahead) == ("1.00", "0.50", 1)
     assert standing.ticks(200, 0.5, 2) == {"behind": [0.0], "ahead": [200.0]}
 
@@ -219,7 +219,7 @@ def test_floors_of_this_machine_stand_before_what_is_recorded(tmp_path, evidence
     (tmp_path / "floors.json").write_text(dumps("floors", rows))
     told = verdict.boards(sources.with_this_machine(evidence, tmp_path / "floors.json", tmp_path, []))
     assert [board.gpu for board in told["forward"]][:2] == ["H200, this machine", "H200"]
-    assert (told["forward"][0].best.mean, told["backward"][0].cells) == ("2.00", 2)
+    assert (told["forward"][0].auto.mean, told["backward"][0].cells) == ("2.00", 2)
 
 
 # ---------------------------------------------------------------- parity and targets
@@ -233,13 +233,25 @@ def test_parity_shows_the_worst_of_each_case_and_never_hides_an_infinite_error()
     assert len(points) == 4
 
 
-def test_a_summary_of_parity_shows_what_it_has():
+@pytest.mark.parametrize("has_cases", [True, False])
+def test_the_worst_errors_of_parity_are_those_of_its_summary(has_cases):
+    tensors = [name for its in extras.TENSORS.values() for name in its]
     for report in sources.read_parity(RESULTS / "h200" / "parity.json", "H200"):
+        if not has_cases:
+            report = replace(report, data={name: it for name, it in report.data.items() if name != "results"})
         table = next(it for it in report.data["tables"] if it["title"] == "Summary")
-        told = {float(text) for row in table["rows"] for text in row[6:11] if text}
-        points = list(extras.parity_points(report))
-        assert {it["ratio"] for it in points} == told
-        assert {(it["backend"], it["direction"]) for it in points} == set(itertools.product(BACKENDS, extras.TENSORS))
+        told = {
+            (row[0], name): float(it)
+            for row in table["rows"]
+            for name, it in zip(tensors, row[6:11], strict=True)
+            if it
+        }
+        worst: dict[tuple[str, str], float] = {}
+        for it in extras.parity_points(report):
+            key = it["backend"] + " backward" * (it["direction"] == "backward"), it["tensor"]
+            worst[key] = max(it["ratio"], worst.get(key, 0.0))
+        assert worst.keys() == told.keys()
+        assert worst == pytest.approx(told, abs=0.0051)  # two digits of three
 
 
 def test_parity_that_failed_is_said_first(evidence, text):
@@ -404,7 +416,7 @@ def test_report_writes_a_page_and_prints_its_verdict(results, tmp_path, capsys):
     assert cli.main(["report", str(results)]) == 0
     out = capsys.readouterr().out
     assert "Written: out/report.html" in out
-    assert "Forward, H200, 3 cells, times the best peer: best of ours 1.00" in out
+    assert "Forward, H200, 3 cells, times the best peer: auto 1.00" in out
     assert len(out.splitlines()) < 10
     assert len(data_of((tmp_path / "out" / "report.html").read_text())["rows"]) == 6
 

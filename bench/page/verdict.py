@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bench.decode_cells import DecodeCell
-from bench.docs import geometric_mean
+from bench.comparison import Ratio, mean_of, over_best_peer
 from bench.matrix import Cell
 from bench.page.sources import Evidence, Source, kind_of
 from bench.results import Row, is_ours
-from multiattn.plan.backend import BACKENDS
 
 SUITE_OF = {"forward": ("standard", "device"), "backward": ("backward", "device"), "decode": ("decode", "graph")}
 """The suite and regime that speak for a direction; on a machine that ran less, `FLOORS`."""
 FLOORS = "floors"
-BEST = "best of ours"
 Place = tuple[Cell, str]
 
 
@@ -30,43 +27,32 @@ def best_peers(rows: Iterable[Row]) -> dict[Place, Row]:
     return found
 
 
-def over_best_peer(rows: Sequence[Row], name_of: Callable[[Row], str]) -> dict[str, dict[Cell, float]]:
-    """By name and cell of one regime, TFLOPS of the best row of a name over those of the best peer."""
-    peers = best_peers(rows)
-    best: dict[str, dict[Cell, float]] = {}
-    for row in rows:
-        if row.measured is not None and is_ours(row.contender) and (peer := peers.get((row.cell, row.regime))):
-            rates = best.setdefault(name_of(row), {})
-            rates[row.cell] = max(row.tflops / peer.tflops, rates.get(row.cell, 0.0))
-    return best
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """A backend over the best peer, cell by cell."""
+    """A backend, or ``auto``, over the best peer, cell by cell."""
 
     name: str
-    ratios: Mapping[Cell, float]
+    ratios: Sequence[Ratio]
 
     @property
     def mean(self) -> str:
         """The geometric mean, as README writes it."""
-        return geometric_mean(list(self.ratios.values()), 2)
+        return f"{mean_of(self.ratios):.2f}"
 
     @property
-    def least_cell(self) -> Cell:
+    def least_ratio(self) -> Ratio:
         """Where it is slowest beside the best peer."""
-        return min(self.ratios, key=lambda cell: self.ratios[cell])
+        return min(self.ratios, key=lambda it: it.value)
 
     @property
     def least(self) -> str:
         """The least ratio."""
-        return f"{self.ratios[self.least_cell]:.2f}"
+        return f"{self.least_ratio.value:.2f}"
 
     @property
     def ahead(self) -> int:
         """The number of cells in which it is at least as fast as the best peer."""
-        return sum(it >= 1 for it in self.ratios.values())
+        return sum(it.value >= 1 for it in self.ratios)
 
     def ticks(self, width: float, lowest: float, highest: float) -> dict[str, list[float]]:
         """Places of the ratios on a logarithmic axis, those below 1 and the others, each once.
@@ -75,7 +61,7 @@ class Standing:
         """
         span = math.log(highest / lowest)
         found: dict[str, set[float]] = {"behind": set(), "ahead": set()}
-        for ratio in self.ratios.values():
+        for ratio in (it.value for it in self.ratios):
             place = math.log(min(max(ratio, lowest), highest) / lowest) / span
             found["behind" if ratio < 1 else "ahead"].add(round(width * place, 1))
         return {side: sorted(places) for side, places in found.items() if places}
@@ -92,27 +78,19 @@ class Board:
     standings: tuple[Standing, ...]
 
     @property
-    def best(self) -> Standing:
-        """The fastest of ours in each cell."""
+    def auto(self) -> Standing:
+        """The standing of what a call runs that names no backend."""
         return self.standings[0]
 
 
 def board(source: Source, kind: str) -> Board | None:
-    """The standings of a direction in a source; None where nothing of it was measured beside a peer."""
+    """The standings of a direction in a source, as README has them; None where none was measured beside a peer."""
     regime = SUITE_OF[kind][1]
-    rows = [row for row in source.timed if kind_of(row.cell) == kind and row.regime == regime and _counts(row.cell)]
-    backends = over_best_peer(rows, lambda row: row.contender)
-    best = over_best_peer(rows, lambda _: BEST)
-    found = {**best, **{name: backends[name] for name in BACKENDS if name in backends}}
-    if not found:
-        return None
-    standings = tuple(Standing(name=name, ratios=ratios) for name, ratios in found.items())
-    return Board(kind=kind, gpu=source.label, suite=source.suite, cells=len(best[BEST]), standings=standings)
-
-
-def _counts(cell: Cell) -> bool:
-    """Tell whether a cell counts: in decode those of one query a sequence, as in docs/decode.md."""
-    return not isinstance(cell, DecodeCell) or cell.queries == 1
+    rows = [row for row in source.timed if kind_of(row.cell) == kind and row.regime == regime]
+    found = over_best_peer(rows, "backward" if kind == "backward" else "forward")
+    standings = tuple(Standing(name=name, ratios=ratios) for name, ratios in found.items() if ratios)
+    cells = len({it.cell for its in found.values() for it in its})
+    return Board(kind=kind, gpu=source.label, suite=source.suite, cells=cells, standings=standings) if cells else None
 
 
 def boards(evidence: Evidence) -> dict[str, list[Board]]:
