@@ -16,6 +16,8 @@ axe_playwright = pytest.importorskip("axe_playwright_python.sync_playwright")
 pytestmark = pytest.mark.xdist_group("report_browser")  # one page and one browser for all
 WIDTHS = (390, 1400, 2560)
 PARTS = ("forward", "backward", "decode", "parity", "targets", "models")
+FITS = """() => [...document.querySelectorAll('.plot svg')].every((it) => it.closest('figure').hidden
+    || Math.abs(it.getBoundingClientRect().width - it.closest('.plot').clientWidth) < 24)"""
 DRAWN = "() => document.querySelectorAll('.plot:not([data-drawn=\"true\"])').length === 0"
 
 
@@ -110,6 +112,27 @@ def test_every_plot_is_drawn_and_has_a_name(report):
         assert re.match("Plot of|Heat map", it["label"]), it
         assert it["role"] == "img", it
         assert it["marks"] > (0 if it["part"] == "targets" else 2) or it["hidden"], it  # a demo's has one kernel here
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_label_of_a_plot_lies_on_another_or_on_a_cell(report, width):
+    """The names of models' attentions lay on the first row, in two lines."""
+    report.page.set_viewport_size({"width": width, "height": 900})
+    report.page.wait_for_function(FITS)
+    found = report.page.evaluate(
+        """() => {
+            const apart = (a, b) => a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 1
+                || b.bottom <= a.top + 1;
+            const boxes = (plot, name) => [...plot.querySelectorAll(name)].map((it) => it.getBoundingClientRect());
+            return [...document.querySelectorAll('.plot')].filter((plot) => {
+                const labels = boxes(plot, '.role-axis-label text');
+                const cells = boxes(plot, '.mark-rect.role-mark path');
+                return labels.some((it, at) => [...labels.slice(at + 1), ...cells].some((other) => !apart(it, other)));
+            }).map((plot) => plot.getAttribute('aria-label'));
+        }"""
+    )
+    report.page.set_viewport_size({"width": 1400, "height": 900})
+    assert found == []
 
 
 def test_the_verdict_is_the_first_screen_and_forward_stands_before_backward(report):
@@ -325,10 +348,6 @@ def test_what_did_not_run_is_folded(report):
 
 
 # ---------------------------------------------------------------- widths, themes, access
-
-
-FITS = """() => [...document.querySelectorAll('.plot svg')].every((it) => it.closest('figure').hidden
-    || Math.abs(it.getBoundingClientRect().width - it.closest('.plot').clientWidth) < 24)"""
 
 
 def test_plots_fit_their_place_when_others_come_and_go(report):

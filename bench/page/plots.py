@@ -15,6 +15,7 @@ LINE_HEIGHT = 400
 STEP = 46
 """Height of a heat map's row: two lines of text."""
 LANE = 72
+A_WORD_A_LINE = "split(replace(datum.label, /_/g, ' '), ' ')"
 
 
 def _data(name: str) -> alt.NamedData:
@@ -22,8 +23,7 @@ def _data(name: str) -> alt.NamedData:
 
 
 def _x(**axis: Any) -> alt.X:
-    words = "split(replace(datum.label, /_/g, ' '), ' ')"
-    drawn = alt.Axis(labelAngle=0, ticks=False, labelExpr=words, **axis)
+    drawn = alt.Axis(labelAngle=0, ticks=False, **axis)
     return alt.X("x:N", sort=alt.EncodingSortField("xo", op="min"), title=None, axis=drawn)
 
 
@@ -47,14 +47,16 @@ def lines() -> dict[str, Any]:
     series = [alt.Detail("contender:N"), _colour()]
     dash = alt.StrokeDash("dash:N", scale=None, legend=None)
     tips = [alt.Tooltip(f"{name}:N", title=title) for name, title in TIPS]
-    drawn = alt.Chart(_data("rows")).encode(x=_x(), y=rate)
+    drawn = alt.Chart(_data("rows")).encode(x=_x(labelExpr=A_WORD_A_LINE), y=rate)
     parts = (
         alt.Chart(_data("bounds"))
         .mark_tick(thickness=2, size=34, color="#808890")
-        .encode(x=_x(), y="y:Q", tooltip=[alt.Tooltip("told:N", title="bound")]),
+        .encode(x=_x(labelExpr=A_WORD_A_LINE), y="y:Q", tooltip=[alt.Tooltip("told:N", title="bound")]),
         alt.Chart(_data("guide")).mark_rule(strokeWidth=1.5, color="#808890").encode(y="y:Q"),
         drawn.mark_rule(strokeWidth=1.5).encode(alt.Y2("high:Q"), *series, y="low:Q"),
-        alt.Chart(_data("paths")).mark_line(strokeWidth=2.25).encode(*series, dash, x=_x(), y=rate),
+        alt.Chart(_data("paths"))
+        .mark_line(strokeWidth=2.25)
+        .encode(*series, dash, x=_x(labelExpr=A_WORD_A_LINE), y=rate),
         drawn.mark_point(filled=True, size=64, opacity=1).encode(*series, shape),
         drawn.mark_point(filled=True, size=220, opacity=0, cursor="pointer").encode(*series, tooltip=tips),
     )
