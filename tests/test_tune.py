@@ -22,7 +22,7 @@ from multiattn.plan.tuning import tuning_of
 from multiattn.problem import Problem
 from multiattn.run import calls
 from multiattn.run import tuning as kept
-from multiattn.tune import cli, measure
+from multiattn.tune import check, cli, measure
 from multiattn.tune.candidates import candidates_of
 
 SM90 = ARCHS["sm90"]
@@ -92,6 +92,23 @@ def test_what_is_not_checked_in_time_is_left_out(gpu, monkeypatch):
     found = measure.tune(PROBLEM, "forward", wanted, gpu.bench(), budget_s=15, report=lambda outcome: None)
     assert found.backends["cuda"].candidates == 2
     assert found.backends["cuda"].bundled
+
+
+def test_nothing_is_checked_any_more_while_candidates_are_timed(gpu, monkeypatch):
+    events = []
+
+    def run_isolated(*given, **more):
+        try:
+            yield from fakes.run_here(*given, **more)
+        finally:
+            events.append("the processes end")
+
+    monkeypatch.setattr(check, "run_isolated", run_isolated)
+    real = measure.time_candidates
+    monkeypatch.setattr(measure, "time_candidates", lambda *given: events.append("timing") or real(*given))
+    wanted = candidates_of("cuda", PROBLEM, ARCHS["cpu"], "forward", most=12)
+    measure.tune(PROBLEM, "forward", wanted, gpu.bench(), budget_s=0, report=lambda outcome: None)
+    assert events == ["the processes end", "timing"]
 
 
 def test_candidates_near_the_rule_come_first(monkeypatch):

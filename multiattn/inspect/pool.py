@@ -8,7 +8,7 @@ import os
 import queue
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -40,7 +40,7 @@ def run_isolated(
     jobs: int,
     timeout_s: float,
     keep: Callable[[], bool] | None = None,
-) -> Iterator[Outcome[Item, Result]]:
+) -> Generator[Outcome[Item, Result], None, None]:
     """Yield the outcome of `function` (a module's own) for each item as it ends, from `jobs` spawned processes.
 
     Args:

@@ -6,8 +6,9 @@ The processes leave their compiled code in the caches of the compilers, so that 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -48,19 +49,21 @@ def device_works() -> bool:
 
 def check_all(
     function: Callable[[Item], bool], wanted: Sequence[Item], *, jobs: int, timeout_s: float
-) -> Iterator[Outcome[Item, bool]]:
-    """Call `function` for each in processes of their own; each outcome as it ends.
+) -> Generator[Outcome[Item, bool], None, None]:
+    """Call `function` for each in processes of their own; each outcome as it ends. Closing it ends the processes.
 
     What finds too little memory beside the others is tried once more, alone.
     """
     waiting = list(wanted)
     for processes in (jobs, 1):
         crowded = []
-        for outcome in run_isolated(function, waiting, jobs=processes, timeout_s=timeout_s, keep=device_works):
-            if processes > 1 and any(word in outcome.error for word in OUT_OF_MEMORY):
-                crowded.append(outcome.item)
-            else:
-                yield outcome
+        outcomes = run_isolated(function, waiting, jobs=processes, timeout_s=timeout_s, keep=device_works)
+        with contextlib.closing(outcomes):
+            for outcome in outcomes:
+                if processes > 1 and any(word in outcome.error for word in OUT_OF_MEMORY):
+                    crowded.append(outcome.item)
+                else:
+                    yield outcome
         waiting = crowded
 
 

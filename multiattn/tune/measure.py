@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 
@@ -86,13 +87,15 @@ def tune(problem: Problem, direction: Direction, wanted: Sequence[Candidate], be
 
 
 def _in_time(
-    outcomes: Iterator[Outcome[Candidate, bool]], budget_s: float | None
+    outcomes: Generator[Outcome[Candidate, bool], None, None], budget_s: float | None
 ) -> Iterator[Outcome[Candidate, bool]]:
+    """The outcomes until the time is over. Nothing is compiled or launched afterwards: timing follows."""
     began = time.monotonic()
-    for outcome in outcomes:
-        yield outcome
-        if budget_s is not None and time.monotonic() - began > budget_s:
-            return
+    with contextlib.closing(outcomes):
+        for outcome in outcomes:
+            yield outcome
+            if budget_s is not None and time.monotonic() - began > budget_s:
+                return
 
 
 # ---------------------------------------------------------------- timed
