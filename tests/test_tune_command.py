@@ -1,6 +1,7 @@
 """The command `multiattn tune`: options, output, files, and what happens when it ends early."""
 
 import json
+import os
 from dataclasses import asdict, replace
 
 import pytest
@@ -17,6 +18,7 @@ from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import find_variant, get
 from multiattn.plan.records import config_of
 from multiattn.plan.tuning import tuning_of
+from multiattn.run import cache
 from multiattn.run import tuning as kept
 from multiattn.tune import check, cli, measure
 
@@ -138,11 +140,52 @@ def test_a_file_of_another_version_is_replaced(machine, folder, capsys):
     assert len(kept.read(path).cells) == 1
 
 
+def test_a_file_of_another_gpu_is_replaced(machine, capsys):
+    path = kept.path_of(GPU)
+    kept.write(fakes.tuning(gpu="NVIDIA Other"), path)
+    assert command.main([*SHAPE, "--direction", "both"]) == 0
+    assert capsys.readouterr().err.count("Replaced by new measurements") == 1
+    assert kept.tuning_for(CUDA).gpu == GPU
+
+
+def test_another_process_that_tunes_loses_nothing(machine, monkeypatch):
+    path, real = kept.path_of(GPU), cli.tune
+
+    def tune_beside(*given, **more):
+        kept.write(fakes.tuning(fakes.cell(LAYER, {"cuda": timed()}), arch="cpu"), path)
+        return real(*given, **more)
+
+    monkeypatch.setattr(cli, "tune", tune_beside)
+    assert command.main(SHAPE) == 0
+    assert [it.sizes.head_dim for it in kept.read(path).cells] == [128, 16]
+
+
 @pytest.mark.usefixtures("machine")
-def test_a_folder_that_cannot_be_written_to_is_named(monkeypatch, capsys):
+def test_a_folder_that_cannot_be_written_to_is_named_before_all_is_measured(monkeypatch, capsys):
     monkeypatch.setenv("MULTIATTN_CACHE_DIR", "/proc/none")
     assert command.main(SHAPE) == 2
-    assert "cannot write /proc/none/tuned/nvidia-test.json" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "cannot write /proc/none/tuned/nvidia-test.json" in said.err
+    assert not said.out
+
+
+def test_a_folder_that_calls_would_not_read_is_refused(machine, folder, capsys):
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert command.main(SHAPE) == 2
+    assert "can be written to by other users" in capsys.readouterr().err
+    assert not list(folder.iterdir())
+
+
+def test_the_cache_is_made_for_this_user_alone(machine, monkeypatch, tmp_path):
+    monkeypatch.setenv("MULTIATTN_CACHE_DIR", str(tmp_path / "new"))
+    before = os.umask(0o002)
+    try:
+        assert command.main(SHAPE) == 0
+    finally:
+        os.umask(before)
+    cache.check_owner(tmp_path / "new")
+    assert kept.tuning_for(CUDA) is not None
 
 
 @pytest.mark.usefixtures("machine")

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,8 +56,11 @@ def version() -> str:
     return str(sys.modules["multiattn"].__version__)
 
 
-def read(path: Path) -> Tuning:
-    """The measurements of a file; ValueError, with what came, where it has not those of this version's kernels."""
+def read(path: Path, gpu: str | None = None) -> Tuning:
+    """The measurements of a file; ValueError, with what came, where it has not those of this version's kernels.
+
+    Nor those of `gpu`, if that is given.
+    """
     from multiattn.plan.tuning import tuning_of  # here: most users have no such file, and all import the package
 
     try:
@@ -65,6 +69,8 @@ def read(path: Path) -> Tuning:
         raise ValueError(f"{path}: {error}") from None
     if found.multiattn != version():
         raise ValueError(f"{path}: multiattn: got kernels of {found.multiattn}; allowed those of {version()}")
+    if gpu not in (None, found.gpu):
+        raise ValueError(f"{path}: gpu: got {found.gpu!r}; allowed {gpu!r}")
     return found
 
 
@@ -76,14 +82,43 @@ def write(tuning: Tuning, path: Path) -> None:
     """
     draft = path.with_name(f".{path.stem}.{os.getpid()}.making")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_folders(path)
         draft.write_text(json.dumps(asdict(tuning), indent=1) + "\n")
         os.replace(draft, path)
     except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}; allowed a folder that can be written to") from error
+    finally:
         with contextlib.suppress(OSError):
             draft.unlink()
-        raise OSError(f"cannot write {path}: {error.strerror}; allowed a folder that can be written to") from error
     _kept.cache_clear()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes from writing the file meanwhile; OSError as `write`, or where calls would not read it."""
+    import filelock  # here: as in `folder`
+
+    from multiattn.run.cache import check_owner
+
+    try:
+        _make_folders(path)
+        locks = path.parent.parent / ".locks"
+        locks.mkdir(mode=0o700, exist_ok=True)
+        lock = filelock.FileLock(locks / f"{path.name}.lock")
+        lock.acquire()
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}; allowed a folder that can be written to") from error
+    try:
+        check_owner(path.parent)
+        yield
+    finally:
+        lock.release()
+
+
+def _make_folders(path: Path) -> None:
+    """The folder of a file and the cache's, which only this user may write to, whatever the umask."""
+    for its in (path.parent.parent, path.parent):
+        its.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def tuning_for(device: torch.device) -> Tuning | None:
@@ -106,14 +141,11 @@ def _kept(gpu: str, path: Path) -> Tuning | None:
         check_owner(path.parent)
         if not path.exists():
             return None
-        found = read(path)
-        if found.gpu != gpu:
-            raise ValueError(f"{path}: gpu: got {found.gpu!r}; allowed {gpu!r}")
+        return read(path, gpu)
     except (OSError, ValueError) as error:
         todo = "`multiattn tune` measures anew, `multiattn tune --forget` removes it"
         warnings.warn(f"the measurements of this GPU are not used: {error}. {todo}", RuntimeWarning, stacklevel=2)
         return None
-    return found
 
 
 # ---------------------------------------------------------------- a GPU without a record

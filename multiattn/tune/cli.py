@@ -20,7 +20,7 @@ from multiattn.plan.arch import detect, gpu_name
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction
 from multiattn.plan.tuning import SCHEMA, TimedWay, TunedCell, Tuning
 from multiattn.problem import Problem
-from multiattn.run.tuning import VARIABLE, folder, is_on, path_of, read, version, write
+from multiattn.run.tuning import VARIABLE, folder, is_on, locked, path_of, read, version, write
 from multiattn.tune.candidates import Candidate, candidates_of, in_turn
 from multiattn.tune.measure import Bench, LostError, tune
 
@@ -84,7 +84,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"Removed: {path}")
     bench = Bench(gpu=gpu, arch=detect(device), device=str(device), jobs=options.jobs)
     if options.shape:
-        kept = _kept(path, bench)
+        with locked(path):  # a folder that is of no use is told before, not after all was measured
+            kept = _kept(path, bench)
         status = _tune_all(_works(options, kept, bench), kept, bench, path, options)
         if status:
             return status
@@ -107,8 +108,7 @@ def _tune_all(works: Sequence[Work], kept: Tuning, bench: Bench, path: Path, opt
             for place, work in enumerate(works, start=1):
                 cell = tune(work.problem, work.direction, work.wanted, bench, budget_s=_budget(options), report=report)
                 if cell.timed:
-                    kept = with_cell(kept, cell)
-                    write(kept, path)
+                    _keep(cell, path, bench)
                     done += 1
                 bar.update(sum(len(it.wanted) for it in works[:place]) - bar.n)  # what was left out, too
                 bar.clear()
@@ -200,15 +200,22 @@ def _told(seconds: float) -> str:
 # ---------------------------------------------------------------- kept
 
 
-def _kept(path: Path, bench: Bench) -> Tuning:
+def _keep(cell: TunedCell, path: Path, bench: Bench) -> None:
+    """Add a cell to what the file has by now: another process may tune other shapes on such a GPU."""
+    with locked(path):
+        write(with_cell(_kept(path, bench, tell=False), cell), path)
+
+
+def _kept(path: Path, bench: Bench, *, tell: bool = True) -> Tuning:
     """The measurements of the file; none, with a word, where it cannot be used."""
     empty = Tuning(schema=SCHEMA, multiattn=version(), gpu=bench.gpu, arch=bench.arch.name, cells=())
     try:
-        return read(path)
+        return read(path, bench.gpu)
     except FileNotFoundError:
         return empty
     except ValueError as error:
-        print(f"Replaced by new measurements: {error}", file=sys.stderr)
+        if tell:
+            print(f"Replaced by new measurements: {error}", file=sys.stderr)
         return empty
 
 
