@@ -70,16 +70,19 @@ def explain(options: argparse.Namespace) -> int:
 
 def _tuning_here(arch: Arch) -> Tuning | None:
     """The user's own measurements of this machine's GPU, if a problem is explained for its arch."""
-    if not torch.cuda.is_available() or detect(torch.device("cuda")) != arch:
-        return None
-    return tuning_for(torch.device("cuda"))
+    return tuning_for(torch.device("cuda")) if _is_here(arch) else None
+
+
+def _is_here(arch: Arch) -> bool:
+    """True for the arch of this machine's GPU."""
+    return torch.cuda.is_available() and detect(torch.device("cuda")) == arch
 
 
 def _print_auto(problem: Problem, arch: Arch, direction: Direction, tuning: Tuning | None) -> None:
-    """Print what ``backend="auto"`` takes, and why."""
+    """Print what ``backend="auto"`` takes, and why: on this machine's GPU of what is installed here."""
     if arch.is_gpu:
         with contextlib.suppress(Unsupported):
-            (plan,) = choose(problem, arch, Options(), direction, probe=False, tuning=tuning)
+            (plan,) = choose(problem, arch, Options(), direction, probe=_is_here(arch), tuning=tuning)
             print(f"auto takes {plan.backend}, variant {plan.variant}: {plan.why}")
 
 

@@ -14,9 +14,11 @@ from bench.matrix import InputError
 from bench.tuned_lines import print_lines
 from multiattn import __main__ as command
 from multiattn.inspect import ncu
+from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import find_variant, get
+from multiattn.plan.backend import BACKENDS, find_variant, get
 from multiattn.plan.records import config_of
+from multiattn.plan.support import Reason
 from multiattn.plan.tuning import tuning_of
 from multiattn.run import cache
 from multiattn.run import tuning as kept
@@ -218,3 +220,22 @@ def test_explain_cites_what_was_tuned(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert said.count("tuned here: NVIDIA Test, 2026-11-26") == 2  # of auto and of the variant
     assert f"config: {config}" in said
+
+
+def test_explain_names_no_backend_that_a_call_cannot_have_here(monkeypatch, capsys):
+    real = get
+    missing = (Reason(code="package", got="no cuda-core", allowed="1.0"),)
+    made = {name: replace(real(name), probe=lambda arch: ()) for name in BACKENDS}
+    asked = ["explain", "--shape", "2,16,1024,128", "--causal", "--arch", "sm90"]
+    assert command.main(asked) == 0
+    best = capsys.readouterr().out.split("auto takes ")[1].split(",")[0]
+    made[best] = replace(real(best), probe=lambda arch: missing)
+    monkeypatch.setattr(registry, "get", lambda name: made.get(name) or real(name))
+    monkeypatch.setattr(command, "detect", lambda device: ARCHS["sm90"])
+    monkeypatch.setattr(command, "tuning_for", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "default_arch", lambda: "sm90")
+    monkeypatch.setattr(ncu, "default_arch", lambda: "sm90")
+    assert command.main(asked) == 0
+    assert f"auto takes {best}" not in (said := capsys.readouterr().out)
+    assert "auto takes " in said
