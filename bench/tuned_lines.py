@@ -6,16 +6,15 @@ import json
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.matrix import InputError
-from multiattn.mask import parse_band
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import Plan, find_variant, plan_variant
 from multiattn.plan.config import length_of
 from multiattn.plan.records import config_of
-from multiattn.plan.tuning import NEAR_LENGTH, Sizes, TimedWay, TunedBackend, TunedCell, Tuning, tuning_of
+from multiattn.plan.tuning import NEAR_LENGTH, TimedWay, TunedBackend, TunedCell, Tuning, tuning_of
 from multiattn.problem import Problem
 
 
@@ -29,16 +28,25 @@ def print_lines(path: Path) -> int:
     except ValueError as error:
         raise InputError(f"--import: {path}: {error}") from None
     found = list(rules_of(tuning))
-    print(f"{tuning.gpu} ({tuning.arch}), multiattn {tuning.multiattn}: {len(tuning.cells)} cells, {len(found)} rules")
-    for place, line in found:
-        print(f"\n{place}\n{line}")
-    return 0 if found else 1
+    rules = sum(it.is_rule for it in found)
+    print(f"{tuning.gpu} ({tuning.arch}), multiattn {tuning.multiattn}: {len(tuning.cells)} cells, {rules} rules")
+    for it in found:
+        print(f"\n{it.place}\n{it.text}")
+    return 0 if rules else 1
 
 
-def rules_of(tuning: Tuning) -> Iterator[tuple[str, str]]:
-    """The place and the line of each rule: better than the bundled choice, and planned anew on the arch."""
+class Line(NamedTuple):
+    """A rule and its place, or why a config is none."""
+
+    place: str
+    text: str
+    is_rule: bool
+
+
+def rules_of(tuning: Tuning) -> Iterator[Line]:
+    """A line for each config that was better than the bundled choice: a rule, if it can be planned on the arch."""
     for cell in tuning.cells:
-        problem = problem_of_sizes(cell.sizes)
+        problem = cell.sizes.problem
         for name, own in cell.backends.items():
             for way in own.ways[:1]:
                 if way.config is None:
@@ -48,23 +56,11 @@ def rules_of(tuning: Tuning) -> Iterator[tuple[str, str]]:
                 config = config_of(way.config, variant)
                 plan = plan_variant(backend, variant, problem, by_name(tuning.arch), config, direction=cell.direction)
                 if isinstance(plan, Plan):
-                    yield _place(name, way.variant), json.dumps(_rule(tuning, cell, name, way, own, problem))
+                    rule = json.dumps(_rule(tuning, cell, name, way, own, problem))
+                    yield Line(_place(name, way.variant), rule, is_rule=True)
                 else:
-                    yield f"no rule, {name}/{way.variant} {config} does not fit", "; ".join(map(str, plan))
-
-
-def problem_of_sizes(sizes: Sizes) -> Problem:
-    """The contiguous problem of a cell."""
-    return Problem.contiguous(
-        batch=sizes.batch,
-        heads_q=sizes.heads_q,
-        heads_kv=sizes.heads_kv,
-        seq_q=sizes.seq_q,
-        seq_kv=sizes.seq_kv,
-        head_dim=sizes.head_dim,
-        dtype=sizes.dtype,
-        band=parse_band(sizes.mask),
-    )
+                    told = f"no rule, {name}/{way.variant} {config} does not fit"
+                    yield Line(told, "; ".join(map(str, plan)), is_rule=False)
 
 
 def _place(backend: str, variant: str) -> str:

@@ -186,7 +186,9 @@ def test_a_file_that_cannot_be_used_is_warned_of_and_ignored(folder, gpu, text, 
         (lambda its: its["backends"]["cuda"]["ways"][0]["config"].update(tile_m="wide"), "tile_m: got 'wide'"),
         (lambda its: its["backends"]["cuda"]["ways"][0].update(variant="third"), "variant: got 'third'"),
         (lambda its: its["backends"]["cuda"]["ways"][0].update(tflops=float("nan")), "tflops: got nan"),
+        (lambda its: its["backends"]["cuda"]["ways"][0].update(time_ms=-1.0), "in -1.0 ms; allowed numbers above 0"),
         (lambda its: its["sizes"].update(heads_kv=0), "allowed heads from 1 on"),
+        (lambda its: its["sizes"].update(mask="striped"), "striped"),
     ],
 )
 def test_wrong_cells_are_named(gpu, spoil, said):
@@ -194,6 +196,14 @@ def test_wrong_cells_are_named(gpu, spoil, said):
     spoil(data["cells"][0])
     with pytest.raises(ValueError, match=said):
         tuning_of(data)
+
+
+def test_a_config_without_sizes_is_named():
+    its = make_plan(get("cuda"), LAYER, SM90, direction="backward", variant="two_pass", probe=False)
+    none = asdict(its.config) | {"tile_n": 0}
+    cell = fakes.cell(LAYER, {"cuda": timed(way("two_pass", none, 500))}, "backward")
+    with pytest.raises(ValueError, match=r"config: got .* tile_n=0.*; allowed sizes above 0"):
+        tuning_of(json.loads(json.dumps(asdict(fakes.tuning(cell)))))
 
 
 def test_others_may_not_put_rules_into_the_folder(folder, gpu):

@@ -71,6 +71,8 @@ def test_the_command_measures_keeps_lists_exports_and_forgets(machine, folder, t
     assert tuning_of(json.loads(exported.read_text())) == kept.tuning_for(CUDA)
     assert command.main(["tune", "--forget"]) == 0
     assert list(folder.iterdir()) == []
+    assert command.main(["tune", "--forget"]) == 0
+    assert "Nothing was kept in" in capsys.readouterr().out
     assert command.main(["tune", "--export", str(exported)]) == 1
     assert "measures first" in capsys.readouterr().err
 
@@ -93,6 +95,17 @@ def test_an_export_becomes_lines_for_the_package(tmp_path, capsys):
     path.write_text("{}")
     with pytest.raises(InputError, match="schema: got None"):
         print_lines(path)
+
+
+def test_a_config_that_fits_no_more_is_no_rule(tmp_path, capsys):
+    config, bundled = other_config()
+    wide = asdict(config) | {"tile_n": 4096}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(asdict(fakes.tuning(fakes.cell(LAYER, {"cuda": timed(way(bundled.variant, wide, 9))})))))
+    assert print_lines(path) == 1
+    said = capsys.readouterr().out
+    assert "1 cells, 0 rules" in said
+    assert "does not fit" in said
 
 
 def test_an_interrupted_run_keeps_what_is_finished(machine, monkeypatch, capsys):
@@ -195,6 +208,7 @@ def test_the_cache_is_made_for_this_user_alone(machine, monkeypatch, tmp_path):
     ("words", "said"),
     [
         (["tune"], "--shape: got none; allowed B,H,S,D"),
+        (["tune", "--list", "--forget"], "--list: got --shape, --export or --forget, too; allowed alone"),
         ([*SHAPE, "--backend", "cutile"], "--backend: got what cannot run here\n  cutile: package: got no cuda-tile"),
         ([*SHAPE, "--variant", "third"], "--variant: got third; allowed first, second"),
         (["tune", "--shape", "2,4,0,16"], "allowed one that needs a kernel"),

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from multiattn.mask import parse_band
 from multiattn.plan import backend as registry
-from multiattn.plan.backend import BACKENDS, Direction, TunedChoice, find_variant
+from multiattn.plan.arch import Arch, by_name
+from multiattn.plan.backend import BACKENDS, Direction, TunedChoice, find_variant, plan_variant
 from multiattn.plan.records import config_of, record_of
 from multiattn.problem import Problem
 
@@ -43,6 +45,12 @@ class Sizes:
     def of(cls, problem: Problem) -> Sizes:
         """The sizes of a problem."""
         return cls(**{name: getattr(problem, name) for name in cls.__slots__})
+
+    @property
+    def problem(self) -> Problem:
+        """The contiguous problem; ValueError for sizes that do not go together, and for an unknown mask."""
+        band = parse_band(self.mask)
+        return Problem.contiguous(band=band, **{name: getattr(self, name) for name in self.__slots__ if name != "mask"})
 
     def __str__(self) -> str:
         heads = f"Hq={self.heads_q} Hkv={self.heads_kv}" if self.heads_q != self.heads_kv else f"H={self.heads_q}"
@@ -209,7 +217,7 @@ def _variant(backend: registry.Backend, way: TimedWay, direction: Direction) -> 
 def tuning_of(data: object) -> Tuning:
     """The measurements of a file's JSON; ValueError, naming what came, for anything else.
 
-    Every config is made once, so that no call finds later that one cannot be.
+    Every config is made and tried on its own problem, so that no call finds later that one cannot be.
     """
     schema = data.get("schema") if isinstance(data, dict) else None
     if type(schema) is not int or schema != SCHEMA:
@@ -221,16 +229,22 @@ def tuning_of(data: object) -> Tuning:
         if unknown := set(cell.backends) - set(BACKENDS):
             raise ValueError(f"backends: got {', '.join(sorted(unknown))}; allowed {', '.join(BACKENDS)}")
         for name, own in cell.backends.items():
-            _check_ways(name, cell.direction, own)
+            _check_ways(name, cell, own, by_name(found.arch))
     return found
 
 
-def _check_ways(name: str, direction: Direction, own: TunedBackend) -> None:
+def _check_ways(name: str, cell: TunedCell, own: TunedBackend, arch: Arch) -> None:
     if len(own.bundled) > 1:
         raise ValueError(f"bundled: got {len(own.bundled)} choices; allowed one")
+    problem = cell.sizes.problem
     for way in (*own.ways, *own.bundled):
-        if not (math.isfinite(way.tflops) and way.tflops > 0 and math.isfinite(way.time_ms)):
+        if not all(math.isfinite(it) and it > 0 for it in (way.tflops, way.time_ms)):
             raise ValueError(f"tflops: got {way.tflops} in {way.time_ms} ms; allowed numbers above 0")
-        variant = find_variant(registry.get(name), way.variant, direction)
-        if way.config is not None:
-            config_of(way.config, variant)
+        variant = find_variant(registry.get(name), way.variant, cell.direction)
+        if way.config is None:
+            continue
+        config = config_of(way.config, variant)
+        try:
+            plan_variant(registry.get(name), variant, problem, arch, config, direction=cell.direction)
+        except ArithmeticError:  # it may not fit, but its sizes must be some
+            raise ValueError(f"config: got {config}; allowed sizes above 0") from None

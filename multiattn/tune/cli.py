@@ -71,6 +71,8 @@ def run(options: argparse.Namespace) -> int:
     if not options.shape and not (options.list or options.forget or options.export):
         raise UsageError("--shape: got none; allowed B,H,S,D, as in 2,16,1024,128, or --list, --export, --forget")
     if options.list:
+        if options.shape or options.forget or options.export:
+            raise UsageError("--list: got --shape, --export or --forget, too; allowed alone")
         return _print_kept()
     if not torch.cuda.is_available():
         print("Nothing to measure on: torch finds no GPU here. `multiattn doctor` says what is missing; on a machine")
@@ -80,8 +82,8 @@ def run(options: argparse.Namespace) -> int:
     gpu = gpu_name(torch.cuda.current_device())
     path = path_of(gpu)
     if options.forget:
+        print(f"Removed: {path}" if path.exists() else f"Nothing was kept in {path}")
         path.unlink(missing_ok=True)
-        print(f"Removed: {path}")
     bench = Bench(gpu=gpu, arch=detect(device), device=str(device), jobs=options.jobs)
     if options.shape:
         with locked(path):  # a folder that is of no use is told before, not after all was measured
