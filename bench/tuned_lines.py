@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from bench.matrix import InputError
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
-from multiattn.plan.backend import Plan, find_variant, plan_variant
+from multiattn.plan.backend import Direction, Plan, find_variant, plan_variant
 from multiattn.plan.config import length_of
 from multiattn.plan.records import config_of
 from multiattn.plan.tuning import NEAR_LENGTH, TimedWay, TunedBackend, TunedCell, Tuning, tuning_of
@@ -57,18 +57,18 @@ def rules_of(tuning: Tuning) -> Iterator[Line]:
                 plan = plan_variant(backend, variant, problem, by_name(tuning.arch), config, direction=cell.direction)
                 if isinstance(plan, Plan):
                     rule = json.dumps(_rule(tuning, cell, name, way, own, problem))
-                    yield Line(_place(name, way.variant), rule, is_rule=True)
+                    yield Line(_place(name, way.variant, cell.direction), rule, is_rule=True)
                 else:
                     told = f"no rule, {name}/{way.variant} {config} does not fit"
                     yield Line(told, "; ".join(map(str, plan)), is_rule=False)
 
 
-def _place(backend: str, variant: str) -> str:
-    """The file that has the rules of a variant."""
+def _place(backend: str, variant: str, direction: Direction) -> str:
+    """The file that has the rules of a variant: tuned.json has those of some forward ones."""
     rows = json.loads(resources.files("multiattn.plan").joinpath("tuned.json").read_text())
-    if any((row["backend"], row["variant"]) == (backend, variant) for row in rows):
+    if direction == "forward" and any((row["backend"], row["variant"]) == (backend, variant) for row in rows):
         return "multiattn/plan/tuned.json:"
-    return f"multiattn/{backend}/rules/, as a Rule of {variant}:"
+    return f"multiattn/{backend}/rules/, as a Rule of {variant} {direction}:"
 
 
 def _rule(

@@ -16,7 +16,7 @@ from multiattn import __main__ as command
 from multiattn.inspect import ncu
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import BACKENDS, find_variant, get
+from multiattn.plan.backend import BACKENDS, find_variant, get, make_plan
 from multiattn.plan.records import config_of
 from multiattn.plan.support import Reason
 from multiattn.plan.tuning import tuning_of
@@ -95,6 +95,15 @@ def test_an_export_becomes_lines_for_the_package(tmp_path, capsys):
     path.write_text("{}")
     with pytest.raises(InputError, match="schema: got None"):
         print_lines(path)
+
+
+def test_a_rule_of_a_backward_is_not_for_the_file_of_forward_ones(tmp_path, capsys):
+    plan = make_plan(get("cuda"), LAYER, ARCHS["sm90"], direction="backward", variant="wgmma", probe=False)
+    path = tmp_path / "mine.json"
+    cell = fakes.cell(LAYER, {"cuda": timed(way("wgmma", asdict(plan.config), 9))}, "backward")
+    path.write_text(json.dumps(asdict(fakes.tuning(cell))))
+    assert print_lines(path) == 0
+    assert "\nmultiattn/cuda/rules/, as a Rule of wgmma backward:\n" in capsys.readouterr().out
 
 
 def test_a_config_that_fits_no_more_is_no_rule(tmp_path, capsys):
