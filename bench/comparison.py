@@ -147,11 +147,17 @@ def told(ratios: Sequence[Ratio], cells: int) -> str:
     return f"**{mean_of(ratios):.2f}**{mark_of(ratios)} ({least.value:.2f})<br>{least.where}{some}"
 
 
-def peers_of(rows: Iterable[Row]) -> str:
-    """The peers that were timed, in words."""
-    found = {it.contender for it in rows if not is_ours(it.contender)}
-    named = sorted(found - PEER_TITLES.keys())
-    return ", ".join(dict.fromkeys([title for name, title in PEER_TITLES.items() if name in found] + named))
+def peers_of(timed: Iterable[tuple[str, object]]) -> str:
+    """The peers of (contender, cell) pairs in words, with the number of cells of those that are not in all."""
+    cells: set[object] = set()
+    found: dict[str, set[object]] = {}
+    for name, cell in timed:
+        cells.add(cell)
+        if not is_ours(name) and name != models.IMPLEMENTATIONS[0]:
+            found.setdefault(PEER_TITLES.get(name, name), set()).add(cell)
+    order = dict.fromkeys([*PEER_TITLES.values(), *sorted(found)])
+    told = {name: f" ({len(its)} cells)" if len(its) < len(cells) else "" for name, its in found.items()}
+    return ", ".join(f"{name}{told[name]}" for name in order if name in told)
 
 
 class Compared(NamedTuple):
@@ -231,15 +237,16 @@ def _of_kernels(results: Path) -> Iterator[Compared]:
         rows = _timed(results / folder / f"{part.stem}.json", part)
         ratios = over_best_peer(rows, "backward" if part.direction == "bwd" else "forward")
         if ratios[AUTO]:
-            yield Compared(part.title, folder.upper(), len({row.cell for row in rows}), ratios, peers_of(rows))
+            peers = peers_of((row.contender, row.cell) for row in rows)
+            yield Compared(part.title, folder.upper(), len({row.cell for row in rows}), ratios, peers)
 
 
 def _of_models(results: Path) -> Iterator[Compared]:
-    peers = ", ".join(PEER_TITLES[it] for it in ("sdpa", "flex_attention", "flash_attention_4"))
     for (mode, title), folder in itertools.product(MODES.items(), GPU_FOLDERS):
-        ratios = _over_others(results / folder / "models.json", mode)
-        if ratios:
-            yield Compared(title, folder.upper(), len(ratios), {AUTO: ratios}, peers)
+        rates = _tokens_per_s(results / folder / "models.json", mode)
+        if ratios := _over_others(rates):
+            peers = peers_of((name, model) for model, its in rates.items() for name in its)
+            yield Compared(title, folder.upper(), len(rates), {AUTO: ratios}, peers)
 
 
 def _timed(path: Path, part: Part) -> list[Row]:
@@ -247,13 +254,18 @@ def _timed(path: Path, part: Part) -> list[Row]:
     return [row for row in rows if row.tflops and (row.cell.direction, row.regime) == (part.direction, part.regime)]
 
 
-def _over_others(path: Path, mode: str) -> list[Ratio]:
-    """Ours over the fastest of the others, in each model."""
+def _tokens_per_s(path: Path, mode: str) -> dict[str, dict[str, float]]:
+    """The rates of each implementation that ran, by model."""
     rates: dict[str, dict[str, float]] = {}
     for run in models.load(path) if path.exists() else ():
         for row in run.rows:
             if row.mode == mode and row.tokens_per_s is not None:
                 rates.setdefault(row.model, {})[row.implementation] = row.tokens_per_s
+    return rates
+
+
+def _over_others(rates: Mapping[str, Mapping[str, float]]) -> list[Ratio]:
+    """Ours over the fastest of the others, in each model."""
     ours = models.IMPLEMENTATIONS[0]
     return [
         Ratio(its[ours] / max(rate for name, rate in its.items() if name != ours), model)

@@ -125,6 +125,13 @@ def test_a_ratio_of_a_kernel_that_has_been_replaced_has_a_mark(tmp_path, monkeyp
     assert "forward (H200 2.00†). † Some" in comparison.verdict_block(found)
 
 
+def test_a_peer_that_was_not_timed_in_every_cell_says_in_how_many():
+    timed = [(name, cell) for cell in CELLS for name in ("cuda", "sdpa-cudnn", "multiattn", "another")]
+    timed += [("fa3", CELLS[0]), ("fa3", CELLS[1]), ("triton/atomic", CELLS[0])]
+    assert comparison.peers_of(timed) == "cuDNN, FA3 (2 cells), another"
+    assert comparison.peers_of([]) == ""
+
+
 def test_auto_has_a_backend_in_every_cell_of_decode():
     cells = {row.cell for row in docs._rows(RESULTS / "h200" / "decode.json")}
     kinds = {(it.head_dim, it.queries * it.group, it.mixed, it.page): it for it in cells}
