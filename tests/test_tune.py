@@ -3,6 +3,8 @@
 import importlib
 import json
 import logging
+import threading
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -396,6 +398,26 @@ def test_a_gpu_without_a_record_is_told_once(folder, monkeypatch, caplog, gpu_na
     assert [it.levelname for it in caplog.records] == ([] if level is None else [level])
     assert said in caplog.text
     assert ("multiattn tune --shape" in caplog.text) == (level is not None)
+
+
+def test_threads_that_call_together_are_told_once(folder, monkeypatch, caplog):
+    both = threading.Barrier(2)
+
+    def slow(arch):
+        time.sleep(0.05)
+        return ()
+
+    def call():
+        both.wait()
+        kept.tell_unmeasured(CUDA, "sm80")
+
+    monkeypatch.setattr(kept, "measured_gpus", slow)
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for it in threads:
+        it.start()
+    for it in threads:
+        it.join()
+    assert len(caplog.records) == 1
 
 
 def test_a_gpu_that_its_user_measured_is_not_told_of(folder, monkeypatch, caplog):

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 VARIABLE = "MULTIATTN_TUNED"
 ALLOWED = ("0", "1")
 LOGGER = logging.getLogger("multiattn")
+_ONE_AT_A_TIME = threading.RLock()
+"""Holds threads whose first calls come together off: what is told once is told by one of them."""
 
 
 def folder() -> Path:
@@ -130,7 +133,8 @@ def tuning_for(device: torch.device) -> Tuning | None:
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
     gpu = gpu_name(index)
-    return _kept(gpu, path_of(gpu))
+    with _ONE_AT_A_TIME:
+        return _kept(gpu, path_of(gpu))
 
 
 @functools.lru_cache(maxsize=64)
@@ -156,7 +160,8 @@ def tell_unmeasured(device: torch.device, arch: str) -> None:
     if device.type != "cuda":
         return
     index = torch.cuda.current_device() if device.index is None else device.index
-    _tell_once(gpu_name(index), arch)
+    with _ONE_AT_A_TIME:
+        _tell_once(gpu_name(index), arch)
 
 
 @functools.lru_cache(maxsize=64)
