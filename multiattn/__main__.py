@@ -13,7 +13,7 @@ import torch
 from multiattn.inspect import cli, doctor, ncu, roofline
 from multiattn.inspect.layout import SharedTile, describe
 from multiattn.inspect.layout_svg import draw
-from multiattn.inspect.options import add_problem, default_arch, problem_of
+from multiattn.inspect.options import add_problem, called_problem, default_arch
 from multiattn.operands import Options
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, Arch, detect
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def explain(options: argparse.Namespace) -> int:
     """Print the plan of each variant, by direction and backend, with what was passed over; or why there is none."""
-    problem, arch = problem_of(options), ARCHS[options.arch]
+    problem, arch = called_problem(options), ARCHS[options.arch]
     tuning = _tuning_here(arch)
     able = 0
     for direction in DIRECTIONS if options.direction == "both" else (options.direction,):

@@ -243,6 +243,8 @@ def test_explain_cites_what_was_tuned(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert said.count("tuned here: NVIDIA Test, 2026-11-26") == 2  # of auto and of the variant
     assert f"config: {config}" in said
+    assert command.main(["explain", "--shape", "2,16,1024,128", "--window", "4096:0", "--arch", "sm90"]) == 0
+    assert "tuned here" in capsys.readouterr().out, "the same mask, as calls see it"
 
 
 def test_explain_names_no_backend_that_a_call_cannot_have_here(monkeypatch, capsys):

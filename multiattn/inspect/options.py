@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,6 +88,12 @@ def problem_of(options: argparse.Namespace) -> Problem:
     sizes = {"batch": batch, "heads": heads, "heads_kv": options.kv_heads, "seq_kv": options.kv_len}
     band = band_of(options.causal, options.window)
     return layer(head_dim, seq, band, dtype=options.dtype, scale=options.scale, **sizes)
+
+
+def called_problem(options: argparse.Namespace) -> Problem:
+    """The same as calls have it: without bounds of the mask that hide no key."""
+    problem = problem_of(options)
+    return replace(problem, band=problem.band.within(problem.seq_q, problem.seq_kv))
 
 
 def arguments_of(problem: Problem) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from multiattn.inspect.options import add_problem, check_work, count, problem_of, table
+from multiattn.inspect.options import add_problem, called_problem, check_work, count, table
 from multiattn.inspect.pool import Outcome
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect, gpu_name
@@ -167,11 +167,11 @@ def _works(options: argparse.Namespace, kept: Tuning, bench: Bench) -> list[Work
 
 
 def _problems(options: argparse.Namespace) -> Iterator[Problem]:
-    """The problem of each shape, with the mask as calls have it: without bounds that hide no key."""
+    """The problem of each shape."""
     for shape in dict.fromkeys(options.shape):
-        problem = problem_of(argparse.Namespace(**{**vars(options), "shape": shape}))
+        problem = called_problem(argparse.Namespace(**{**vars(options), "shape": shape}))
         check_work(problem)
-        yield replace(problem, band=problem.band.within(problem.seq_q, problem.seq_kv))
+        yield problem
 
 
 def _check_variants(variants: Sequence[str], names: Sequence[str], directions: Sequence[Direction]) -> None:
