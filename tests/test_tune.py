@@ -80,6 +80,22 @@ def test_a_rule_stays_where_others_are_as_fast(gpu, faster, config):
     assert (own.ways[0].variant, own.ways[0].config) == ("first", config)
 
 
+def test_short_readings_are_not_compared_with_long_ones(gpu, monkeypatch):
+    gpu.times = {("first", 16): 1.0, ("first", 64): 0.5, ("second", 16): 2.0}
+    gpu.times |= {("first", tile): 0.5 + tile / 1e4 for tile in (32, 48, 80, 96)}
+    real = measure._measure
+
+    def slower_in_the_finals(launchers, operands, bench, budget, errors):
+        factor = 1.3 if budget is measure.FINALS else 1.0
+        found = real(launchers, operands, bench, budget, errors)
+        return {it: replace(its, time_ms=its.time_ms * factor) for it, its in found.items()}
+
+    monkeypatch.setattr(measure, "_measure", slower_in_the_finals)
+    own = tuned(gpu).backends["cuda"]
+    assert own.ways[0].config == asdict(choice(64))
+    assert own.candidates == 7
+
+
 def test_another_variant_is_first_where_it_is_faster(gpu):
     gpu.times = {("first", 16): 1.0, ("second", 16): 0.7}
     own = tuned(gpu).backends["cuda"]

@@ -82,7 +82,7 @@ def tune(problem: Problem, direction: Direction, wanted: Sequence[Candidate], be
         driver=driver_version(),
         versions=versions([it.backend for it in wanted]),
         seconds=round(seconds, 2),
-        backends=_by_backend(problem, direction, times, failed | broken, bench.arch),
+        backends=_by_backend(problem, direction, passed, times, failed | broken, bench.arch),
     )
 
 
@@ -102,9 +102,10 @@ def _in_time(
 
 
 def time_candidates(passed: Sequence[Candidate], bench: Bench) -> tuple[dict[Candidate, Timing], dict[Candidate, str]]:
-    """The times of candidates of one problem, and the errors of those that have none.
+    """The times of the finalists of one problem, and the errors of candidates that could not be timed.
 
-    All take turns, in short readings; then the finalists in longer ones.
+    All take turns, in short readings; then the finalists in longer ones. Short ones, at other clocks, are no
+    comparison: they only choose the finalists.
     """
     if not passed:
         return {}, {}
@@ -120,8 +121,7 @@ def time_candidates(passed: Sequence[Candidate], bench: Bench) -> tuple[dict[Can
             launchers[it] = launch
     times = _measure(launchers, operands, bench, SWEEP, errors)
     finalists = {it: launchers[it] for it in _finalists(times)}
-    times |= _measure(finalists, operands, bench, FINALS, errors)
-    return {it: its for it, its in times.items() if it not in errors}, errors
+    return _measure(finalists, operands, bench, FINALS, errors), errors
 
 
 def _prepare(it: Candidate) -> Launcher | str:
@@ -173,6 +173,7 @@ def _finalists(times: Mapping[Candidate, Timing]) -> list[Candidate]:
 def _by_backend(
     problem: Problem,
     direction: Direction,
+    passed: Sequence[Candidate],
     times: Mapping[Candidate, Timing],
     failed: Mapping[Candidate, str],
     arch: Arch,
@@ -182,16 +183,20 @@ def _by_backend(
             bundled_choice(registry.get(name), problem, arch, direction),
             {it: its for it, its in times.items() if it.backend == name},
             {it: error for it, error in failed.items() if it.backend == name},
+            timed=sum(it.backend == name and it not in failed for it in passed),
         )
         for name in BACKENDS
         if any(it.backend == name for it in (*times, *failed))
     }
 
 
-def chosen(bundled: str | None, times: Mapping[Candidate, Timing], failed: Mapping[Candidate, str]) -> TunedBackend:
+def chosen(
+    bundled: str | None, times: Mapping[Candidate, Timing], failed: Mapping[Candidate, str], *, timed: int
+) -> TunedBackend:
     """The best of each variant, fastest first, given the variant that the package's rules choose.
 
-    A rule's own config stays where no other is faster by `MARGIN`, and so does the bundled variant.
+    `timed` candidates were timed; `times` are those of the finalists. A rule's own config stays where no other is
+    faster by `MARGIN`, and so does the bundled variant.
     """
     best = []
     own_of_bundled = None
@@ -209,7 +214,7 @@ def chosen(bundled: str | None, times: Mapping[Candidate, Timing], failed: Mappi
     return TunedBackend(
         ways=tuple(_way(it, times[it]) for it in best),
         bundled=() if own_of_bundled is None else (_way(own_of_bundled, times[own_of_bundled]),),
-        candidates=len(times),
+        candidates=timed,
         failed={it.name: error.splitlines()[0][:200] for it, error in failed.items()},
     )
 
