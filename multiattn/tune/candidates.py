@@ -78,8 +78,8 @@ def candidates_of(
     """The candidates of one backend, those first that its rules choose, then the nearest to them.
 
     All variants that may run the problem come with their rules' configs. Other configs are those of `variants`, or of
-    the variant that the rules choose: at most `most`, or with None all of all variants. `known` was best before: a
-    shorter sweep does not lose it.
+    the variant that the rules choose: at most `most`. With `most` None they are all, of every variant if `variants` is
+    empty. `known` was best before: a shorter sweep does not lose it.
     """
     backend = registry.get(name)
     chosen = bundled_choice(backend, problem, arch, direction)
@@ -97,7 +97,7 @@ def candidates_of(
         able = [it for it in tried if isinstance(it.plan(), Plan)]
         first += [it for it in able if it.config is None]
         more = [it for it in able if it.config is not None]
-        if most is None or variant.name in (variants or (chosen,)):
+        if variant.name in (variants or (chosen,)) or (most is None and not variants):
             rule, _ = select(variant.rules, problem, arch) if variant.rules else (None, ())
             others.append(_nearest_first(more, None if rule is None else rule.config))
     first.sort(key=lambda it: it.variant != chosen)
