@@ -3,6 +3,7 @@
 import importlib
 import json
 import logging
+import subprocess
 import threading
 import time
 from dataclasses import asdict, replace
@@ -16,6 +17,7 @@ import bench
 import parity
 from multiattn.operands import Operands, Options
 from multiattn.plan import backend as registry
+from multiattn.plan import toolchain
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, find_variant, get, make_plan
 from multiattn.plan.choice import choose, preferred_order
@@ -146,6 +148,15 @@ def test_candidates_near_the_rule_come_first(monkeypatch):
     named = candidates_of("cuda", LAYER, SM90, "forward", variants=[other], most=None)
     assert [it.variant for it in named[:2]] == [own.variant, other]
     assert {it.variant for it in named[2:]} <= {other}
+
+
+def test_a_driver_tool_that_hangs_costs_no_measurement(monkeypatch):
+    def hang(command, **_):
+        raise subprocess.TimeoutExpired(command, 60)
+
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(toolchain.subprocess, "run", hang)
+    assert toolchain.driver_version() == "unknown"
 
 
 # ---------------------------------------------------------------- kept

@@ -60,7 +60,10 @@ def driver_version() -> str:
     if shutil.which("nvidia-smi") is None:
         return "unknown"
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):  # what was measured must not be lost to a hanging tool
+        return "unknown"
     return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else "unknown"
 
 

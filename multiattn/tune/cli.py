@@ -262,7 +262,8 @@ def _export(path: Path, to: Path) -> int:
         print("Nothing to export: `multiattn tune --shape B,H,S,D` measures first", file=sys.stderr)
         return 1
     to.write_text(json.dumps(asdict(kept), indent=1) + "\n")
-    print(f"Written: {to}\nIt has the GPU's name, versions, shapes and times. Attach it to an issue of the project.")
+    print(f"Written: {to}\nIt has the GPU's name, versions, shapes, times, and a line of each error, which may name")
+    print("folders of yours. Attach it to an issue of the project.")
     return 0
 
 
