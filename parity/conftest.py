@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
 from multiattn.plan.backend import BACKENDS, Direction
-from multiattn.triton.gluon_configs import VARIANT as GLUON
-from parity.case import Case
 from parity.cases import suite
+from parity.quick import waits_for_night
 from parity.results import Contender
 from parity.run import VARIANTS, Variants, contenders_of, feeders_of
 
@@ -42,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if is_backward and case.no_backward:
             marks.append(pytest.mark.skip(reason=case.no_backward))
         for who in contenders:
-            waits = device.type == "cpu" and (case.nightly or _takes_long(case, who))
+            waits = device.type == "cpu" and waits_for_night(case, who)
             mine = [*marks, pytest.mark.nightly] if waits else marks
             if not is_backward:
                 params.append(pytest.param(case, who, marks=mine, id=f"{case}-{who}"))
@@ -53,12 +50,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             ]
     names = ("case", "contender", "fed_by") if is_backward else ("case", "contender")
     metafunc.parametrize(names, params)
-
-
-def _takes_long(case: Case, who: Contender) -> bool:
-    """The sweep over head_dims but for those that tiles are made for: up to 7 s each but in cuTile and Gluon."""
-    in_sweep = re.fullmatch(r"d\d+_(fp16|bf16)_(full|causal)", case.name) is not None
-    return who.backend != "cutile" and who.variant != GLUON and in_sweep and case.head_dim not in (8, 40, 64, 128, 256)
 
 
 def _variants(config: pytest.Config) -> Variants:
