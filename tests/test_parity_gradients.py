@@ -25,6 +25,16 @@ CPU = torch.device("cpu")
 BY_NAME = {case.name: case for case in CASES}
 CPU_CASES = [case for case in suite(CPU) if not case.no_backward]
 
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(it, marks=pytest.mark.nightly if it.nightly else (), id=str(it)) for it in CPU_CASES],
+)
+def case(request):
+    """A case for several tests, which run one after another: they share its truth."""
+    return request.param
+
+
 Grads = tuple[torch.Tensor, ...]
 Break = Callable[[Case], Grads]
 
@@ -251,7 +261,6 @@ def test_a_broken_gradient_fails(broken, name):
         check(BY_NAME[name], grads)
 
 
-@pytest.mark.parametrize("case", CPU_CASES, ids=str)
 def test_correct_gradients_pass_and_no_budget_is_vacuous(case):
     check(case, differentiate(case))
     _, truth = prepare_gradients(case, CPU)
@@ -284,8 +293,9 @@ LEAST_SIGNAL = {
 # ---------------------------------------------------------------- the truth
 
 
-@pytest.mark.parametrize("case", [it for it in CPU_CASES if it.values != "nan_neighbours"], ids=str)
 def test_the_truth_is_the_reference_differentiated(case):
+    if case.values == "nan_neighbours":
+        pytest.skip("autograd multiplies neighbours by zero, and NaN stays NaN")
     inputs, _ = prepare_case(case, CPU)
     upstream, truth = prepare_gradients(case, CPU)
     given = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks")}
