@@ -183,15 +183,18 @@ def deep(**options):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("head_dim", "mask"),
+    ("head_dim", "mask", "config"),
     [
-        (64, CAUSAL),
-        *(pytest.param(*it, marks=pytest.mark.nightly) for it in ((160, CAUSAL), (256, FULL), (256, WINDOW))),
+        (64, WINDOW, deep(lazy_max=True, pingpong=True)),  # compiled for its barriers, too
+        *(
+            pytest.param(*it, None, marks=pytest.mark.nightly)
+            for it in ((64, CAUSAL), (160, CAUSAL), (256, FULL), (256, WINDOW))
+        ),
     ],
     ids=str,
 )
-def test_it_compiles_with_as_much_shared_memory_as_the_config_says(head_dim, mask):
-    kernel, plan = compiled(head_dim, band=mask)
+def test_it_compiles_with_as_much_shared_memory_as_the_config_says(head_dim, mask, config):
+    kernel, plan = compiled(head_dim, config, band=mask)
     assert image_of(kernel.metadata).threads == 128 * (plan.config.warpgroups + 1)
     assert 0 <= smem_bytes(plan.config, plan.problem) - kernel.metadata.shared < BOOKKEEPING_BYTES
 
@@ -242,7 +245,7 @@ def test_barriers_are_waited_for_and_come_after_what_they_order(options, mask):
 
     And between what a warpgroup reads of a slot and the one arrival that lets the producer write there is a barrier.
     """
-    kernel, _ = compiled(config=deep(**options), band=mask)
+    kernel, _ = compiled(64, deep(**options), band=mask)
     made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\)", kernel.asm["ttgir"])
     (used,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", kernel.asm["ttgir"])
     assert len(made) == 7 + sum(options.values())
@@ -258,7 +261,7 @@ def test_barriers_are_waited_for_and_come_after_what_they_order(options, mask):
 def test_a_tile_is_judged_by_the_sums_of_whole_rows():
     """Not of what a row's four threads have: each may be finite where their sum is not. Parity has it as twin_peaks."""
     config = deep(lazy_max=True)
-    ptx = compiled(config=config, causal=True)[0].asm["ptx"]
+    ptx = compiled(64, config, band=CAUSAL)[0].asm["ptx"]  # of the test before
     from_others = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+),", ptx))
     added = re.findall(r"add\.f32\s+(%r\d+), (%r\d+), (%r\d+);", ptx)
     exchanged = {total for total, *parts in added if from_others & set(parts)}
@@ -269,12 +272,13 @@ def test_a_tile_is_judged_by_the_sums_of_whole_rows():
 
 @needs_compiler
 @pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("head_dim", "band", "modifications"),
     [
         (64, FULL, {"bias": BIAS}),  # with as many registers as there are scores for what is loaded
-        pytest.param(128, CAUSAL, {"bias": BIAS, "softcap": 30.0, "alibi_slopes": SLOPES}, marks=pytest.mark.nightly),
-        pytest.param(256, CAUSAL, {"softcap": 30.0}, marks=pytest.mark.nightly),
+        (128, CAUSAL, {"bias": BIAS, "softcap": 30.0, "alibi_slopes": SLOPES}),
+        (256, CAUSAL, {"softcap": 30.0}),
     ],
 )
 def test_modified_scores_spill_nothing_in_loops(head_dim, band, modifications):
