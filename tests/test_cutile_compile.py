@@ -60,8 +60,15 @@ def test_hopper_uses_its_tensor_cores_and_tma_at_an_odd_head_dim():
 
 @needs_compiler
 @needs_cuobjdump
-@pytest.mark.parametrize("config", [LAZY_64X64, ONLINE_64X128], ids=["lazy", "online"])
-@pytest.mark.parametrize("q_in_registers", [False, True])
+@pytest.mark.parametrize(
+    ("q_in_registers", "config"),
+    [
+        pytest.param(False, LAZY_64X64, id="memory-lazy"),
+        pytest.param(False, ONLINE_64X128, id="memory-online", marks=pytest.mark.nightly),
+        pytest.param(True, LAZY_64X64, id="registers-lazy", marks=pytest.mark.nightly),
+        pytest.param(True, ONLINE_64X128, id="registers-online"),
+    ],
+)
 def test_products_with_keys_take_queries_from_where_they_are_asked_to(q_in_registers, config):
     plan = make(head_dim=128, causal=True, config=replace(config, q_in_registers=q_in_registers))
     products = re.findall(r"HGMMA\.\S+ R\d+, (\w+)", instructions(plan))
@@ -70,7 +77,7 @@ def test_products_with_keys_take_queries_from_where_they_are_asked_to(q_in_regis
 
 @needs_compiler
 @needs_cuobjdump
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.nightly)])
 def test_no_product_waits_for_the_one_before(dtype):
     """With a mask of the last keys ptxas makes each do so in 128x128 tiles of two parts at D=88."""
     names = re.findall(r"HGMMA|WARPGROUP\.DEPBAR", instructions(make(head_dim=88, seq_q=3000, dtype=dtype)))

@@ -138,8 +138,14 @@ def test_packed_queries_with_a_sequence_that_has_none(page, num_splits, options)
     check(page, num_splits=num_splits, queries=[3, 0, 37, 1], options=options)
 
 
-@pytest.mark.parametrize("heads_q", [4, 6])
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 16, 17])
+@pytest.mark.parametrize(
+    ("num_splits", "heads_q"),
+    [
+        *((splits, 6) for splits in (1, 2, 3, 16, 17)),  # by no power of two, which masks rows of a tile
+        *((splits, 4) for splits in (1, 2)),
+        *(pytest.param(splits, 4, marks=pytest.mark.nightly) for splits in (3, 16, 17)),
+    ],
+)
 def test_rows_behind_the_last_sequence_are_left_as_they_are(num_splits, heads_q):
     q, k, v, named = draw(16, queries=[3, 0, 5, 1], heads_q=heads_q)
     out = torch.full_like(q, 7.0)
@@ -438,7 +444,13 @@ needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjd
 @needs_compiler
 @needs_cuobjdump
 @pytest.mark.parametrize(
-    ("page", "load"), [(None, "UTMALDG.4D"), (16, "UTMALDG.4D"), (64, "UTMALDG.4D"), (5, "LDGSTS.E.BYPASS.128")]
+    ("page", "load"),
+    [
+        pytest.param(None, "UTMALDG.4D", marks=pytest.mark.nightly),
+        (16, "UTMALDG.4D"),  # of pages smaller than a block, as only these are several boxes
+        pytest.param(64, "UTMALDG.4D", marks=pytest.mark.nightly),
+        (5, "LDGSTS.E.BYPASS.128"),
+    ],
 )
 def test_hopper_loads_keys_asynchronously(page, load):
     """By TMA, also of pages smaller than a block, else in vectors; and a warp's registers hold all."""
@@ -454,7 +466,7 @@ def test_hopper_loads_keys_asynchronously(page, load):
 
 @needs_compiler
 @needs_cuobjdump
-@pytest.mark.parametrize("splits", [2, 16])
+@pytest.mark.parametrize("splits", [pytest.param(2, marks=pytest.mark.nightly), 16])
 def test_no_thread_needs_another_to_merge_few_parts(splits):
     """As tiles of all parts they had 255 registers, and what was left of them was in local memory."""
     _, merge = BACKEND.forward.export(plan_of(problem_of(splits=splits)), ())
