@@ -132,18 +132,23 @@ MODIFIED = Case(
 )  # fmt: skip
 
 
+def _expressions():
+    """Each config with each mask; by day they take turns, as what has no expression has all of both."""
+    masks = {"full": {}, "causal": {"causal": True}, "window": {"window": (30, 5)}}
+    for head_dim, config, name, by_day in (
+        (40, KEPT, "d40_kept", "full"),
+        (64, AHEAD, "d64_ahead", "causal"),
+        (136, LATE, "d136_late", "window"),
+        (192, KEPT, "d192_kept", "causal"),
+        (256, PLAIN, "d256", "window"),
+    ):
+        for mask, masked in masks.items():
+            marks = () if mask == by_day else pytest.mark.nightly
+            yield pytest.param(head_dim, config, masked, id=f"{name}-{mask}", marks=marks)
+
+
 @on_cpu
-@pytest.mark.parametrize("masked", [{}, {"causal": True}, {"window": (30, 5)}], ids=["full", "causal", "window"])
-@pytest.mark.parametrize(
-    ("head_dim", "config"),
-    [
-        pytest.param(40, KEPT, id="d40_kept"),
-        pytest.param(64, AHEAD, id="d64_ahead"),
-        pytest.param(136, LATE, id="d136_late"),
-        pytest.param(192, KEPT, id="d192_kept"),
-        pytest.param(256, PLAIN, id="d256"),
-    ],
-)
+@pytest.mark.parametrize(("head_dim", "config", "masked"), list(_expressions()))
 def test_every_position_counts(head_dim, config, masked):
     """A bias, of which a sixth is -inf, and slopes: other numbers at a wrong query, key, head or batch entry."""
     case = replace(MODIFIED, head_dim=head_dim, **masked)
@@ -158,7 +163,7 @@ def test_every_position_counts(head_dim, config, masked):
 
 
 @on_cpu
-@pytest.mark.parametrize("heads_kv", [2, 4], ids=["gqa", "mha"])
+@pytest.mark.parametrize("heads_kv", [2, pytest.param(4, marks=pytest.mark.nightly)], ids=["gqa", "mha"])
 def test_a_packed_batch_with_an_expression(heads_kv):
     """Positions and the number of the sequence are its own."""
     lengths_q, lengths_kv = (70, 0, 130, 5), (90, 40, 150, 0)
