@@ -3,6 +3,7 @@
 Parity runs every variant with its rules on the CPU. Here kernels get configs that no rule has, through the interpreter.
 """
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -39,16 +40,21 @@ WINDOWS = ((7, 3), (90, 30), (None, 5), (40, None))
 MASKS = {"full": {}, "causal": {"causal": True}, **{str(it): {"window": it} for it in WINDOWS}}
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-@pytest.mark.parametrize(
-    "config",
-    [
-        TritonConfig(tile_m=32, tile_n=16, num_warps=4, num_stages=1, heads_together=3),  # of 4 heads: 3, then 1
-        TritonConfig(tile_m=16, tile_n=64, num_warps=4, num_stages=2),
-        TritonConfig(tile_m=128, tile_n=32, num_warps=8, num_stages=3, heads_together=8),
-    ],
-    ids=str,
+CONFIGS = (
+    TritonConfig(tile_m=32, tile_n=16, num_warps=4, num_stages=1, heads_together=3),  # of 4 heads: 3, then 1
+    TritonConfig(tile_m=16, tile_n=64, num_warps=4, num_stages=2),
+    TritonConfig(tile_m=128, tile_n=32, num_warps=8, num_stages=3, heads_together=8),
 )
+
+
+def _tiles():
+    """Each config with half of the masks, each mask with one config or two. The rest is for the night."""
+    for (i, config), (j, (name, mask)) in itertools.product(enumerate(CONFIGS), enumerate(MASKS.items())):
+        marks = () if (i + j) % 2 == 0 else pytest.mark.nightly
+        yield pytest.param(config, mask, id=f"{config}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("config", "mask"), list(_tiles()))
 def test_tiles_of_any_shape_give_the_same(config, mask):
     """To the last bit, through descriptors and through pointers. Among them rows that see no key."""
     case = Case(name="tiles", why="", heads_q=4, heads_kv=2, seq_q=203, seq_kv=113, head_dim=24, **mask)
