@@ -384,14 +384,17 @@ def test_a_kernel_of_an_illegal_config_does_not_compile():
 @pytest.mark.parametrize(
     ("problem", "changed"),
     [
-        (cached(), {}),
-        (cached(), {"gathers": False}),
-        (cached(16, queries=8), {}),
-        (cached(16, queries=8), {"gathers": False}),
-        (cached(queries=512), {"tile_m": 192, "tile_n": 64, "stages": 10, "q_in_registers": True}),
-        (cached(None, head_dim=256, dtype="fp16"), {}),
+        pytest.param(cached(), {}, id="128 rows"),
+        pytest.param(cached(), {"gathers": False}, id="128 rows in boxes", marks=pytest.mark.nightly),
+        pytest.param(cached(16, queries=8), {}, id="64 rows", marks=pytest.mark.nightly),
+        pytest.param(cached(16, queries=8), {"gathers": False}, id="64 rows in boxes"),
+        pytest.param(
+            cached(queries=512),
+            {"tile_m": 192, "tile_n": 64, "stages": 10, "q_in_registers": True},
+            id="192 rows",
+        ),
+        pytest.param(cached(None, head_dim=256, dtype="fp16"), {}, id="D=256", marks=pytest.mark.nightly),
     ],
-    ids=["128 rows", "128 rows in boxes", "64 rows", "64 rows in boxes", "192 rows", "D=256"],
 )
 def test_compiles_without_a_gpu(problem, changed):
     """With no spills in its loops, and with no warp that may part."""
