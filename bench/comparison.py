@@ -191,10 +191,11 @@ def comparison_block(found: Sequence[Compared]) -> str:
 
 def verdict_block(found: Sequence[Compared]) -> str:
     """The means of ``auto``: faster than the fastest peer, level with it, slower; then each backend's slower ones."""
-    lists: dict[str, list[str]] = {"Faster": [], "Level": [], "Slower": []}
+    level = f"Level, within {LEVEL:.0%}"
+    lists: dict[str, list[str]] = {"Faster": [], level: [], "Slower": []}
     for part, by_gpu in by_part(found, AUTO).items():
         means = list(map(mean_of, by_gpu.values()))
-        title = "Slower" if min(means) < 1 - LEVEL else "Faster" if max(means) > 1 + LEVEL else "Level"
+        title = "Slower" if min(means) < 1 - LEVEL else "Faster" if max(means) > 1 + LEVEL else level
         lists[title].append(f"{part} ({means_text(by_gpu)})")
     lists["Slower when you name it"] = [
         f"{TITLES[name]} in {part} ({means_text(by_gpu)})"

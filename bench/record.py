@@ -323,7 +323,7 @@ def save(record: Record, arch: str, folder: Path) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compile every rule and write what changed; with --check write nothing, and fail where the record is not right."""
     if find_cuobjdump() is None:
-        raise InputError("there is no cuobjdump to read cubins with: pip install nvidia-cuda-cuobjdump")
+        raise InputError("there is no cuobjdump to read cubins with: pip install 'multiattn[inspect]'")
     if options.sample and not options.check:
         raise InputError("--sample: got it without --check; allowed with it")
     recorded, everything = load_all(), {key_of(plan): plan for plan in cases()}

@@ -139,7 +139,7 @@ NOTE = "for truth, not for speed"
 
 def interpreting(what: str, total: int, *, unit: str = "program") -> LongWork:
     """The work of running `what`, a kernel, on the CPU, in so many steps."""
-    return LongWork(f"interpreting {what} on the CPU", kind="interpreting", total=total, unit=unit, note=NOTE)
+    return LongWork(f"interpreting {what} on the CPU", kind=f"interpreting {what}", total=total, unit=unit, note=NOTE)
 
 
 def compiling(language: str, target: str) -> LongWork:

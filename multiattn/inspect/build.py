@@ -127,7 +127,7 @@ def compile_request(request: Request) -> Compilation:
     """Compile one request here. The compiler's own exception passes through."""
     reasons = request.refused
     if not reasons and find_cuobjdump() is None:
-        hint = "pip install nvidia-cuda-cuobjdump"
+        hint = "pip install 'multiattn[inspect]'"
         reasons = (Reason(code="cuobjdump", got="none", allowed="one that reads cubins", hint=hint),)
     if reasons:
         return Compilation(request=request, reasons=reasons)

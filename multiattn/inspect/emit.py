@@ -64,5 +64,5 @@ def export_request(request: Request, *, kinds: Sequence[str]) -> tuple[Exported,
 def _with_sass(kernel: Exported) -> Exported:
     code = disassemble(kernel.cubin)
     if code is None:
-        raise RuntimeError("there is no cuobjdump to make SASS with: pip install nvidia-cuda-cuobjdump")
+        raise RuntimeError("there is no cuobjdump to make SASS with: pip install 'multiattn[inspect]'")
     return replace(kernel, texts={**kernel.texts, "sass": code.encode()})

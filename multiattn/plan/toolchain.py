@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
@@ -69,13 +70,19 @@ def driver_version() -> str:
 
 @functools.cache
 def find_cuobjdump() -> str | None:
-    """The cuobjdump of its own wheel, which knows every target, else of a toolkit on PATH; None where there is none."""
+    """The cuobjdump of its own wheel, which knows every target, else of a toolkit on PATH.
+
+    None where there is none, or no nvdisasm beside it or on PATH, without which it prints no code.
+    """
     try:
         files = metadata.files("nvidia-cuda-cuobjdump") or []
     except metadata.PackageNotFoundError:
         files = []
     found = next((str(file.locate()) for file in files if file.name == "cuobjdump"), None)
-    return found or shutil.which("cuobjdump")
+    tool = found or shutil.which("cuobjdump")
+    if tool is None or not (Path(tool).with_name("nvdisasm").exists() or shutil.which("nvdisasm")):
+        return None
+    return tool
 
 
 def disassemble(cubin: bytes) -> str | None:

@@ -132,8 +132,8 @@ def run(
     entry = ctypes.cast(getattr(library, kernel), ctypes.c_void_p)
     sizes = blocks, threads, smem_bytes, cluster
     work = LongWork(
-        "emulating a CUDA kernel on the CPU",
-        kind="emulating",
+        f"emulating the CUDA kernel {kernel} on the CPU",
+        kind=f"emulating {kernel}",
         total=blocks,
         unit="block",
         note=NOTE,

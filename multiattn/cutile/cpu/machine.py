@@ -18,6 +18,7 @@ from multiattn.cutile.cpu.memory import Array, Ledger, Run
 from multiattn.cutile.cpu.tile import as_tile
 from multiattn.plan.support import OutOfBoundsError
 from multiattn.progress import interpreting
+from multiattn.run.threads import one_thread
 
 RULES: dict[str, Callable[..., Any]] = {**arithmetic.RULES, **memory.RULES}
 """Every op the interpreter has a rule for, by its name in `cuda.tile`; `bid` and `num_blocks` come with a launch."""
@@ -67,7 +68,7 @@ def launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], *, seed: int =
     annotated = kernel._annotated_function
     blocks = list(enumerate(itertools.product(*map(range, run.grid)), start=1))
     random.Random(seed).shuffle(blocks)
-    with _on_cpu(), Interpreter(run).as_current(), torch.no_grad(), _one_thread():
+    with _on_cpu(), Interpreter(run).as_current(), torch.no_grad(), one_thread():
         ledgers, nodes = _ledgers(args, run), annotated.parameter_annotations
         values = [_device_value(value, node, ledgers) for value, node in zip(args, nodes, strict=True)]
         name = getattr(annotated.pyfunc, "__name__", "")
@@ -79,17 +80,6 @@ def launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], *, seed: int =
 def _on_cpu() -> contextlib.AbstractContextManager[Any]:
     """Makes new tensors CPU tensors whatever the default device; where it is the CPU, the context would cost a half."""
     return contextlib.nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu")
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Tiles are too small to be shared: on a busy machine torch's threads wait for each other six times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 _Memory = tuple[int, torch.dtype]

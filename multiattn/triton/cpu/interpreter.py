@@ -36,6 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from multiattn.plan.support import OutOfBoundsError
 from multiattn.progress import interpreting
 from multiattn.run.fork import hold_across_fork
+from multiattn.run.threads import one_thread
 from multiattn.triton.cpu.remembered import REPLACEMENTS
 
 Array = npt.NDArray[Any]
@@ -118,7 +119,7 @@ def run(kernel: KernelInterface[Any], grid: int, *args: Any, **kwargs: Any) -> N
             name: _with_functions(value) if name in constexprs else _to_argument(value) for name, value in named.items()
         }
         builder.set_grid_dim(grid, 1, 1)
-        with interpreting(f"the Triton kernel {kernel.fn.__name__}", grid) as work:
+        with one_thread(), interpreting(f"the Triton kernel {kernel.fn.__name__}", grid) as work:
             for program in work.over(range(grid)):
                 builder.set_grid_idx(program, 0, 0)
                 function(**converted)

@@ -9,6 +9,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from multiattn.progress import interpreting
+from multiattn.run.threads import one_thread
 from multiattn.triton.cpu.gluon.errors import GluonError
 from multiattn.triton.cpu.gluon.machine import Machine, Runs
 from multiattn.triton.cpu.gluon.source import as_python, with_functions
@@ -40,16 +41,12 @@ def run(kernel: Any, grid: int, *args: Any, num_warps: int = 4, seed: int | None
         values = {
             name: with_functions(value) if name in constants else _argument(value) for name, value in given.items()
         }
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # a thread of Python that computes would get as many more of its own
-        try:
-            with interpreting(f"the Gluon kernel {kernel.fn.__name__}", grid) as work:
-                for program in work.over(range(grid)):
-                    machine = Machine(program, grid, num_warps, seed)
-                    machine.memories += _memories(values.values())
-                    _run_program(machine, function, values)
-        finally:
-            torch.set_num_threads(threads)
+        # A thread of Python that computes would get as many more of its own.
+        with one_thread(), interpreting(f"the Gluon kernel {kernel.fn.__name__}", grid) as work:
+            for program in work.over(range(grid)):
+                machine = Machine(program, grid, num_warps, seed)
+                machine.memories += _memories(values.values())
+                _run_program(machine, function, values)
 
 
 def _run_program(machine: Machine, function: Any, values: dict[str, Any]) -> None:
