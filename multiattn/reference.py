@@ -68,13 +68,18 @@ def attend(
     operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference` of operands and options; `part` says where q, k and v are from, if they are parts of sequences."""
+    with _told(Problem.of_any(operands, options), operands.q.device):
+        return _attend(operands, options, compute_dtype, part)
+
+
+def _attend(
+    operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     if options.packing is not None:
         return _attend_packed(operands, options, compute_dtype)
     if options.cache is not None:
         return _attend_cached(operands, options, compute_dtype)
-    problem = Problem.of_any(operands, options)
-    with _told(problem, operands.q.device):
-        return _attend_dense(problem, operands, compute_dtype, part)
+    return _attend_dense(Problem.of_any(operands, options), operands, compute_dtype, part)
 
 
 _TOLD_ELEMENTS = 1 << 30
@@ -200,11 +205,16 @@ def differentiate(
     operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None = None
 ) -> tuple[torch.Tensor, ...]:
     """`reference_backward` of operands and options; `part` as for `attend`."""
+    with _told(Problem.of_any(operands, options), operands.q.device):
+        return _differentiate(operands, options, compute_dtype, part)
+
+
+def _differentiate(
+    operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None
+) -> tuple[torch.Tensor, ...]:
     if options.packing is not None:
         return _differentiate_packed(operands, options, compute_dtype)
-    problem = Problem.of_any(operands, options)
-    with _told(problem, operands.q.device):
-        return _differentiate_dense(problem, operands, compute_dtype, part)
+    return _differentiate_dense(Problem.of_any(operands, options), operands, compute_dtype, part)
 
 
 def _differentiate_dense(
@@ -267,7 +277,7 @@ def _attend_packed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` of each sequence; rows behind the last are empty ones."""
     q, sinks = operands.q, operands.sinks
-    results = [attend(*it[:2], compute_dtype, it[2]) for it in sequences(operands, options)]
+    results = [_attend(*it[:2], compute_dtype, it[2]) for it in sequences(operands, options)]
     outs, lses = ([*of_all] for of_all in zip(*results, strict=True)) if results else ([], [])
     _, heads, rows, head_dim = q.shape
     behind = rows - sum(it.shape[2] for it in outs)
@@ -285,7 +295,7 @@ def _differentiate_packed(operands: Operands, options: Options, compute_dtype: t
     totals = [operands.q.new_zeros(it, dtype=compute_dtype) for it in shared]
     of_rows: tuple[list[torch.Tensor], ...] = ([], [], [])
     for own, its_options, part in sequences(operands, options):
-        found = differentiate(own, its_options, compute_dtype, part)
+        found = _differentiate(own, its_options, compute_dtype, part)
         for rows, gradient in zip(of_rows, found, strict=False):
             rows.append(gradient)
         for total, gradient in zip(totals, found[len(of_rows) :], strict=True):
@@ -339,7 +349,7 @@ def _attend_cached(
     lse = operands.q.new_full(shape[:3], -math.inf, dtype=compute_dtype)
     for entry, (own, its_options, part, rows) in enumerate(cached_sequences(operands, options)):
         place = slice(entry, entry + 1) if options.cache is not None and options.cache.max_q is None else slice(None)
-        out[place, :, rows], lse[place, :, rows] = attend(own, its_options, compute_dtype, part)
+        out[place, :, rows], lse[place, :, rows] = _attend(own, its_options, compute_dtype, part)
     return out, lse
 
 
