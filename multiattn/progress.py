@@ -30,6 +30,8 @@ ALLOWED = ("0", "1")
 DELAY_S = 2.0
 """Work that is done within this time is not told."""
 REDRAW_S = 0.2
+PATIENCE_S = 2.0
+"""Work waits as long for its last line, which a handler of the caller's may hold up."""
 
 log = logging.getLogger("multiattn")
 
@@ -80,7 +82,7 @@ class LongWork:
         self._failed = kind is not None
         self._ended.set()
         if self._watcher.ident is not None and self._seconds() > DELAY_S:
-            self._watcher.join()  # what the caller prints next comes after the last line
+            self._watcher.join(PATIENCE_S)  # what the caller prints next comes after the last line
 
     def over(self, items: Iterable[T]) -> Iterator[T]:
         """The items, each of which is a step of this work."""
@@ -102,7 +104,8 @@ class LongWork:
         _told.add(self._kind)
         log.log(level, "%s", self._first_line())
         if self._total and self._draws(level):
-            self._draw()
+            with contextlib.suppress(OSError, ValueError):  # nobody reads stderr any more, or it is closed
+                self._draw()
         self._ended.wait()
         outcome = "failed after" if self._failed else "done in"
         log.log(level, "multiattn: %s: %s %.1f s", self._what, outcome, self._seconds())
@@ -118,7 +121,9 @@ class LongWork:
 
     def _draws(self, level: int) -> bool:
         """A bar is drawn where somebody asked for it, or sees it and has not silenced the logger."""
-        return self._setting == "1" or (sys.stderr.isatty() and log.isEnabledFor(max(level, logging.WARNING)))
+        if self._setting == "1":
+            return sys.stderr is not None
+        return _is_seen() and log.isEnabledFor(max(level, logging.WARNING))
 
     def _draw(self) -> None:
         """A bar of the steps until the work ends."""
@@ -146,6 +151,14 @@ def compiling(language: str, target: str) -> LongWork:
     """The work of compiling kernels of a language for an arch, unless the compiler's own cache has them."""
     note = "the first call does it, later ones do not"
     return LongWork(f"compiling {language} kernels for {target}", kind=f"compiling {language}", note=note)
+
+
+def _is_seen() -> bool:
+    """True where stderr is a terminal; a program may have none, a closed one, or what knows nothing of terminals."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):
+        return False
 
 
 def _setting() -> str:
