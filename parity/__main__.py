@@ -7,10 +7,11 @@ FlashAttention's own tests.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -52,7 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"--out: {error}")
     torch.set_num_threads(1)  # the cases are small; the workers are the parallelism
-    os.environ.setdefault(progress.VARIABLE, "0")  # there is one bar, of all cases
     backends = tuple(dict.fromkeys(options.backend or BACKENDS))
     directions = [it for it in DIRECTIONS if it in options.direction]
     contenders = contenders_of(backends, options.variants, directions, on_cpu=device.type == "cpu")
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reports: list[CaseReport] = []
     seconds = 0.1 if sys.stderr.isatty() else 10  # in a log, a line now and then
     bar = tqdm(total=len(cases), unit="case", mininterval=seconds, maxinterval=seconds)
-    with bar:
+    with _one_bar(), bar:
         for case_report in run_cases(cases, contenders, device, jobs=options.jobs):
             reports.append(case_report)
             bar.update()
@@ -73,6 +73,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print(report)
     print("Written:", ", ".join(str(path) for path in paths))
     return 1 if report.problems else 0
+
+
+@contextlib.contextmanager
+def _one_bar() -> Iterator[None]:
+    """There is one bar, of all cases: work in them is not told, here and in processes that begin here."""
+    is_asked = progress.VARIABLE in os.environ
+    os.environ.setdefault(progress.VARIABLE, "0")
+    try:
+        yield
+    finally:
+        if not is_asked:
+            del os.environ[progress.VARIABLE]
 
 
 def _command(options: argparse.Namespace) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import multiattn
-from multiattn import Reason
+from multiattn import Reason, progress
 from multiattn.plan import backend as registry
 from parity import run
 from parity.__main__ import main
@@ -224,12 +224,14 @@ def test_the_report_says_the_same_in_three_formats():
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_writes_the_report_and_exits_zero(tmp_path, capsys):
+def test_the_command_writes_the_report_and_exits_zero(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv(progress.VARIABLE, raising=False)
     arguments = ["--backend", "reference", "--case", "gqa*", "--jobs", "1", "--device", "cpu", "--out", str(tmp_path)]
     assert main(arguments) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"parity.md", "parity.json", "parity.html"}
     assert not any(str(tmp_path) in path.read_text() for path in tmp_path.iterdir()), "a folder of this machine"
     assert "Passed: 6 runs of 3 cases" in capsys.readouterr().out
+    assert progress.VARIABLE not in os.environ, "a demo goes on in the same process"
 
 
 @pytest.mark.parametrize(
