@@ -262,7 +262,7 @@ def read(path: Path, schema: int, parse: Callable[[dict[str, Any]], T]) -> T:
     try:
         data = json.loads(path.read_text())
         if not isinstance(data, dict) or data.get("schema") != schema:
-            raise InputError(f"{path}: not {what}")
+            raise ValueError(f"its schema is {data.get('schema') if isinstance(data, dict) else None}")
         return parse(data)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
