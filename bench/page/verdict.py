@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from bench.comparison import Ratio, mean_of, over_best_peer
+from bench.comparison import AUTO, Ratio, mean_of, over_best_peer
 from bench.matrix import Cell
 from bench.page.sources import Evidence, Source, kind_of
 from bench.results import Row, is_ours
@@ -78,9 +78,9 @@ class Board:
     standings: tuple[Standing, ...]
 
     @property
-    def auto(self) -> Standing:
-        """The standing of what a call runs that names no backend."""
-        return self.standings[0]
+    def shown(self) -> Standing:
+        """The standing of what a call runs that names no backend, or of the best where that was not timed."""
+        return max(self.standings, key=lambda it: (it.name == AUTO, float(it.mean)))
 
 
 def board(source: Source, kind: str) -> Board | None:
@@ -97,11 +97,17 @@ def boards(evidence: Evidence) -> dict[str, list[Board]]:
     """The standings by direction, forward first."""
     found: dict[str, list[Board]] = {}
     for kind, (suite, _) in SUITE_OF.items():
-        named = [it for it in evidence.sources if it.suite in ((suite, FLOORS) if it.here else (suite,))]
+        whole = {it.gpu for it in evidence.sources if it.suite == suite}
+        named = [it for it in evidence.sources if it.suite == suite or _speaks(it, whole)]
         made = [it for it in (board(source, kind) for source in named) if it is not None]
         if made:
             found[kind] = made
     return found
+
+
+def _speaks(source: Source, whole: Collection[str]) -> bool:
+    """True for floors of this machine, and of a GPU that has nothing else."""
+    return source.suite == FLOORS and (source.here or source.gpu not in whole)
 
 
 def machine_line(evidence: Evidence) -> str:
