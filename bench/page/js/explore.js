@@ -130,7 +130,8 @@ class Explorer {
 
   drawLines() {
     const { along } = this.choice;
-    const timed = this.drawn.filter((row) => row.timed && !this.off.has(row.contender));
+    const has = (row) => row.timed && (this.show === "rate" || row.ratio !== null);
+    const timed = this.drawn.filter((row) => has(row) && !this.off.has(row.contender));
     timed.sort((a, b) => this.order(along, a) - this.order(along, b));
     this.root.querySelector(".lines-title").textContent = this.title(along);
     const bounds = this.show === "rate" ? this.bounds(along) : [];

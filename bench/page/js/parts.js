@@ -25,9 +25,10 @@ class Part {
       this.fields.one(name, legend, values, chosen, (it) => ((this.wish[name] = it), this.draw()));
       left = left.filter((it) => it[name] === chosen);
     }
+    const all = left; // a box is there also while others leave nothing of it
     for (const { name, legend, picture } of this.told.boxes ?? []) {
       const changed = (value, on) => (this.off[name][on ? "delete" : "add"](value), this.draw());
-      const values = distinct(left.map((it) => it[name]));
+      const values = distinct(all.map((it) => it[name]));
       this.fields.many(name, legend, values, (it) => !this.off[name].has(it), changed, picture);
       left = left.filter((it) => !this.off[name].has(it[name]));
     }

@@ -69,6 +69,7 @@ function plotConfig() {
 }
 
 const ERRORS = 1; // of what Vega logs
+const NOTHING = "Nothing to draw: of what is chosen and checked, nothing has a figure.";
 
 /** Plots that are drawn anew when the theme changes. */
 const PLOTS = [];
@@ -77,12 +78,15 @@ const PLOTS = [];
 class Plot {
   constructor(place, spec, onPick) {
     Object.assign(this, { place, spec, onPick, view: null, rows: {}, signals: {}, ready: Promise.resolve() });
+    this.nothing = el("p", { class: "note", role: "status", hidden: true }, NOTHING);
+    place.after(this.nothing);
     PLOTS.push(this);
     new ResizeObserver(() => this.fit()).observe(place); // Vega looks at the window alone
   }
 
   show(rows, label, signals = {}) {
     Object.assign(this, { rows, signals, label });
+    this.nothing.hidden = rows.rows.length > 0;
     this.place.dataset.drawn = "false";
     this.ready = this.ready.then(() => (this.view ? this.update() : this.embed()));
     return this.ready;
