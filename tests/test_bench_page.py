@@ -219,7 +219,38 @@ def test_floors_of_this_machine_stand_before_what_is_recorded(tmp_path, evidence
     (tmp_path / "floors.json").write_text(dumps("floors", rows))
     told = verdict.boards(sources.with_this_machine(evidence, tmp_path / "floors.json", tmp_path, []))
     assert [board.gpu for board in told["forward"]][:2] == ["H200, this machine", "H200"]
-    assert (told["forward"][0].auto.mean, told["backward"][0].cells) == ("2.00", 2)
+    assert (told["forward"][0].shown.mean, told["backward"][0].cells) == ("2.00", 2)
+
+
+def test_floors_speak_for_a_gpu_that_has_nothing_else(evidence):
+    rows = tuple(fakes.row(name, 1.0, cell=cell) for cell in SUITES["floors"] for name in ("cuda", "fa4"))
+    alone = [sources.Source(gpu=gpu, suite="floors", rows=rows) for gpu in ("NVIDIA H200", "NVIDIA A10")]
+    its = [it for it in evidence.sources if it.gpu == "NVIDIA H200"]
+    told = verdict.boards(replace(evidence, sources=(*its, *alone)))
+    assert [(it.gpu, it.suite) for it in told["forward"]] == [("H200", "standard"), ("A10", "floors")]
+
+
+def test_what_auto_runs_is_said_of_that_alone(evidence):
+    """Where nobody timed what it runs, the first of the others was taken for it."""
+    times = {"triton": 4.0, "cutile": 2.0, "fa4": 1.0}
+    rows = tuple(fakes.row(name, time, cell=CELLS[0]) for name, time in times.items())
+    alone = replace(evidence, sources=(sources.Source(gpu="NVIDIA H200", suite="standard", rows=rows),))
+    text = page.report_page(alone)
+    (hero,) = re.findall(r'<p class="hero">(.*?)</p>', text, re.DOTALL)
+    assert "0.50" in hero
+    assert "<code>cutile</code>" in hero
+    assert "auto" not in hero
+    assert '<tr class="best">\n          <th scope="row">cutile' in text
+
+
+@pytest.mark.parametrize("ratio", [float("inf"), float("nan")])
+def test_a_peer_that_is_all_wrong_does_not_keep_the_page_from_being_written(ratio, evidence):
+    """JSON has no such number."""
+    row = fakes.row("fa4", 1.0, cell=CELLS[0])
+    row = replace(row, measured=replace(row.measured, error_ratio=ratio))
+    its = (sources.Source(gpu="NVIDIA H200", suite="standard", rows=(row,)),)
+    (told,) = rows_of(data_of(page.report_page(replace(evidence, sources=its))))
+    assert told["error_ratio"] == str(ratio)
 
 
 # ---------------------------------------------------------------- parity and targets
@@ -230,7 +261,15 @@ def test_parity_shows_the_worst_of_each_case_and_never_hides_an_infinite_error()
     ratios = {(it["case"], it["tensor"]): (it["ratio"], it["fed_by"]) for it in points}
     assert ratios["even", "dq"] == (0.3, "triton")
     assert ratios["odd", "out"][0] == extras.OFF_THE_SCALE
+    (odd,) = (it for it in points if it["case"] == "odd")
+    assert (odd["error"], odd["beyond"]) == (float("inf"), "inf"), "10 is where it is drawn, not what it is"
     assert len(points) == 4
+
+
+def test_an_infinite_error_is_worse_than_any_other():
+    results = [{"case": "a", "backend": "cuda", "out": [it, 1e-3, it, "max"]} for it in (50.0, "nan", 60.0)]
+    (point,) = extras.parity_points(sources.Parity(name="here", data={"results": results}))
+    assert point["beyond"] == "nan"
 
 
 @pytest.mark.parametrize("has_cases", [True, False])
@@ -445,6 +484,6 @@ def test_nothing_measured_is_a_page_too(tmp_path):
     empty = sources.recorded(tmp_path)
     assert verdict.boards(empty) == {}
     text = page.report_page(replace(empty, compiled={}))
-    assert "Nothing was measured beside a peer yet" in text
+    assert "No verdict, as none of the suites" in text
     assert data_of(text)["rows"] == []
     assert len(COLUMNS) == len(set(COLUMNS))

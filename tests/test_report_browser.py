@@ -33,6 +33,8 @@ def browser():
         try:
             found = started.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
         except sync_api.Error as error:
+            if find_browser() is not None:
+                raise  # what is there has to start
             pytest.skip(f"no Chromium to look at the page with: {str(error).splitlines()[0]}")
         stack.callback(found.close)
         yield found
@@ -207,6 +209,35 @@ def test_a_contender_that_is_unchecked_leaves_plot_and_table(report):
     assert "fa4" not in part.locator("thead").inner_text()
     part.get_by_label("fa4", exact=True).check()
     report.settle()
+
+
+@pytest.mark.parametrize(("part", "field"), [("forward", "contenders"), ("parity", "backend")])
+def test_an_empty_plot_says_so(report, part, field):
+    """And every box is still there."""
+    root = report.page.locator(f"#{part}")
+    told = root.get_by_text("Nothing to draw")
+    boxes = root.locator(f'.field[data-field="{field}"] input')
+    checked = [box for box in boxes.all() if box.is_checked()]
+    count, before = root.locator(".field input[type=checkbox]").count(), report.drawn(part)
+    assert not told.first.is_visible()
+    for box in checked:
+        box.uncheck()
+    report.settle()
+    assert told.first.is_visible()
+    assert root.locator(".field input[type=checkbox]").count() == count
+    for box in checked:
+        box.check()
+    assert report.drawn(part) == before
+    assert not told.first.is_visible()
+
+
+def test_an_infinite_error_is_no_figure(report):
+    part = report.page.locator("#parity")
+    part.locator("summary").click()
+    part.get_by_role("button", name=re.compile("^inf: cuda, odd, out")).click()
+    assert "inf (max)" in report.page.get_by_role("dialog").inner_text()
+    report.page.keyboard.press("Escape")
+    part.locator("summary").click()
 
 
 def test_a_suite_shows_its_own_axis_and_comes_back(report):

@@ -6,6 +6,7 @@ page's JavaScript (js/data.js) reads it back by the same `COLUMNS`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -90,9 +91,11 @@ class Packer:
 
 
 def _short(value: Any) -> Any:
-    """Five significant digits of a number: a page needs no more. True is 1, False nothing."""
+    """Five significant digits of a number: a page needs no more. True is 1, False nothing; JSON has no inf and nan."""
     if isinstance(value, bool):
         return 1 if value else None
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -77,7 +77,7 @@ def parts(evidence: Evidence, drawn: Collection[str]) -> dict[str, Any]:
 def parity_points(report: Parity) -> Iterator[dict[str, Any]]:
     """The worst ratio of each case, backend and result; of a report that has only its summary the worst of all."""
     told = report.data
-    named = {"report": report.name, "variant": "", "config": "", "fed_by": "", "problem": "", "of": ""}
+    named = {"report": report.name, "variant": "", "config": "", "fed_by": "", "problem": "", "of": "", "beyond": ""}
     if "results" not in told:
         yield from _summary_points(told, named)
         return
@@ -91,9 +91,9 @@ def parity_points(report: Parity) -> Iterator[dict[str, Any]]:
         for tensor in TENSORS[direction]:
             if tensor in it:
                 error, budget, ratio, of = it[tensor]
-                numbers = {"error": _finite(error), "budget": _finite(budget), "ratio": _finite(ratio)}
+                numbers = {"error": float(error), "budget": float(budget), **_drawn(ratio)}
                 key = it["case"], it["backend"], tensor
-                if key not in worst or numbers["ratio"] > worst[key]["ratio"]:
+                if key not in worst or _size(numbers) > _size(worst[key]):
                     worst[key] = {**where, "tensor": tensor, **numbers, "of": of}
     yield from worst.values()
 
@@ -106,13 +106,19 @@ def _summary_points(told: Any, named: dict[str, Any]) -> Iterator[dict[str, Any]
         for direction_of, tensors in TENSORS.items():
             for tensor in tensors:
                 if (direction or "forward") == direction_of and (text := row[table["header"].index(tensor)]):
-                    ratio = {"ratio": _finite(text), "error": None, "budget": None, "case": "the worst of all cases"}
+                    ratio = {**_drawn(text), "error": None, "budget": None, "case": "the worst of all cases"}
                     yield {**named, "backend": backend, "direction": direction_of, "tensor": tensor, **ratio}
 
 
-def _finite(value: float | str) -> float:
+def _drawn(value: float | str) -> dict[str, Any]:
+    """A ratio where a plot has it; `beyond` is what it is where that is no place."""
     number = float(value)
-    return number if math.isfinite(number) else OFF_THE_SCALE
+    is_finite = math.isfinite(number)
+    return {"ratio": number if is_finite else OFF_THE_SCALE, "beyond": "" if is_finite else str(number)}
+
+
+def _size(point: Mapping[str, Any]) -> float:
+    return math.inf if point["beyond"] else float(point["ratio"])
 
 
 # ---------------------------------------------------------------- targets

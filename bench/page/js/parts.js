@@ -71,6 +71,9 @@ const markOf = (name) => {
 
 // ---------------------------------------------------------------- parity
 
+/** An error or a budget; `inf` and `nan` are texts. */
+const shortly = (value) => (typeof value === "number" ? value.toExponential(1) : (value ?? "–"));
+
 const TENSORS = ["out", "lse", "dq", "dk", "dv"];
 
 function parityPart(records) {
@@ -94,7 +97,7 @@ function parityPart(records) {
         ...markOf(it.backend),
         pick: it.at,
         what: `${it.backend} ${it.case}`,
-        figure: it.ratio.toFixed(2),
+        figure: it.beyond || it.ratio.toFixed(2),
       })),
     label: "Plot of each case's error over its budget, by result; 1 is the limit. The table below has its figures.",
     caption: "Error over budget",
@@ -104,9 +107,9 @@ function parityPart(records) {
       { title: "backend", of: (it) => it.backend },
       { title: "direction", of: (it) => it.direction },
       { title: "result", of: (it) => it.tensor },
-      { title: "error", kind: "number", of: (it) => (it.error === null ? "–" : it.error.toExponential(1)) },
-      { title: "budget", kind: "number", of: (it) => (it.budget === null ? "–" : it.budget.toExponential(1)) },
-      { title: "error / budget", kind: "number", of: (it) => it.ratio, opens: true },
+      { title: "error", kind: "number", of: (it) => shortly(it.error) },
+      { title: "budget", kind: "number", of: (it) => shortly(it.budget) },
+      { title: "error / budget", kind: "number", of: (it) => it.beyond || it.ratio, opens: true },
     ],
     panel: (it) => ({
       title: `${it.backend} ${it.direction}, ${it.case}`,
@@ -115,7 +118,7 @@ function parityPart(records) {
           "Error",
           facts([
             ["result", it.tensor],
-            ["error over budget", it.ratio.toFixed(3)],
+            ["error over budget", it.beyond || it.ratio.toFixed(3)],
             ["error", it.error === null ? "" : `${it.error} (${it.of})`],
             ["budget", it.budget === null ? "" : `${it.budget}`],
             ["fed by", it.fed_by],

@@ -67,7 +67,7 @@ function timesPart(row) {
         bound === null ? "" : `${figure(bound)} ${unitOf(row)}${busiest}; ${percent(rateOf(row) / bound)} of it`,
       ],
       ["of the stated peak", row.peak_share === null ? "" : percent(row.peak_share)],
-      ["error over budget", row.error_ratio === null ? "" : row.error_ratio.toFixed(2)],
+      ["error over budget", typeof row.error_ratio === "number" ? row.error_ratio.toFixed(2) : row.error_ratio],
       ["memory beside inputs and outputs", bytes === null ? "" : `${(bytes / 2 ** 20).toFixed(1)} MiB`],
       ["readings", `${row.rounds}`],
     ]),
