@@ -47,7 +47,6 @@ ALL, WORK = "triton cutile cuda", (ON_CPU, COMPILE)
             "no backend",
         ),
         (machine(H200, lacks=[(ALL, WORK, MISSING)]), "pip install 'multiattn[all]'", "no backend"),
-        (machine(has_idle_driver=True), "pip install --force-reinstall torch", f"torch {torch.__version__} cannot"),
         (machine(lacks=[("cutile", WORK, MISSING)]), "pip install 'multiattn[cutile]'", "cutile: packages are missing"),
         (
             machine(H200, A10, lacks=[("cutile cuda", WORK, MISSING)]),
@@ -81,6 +80,36 @@ def test_the_next_step(found, command, why):
     step = next_step(found)
     assert command in step.command
     assert why in step.why
+
+
+@pytest.mark.parametrize(
+    ("cuda", "command", "why"),
+    [
+        (None, "pip install --force-reinstall torch", "is built without CUDA"),
+        ("13.0", "nvidia-smi", "is built for CUDA 13.0 and cannot use the driver that this names: update the driver"),
+    ],
+)
+def test_a_torch_that_cannot_use_the_driver(cuda, command, why, monkeypatch):
+    """The same torch again would help no older driver."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    step = next_step(machine(has_idle_driver=True))
+    assert step.command == command
+    assert why in step.why
+
+
+@pytest.mark.parametrize(
+    ("files", "hides", "has"),
+    [(("nvidia0", "nvidiactl"), False, True), (("nvidiactl",), False, False), (("nvidia0",), True, False)],
+)
+def test_a_gpu_that_is_hidden_or_not_given_to_a_container_is_none(files, hides, has, tmp_path, monkeypatch):
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(doctor, "_DEVICES", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hides:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert doctor.examine().has_idle_driver == has
 
 
 def test_the_steps_for_a_machine_without_a_gpu_work_here():

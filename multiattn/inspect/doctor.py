@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,8 +23,8 @@ from multiattn.progress import LongWork
 from multiattn.run.tuning import tuning_for
 
 ON_CPU, COMPILE = "run on CPU tensors", "compile for any GPU"
-_DRIVER = Path("/proc/driver/nvidia/version")
-"""Where NVIDIA's driver says what it is, on Linux."""
+_DEVICES = Path("/dev")
+"""Where NVIDIA's driver has a file for each GPU, on Linux; containers have only those that they were given."""
 _SHAPE = "--shape 2,16,4096,128 --causal"
 
 
@@ -98,6 +99,14 @@ def _install(extras: Sequence[str], why: str) -> NextStep:
     return NextStep(command=f"pip install 'multiattn[{','.join(extras)}]'", why=why)
 
 
+def _use_driver(found: Findings) -> NextStep:
+    if torch.version.cuda is None:
+        why = f"this machine has NVIDIA's driver, and torch {torch.__version__} is built without CUDA"
+        return NextStep(command="pip install --force-reinstall torch", why=why)
+    why = f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and cannot use the driver that this names"
+    return NextStep(command="nvidia-smi", why=f"{why}: update the driver, or install a torch for its CUDA")
+
+
 def _install_missing(found: Findings) -> NextStep:
     return _install(found.incomplete, f"{' and '.join(found.incomplete)}: packages are missing, or do not fit together")
 
@@ -127,11 +136,7 @@ _STEPS: tuple[_Rule, ...] = (
     ),
     (
         lambda it: it.has_idle_driver,
-        lambda it: NextStep(
-            command="pip install --force-reinstall torch",
-            why=f"this machine has NVIDIA's driver, and torch {torch.__version__} cannot use it: "
-            "it takes a build for CUDA that is not newer than the driver",
-        ),
+        _use_driver,
     ),
     (lambda it: it.incomplete, _install_missing),
     (
@@ -183,9 +188,14 @@ def examine() -> Findings:
     return Findings(
         devices=tuple(map(_describe, devices)),
         can=can,
-        has_idle_driver=not devices and _DRIVER.exists(),
+        has_idle_driver=not devices and _has_driver(),
         is_linux=platform.system() == "Linux",
     )
+
+
+def _has_driver() -> bool:
+    """True if there is a GPU with NVIDIA's driver that nobody has hidden."""
+    return "CUDA_VISIBLE_DEVICES" not in os.environ and any(_DEVICES.glob("nvidia[0-9]*"))
 
 
 def _describe(device: torch.device) -> FoundDevice:
