@@ -19,6 +19,7 @@ from bench.page.data import COLUMNS, cell_data, pack_records, script_json
 from bench.results import RESULTS, dumps, is_ours, load, one_run
 from bench.verdicts import compare
 from multiattn.plan.backend import BACKENDS
+from multiattn.plan.support import Reason
 
 pytestmark = pytest.mark.xdist_group("bench_page")  # one page for all
 CELLS = SUITES["standard"][:3]
@@ -166,6 +167,14 @@ def test_what_did_not_run_keeps_its_reason(text):
     static = text[: text.index('<script type="application/json"')]
     assert static.index("Not run on this machine") > static.index('class="plot lines"')
     assert "gpu: got none on this machine" in static
+
+
+def test_results_that_have_no_time_at_all_have_their_reasons_on_the_page(evidence):
+    why = Reason(code="module", got="none", allowed="one")
+    refused = replace(fakes.row("fa2", 1.0, cell=CELLS[0]), measured=None, reasons=(why,))
+    its = (sources.Source(gpu="NVIDIA H200", suite="standard", rows=(refused,)),)
+    text = page.report_page(replace(evidence, sources=its))
+    assert str(why) in text[: text.index('<script type="application/json"')]
 
 
 def test_a_ratio_is_to_the_best_peer_of_the_cell_and_regime(text):

@@ -10,10 +10,10 @@ from typing import Any
 
 from bench import host, models
 from bench.page.data import pack_records
-from bench.page.sources import Evidence, Parity, short_name
+from bench.page.sources import Evidence, Parity, kind_of, short_name
 from bench.record import Record
 from bench.record_kernels import Kernel, main_of
-from bench.report import describe, provenance
+from bench.report import describe, notes, provenance
 from multiattn.inspect.build import Compilation
 from multiattn.inspect.facts import Facts
 from multiattn.plan import backend as registry
@@ -196,13 +196,19 @@ def _host_rows(found: Any) -> dict[str, list[str]]:
 
 
 def where(evidence: Evidence) -> dict[str, list[str]]:
-    """Where rows were measured, and the commands that measure them again; what this machine refused."""
+    """Where rows were measured, and the commands that measure them again; what this machine refused.
+
+    Also what was refused elsewhere, of kinds that have no part of the page, as nothing of them has a time.
+    """
     rows = [row for source in evidence.sources for row in source.rows]
     refused = {str(reason) for it in evidence.sources if it.here for row in it.rows for reason in row.reasons}
     here = [row for it in evidence.sources if it.here for row in it.rows if row.measured is None]
+    drawn = {kind_of(row.cell) for row in rows if row.measured is not None}
+    elsewhere = [row for it in evidence.sources if not it.here for row in it.rows if kind_of(row.cell) not in drawn]
     return {
         "measured": provenance(rows),
         "commands": list(dict.fromkeys(row.command for row in rows if row.measured is not None)),
         "unrun": sorted(f"{row.contender}, {row.cell.key}" for row in here),
         "reasons": sorted(refused),
+        "refused": notes(elsewhere),
     }
