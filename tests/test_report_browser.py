@@ -478,6 +478,18 @@ def test_text_in_plots_stands_out_from_what_is_below_it(report):
     choose_theme(report, "system")
 
 
+def test_paper_shows_all_of_a_table_and_the_colours(report):
+    """A table was cut where it scrolls, and the dark theme's text stood on white."""
+    report.page.emulate_media(media="print")
+    part = report.page.locator("#decode")
+    part.get_by_label("every cell of the suite").check()
+    box = part.locator(".table-box")
+    assert box.evaluate("(it) => it.scrollHeight - it.clientHeight") < 2
+    assert report.page.evaluate("getComputedStyle(document.body).printColorAdjust") == "exact"
+    part.get_by_label("every cell of the suite").uncheck()
+    report.page.emulate_media(media="screen")
+
+
 # ---------------------------------------------------------------- differences
 
 
