@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import shlex
 import sys
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: got cuda, but torch finds no GPU here")
+    if importlib.util.find_spec("jinja2") is None:  # now, not when the report of all is written
+        parser.error("the report needs jinja2: pip install 'multiattn[report]'")
     device = torch.device(options.device)
     try:
         cases = matching(suite(device), options.case or ["*"])

@@ -12,7 +12,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from tabulate import tabulate
 
@@ -336,6 +335,8 @@ def to_markdown(report: Report, tables: Iterable[Table]) -> str:
 
 def to_html(report: Report, tables: Iterable[Table]) -> str:
     """The report as one page that needs nothing else."""
+    import jinja2  # an extra's, which those who import the tables of this module may lack
+
     source = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

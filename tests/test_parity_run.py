@@ -1,9 +1,12 @@
 """The parity runner and its report: what becomes of a kernel that is wrong, that raises, or that never runs."""
 
+import importlib.util
 import itertools
 import json
 import os
 import pickle
+import subprocess
+import sys
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -222,6 +225,19 @@ def test_the_report_says_the_same_in_three_formats():
 
 
 # ---------------------------------------------------------------- the command
+
+
+def test_a_package_of_an_extra_is_asked_for_before_the_run(capsys, monkeypatch, tmp_path):
+    """Without it nothing of bench could be imported, either."""
+    code = "import sys, bench.cli, parity.__main__; print({'jinja2', 'altair', 'vl_convert'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jinja2" else found(name))
+    with pytest.raises(SystemExit):
+        main(["--case", "gqa*", "--device", "cpu", "--out", str(tmp_path)])
+    assert "needs jinja2: pip install 'multiattn[report]'" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_command_writes_the_report_and_exits_zero(tmp_path, capsys, monkeypatch):
