@@ -11,6 +11,7 @@ import torch
 
 import multiattn
 from multiattn.__main__ import main
+from multiattn.cuda import tools
 from multiattn.inspect import doctor
 from multiattn.inspect.doctor import COMPILE, ON_CPU, Findings, FoundDevice, next_step
 from multiattn.plan.support import Reason
@@ -148,6 +149,17 @@ def test_it_ends_with_the_next_step(capsys, monkeypatch):
 def test_nothing_that_works_is_a_failure(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "examine", lambda: machine(lacks=[(ALL, WORK, MISSING)]))
     assert main(["doctor"]) == 1
+
+
+def test_a_reason_is_one_line_whatever_a_library_says(monkeypatch):
+    pathfinder = pytest.importorskip("cuda.pathfinder", reason="cuda-pathfinder is not here")
+
+    def fail(name):
+        raise pathfinder.DynamicLibNotFoundError(f"no {name}: here,\n nor there\n")
+
+    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", fail)
+    (reason,) = tools.probe_nvrtc.__wrapped__()
+    assert reason.got == "no NVRTC: no nvrtc: here, nor there"
 
 
 def test_this_machine(capsys):

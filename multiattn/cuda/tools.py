@@ -37,7 +37,9 @@ def probe_nvrtc() -> tuple[Reason, ...]:
     try:
         pathfinder.load_nvidia_dynamic_lib("nvrtc")
     except pathfinder.DynamicLibNotFoundError as error:
-        return (Reason(code="compiler", got=f"no NVRTC: {error}", allowed="libnvrtc", hint=_INSTALL),)
+        return (
+            Reason(code="compiler", got=f"no NVRTC: {' '.join(str(error).split())}", allowed="libnvrtc", hint=_INSTALL),
+        )
     try:
         from cuda.core import Program, ProgramOptions
 
