@@ -1,6 +1,7 @@
 """The doctor says what works on a machine, why the rest does not, and one next step; other machines are made up."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -179,3 +180,13 @@ def test_a_gpu_is_measured_under_its_whole_name_or_by_its_user(title, tuned, is_
     monkeypatch.setattr(doctor, "detect", lambda device: doctor.ARCHS["sm90"])
     monkeypatch.setattr(doctor, "tuning_for", lambda device: tuned)
     assert doctor._describe(torch.device("cuda", 0)) == replace(H200, title=title, is_measured=is_measured)
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    """As of ``| head``: it ended with a message about a broken pipe."""
+    command = [sys.executable, "-m", "multiattn", "explain", "--shape", "2,16,512,128", "--arch", "sm90"]
+    read, write = os.pipe()
+    os.close(read)
+    found = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    os.close(write)
+    assert (found.returncode, found.stderr) == (141, "")

@@ -9,6 +9,7 @@ from targets_fakes import request
 from multiattn.inspect import facts, mix
 from multiattn.inspect.mix import CLASSES, FEATURES, OTHER, Counts, features, flop_of, measure
 from multiattn.inspect.sass import find_loops, parse, parted_arrivals
+from multiattn.plan import toolchain
 from multiattn.plan.cubin import read_entry
 from multiattn.plan.toolchain import disassemble, find_cuobjdump
 
@@ -191,3 +192,15 @@ def test_what_a_cubin_says_of_itself(arch):
     assert 1 <= entry.registers <= 32
     assert measure(parse(disassemble(cubin))).hot_loops == 0
     assert disassemble(b"no cubin") is None
+
+
+@pytest.mark.parametrize("has_both", [True, False])
+def test_cuobjdump_without_nvdisasm_is_none(has_both, monkeypatch, tmp_path):
+    """It prints no code then, and every kernel of `multiattn compile` was an error."""
+    for name in ("cuobjdump", "nvdisasm") if has_both else ("cuobjdump",):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(toolchain.metadata, "files", lambda name: [])
+    find = toolchain.find_cuobjdump.__wrapped__
+    assert find() == (str(tmp_path / "cuobjdump") if has_both else None)
