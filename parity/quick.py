@@ -1,4 +1,4 @@
-"""What a CPU runs of the cases every time, and what at night only: `pytest -m nightly`.
+"""The cases that a CPU runs every time, and those that it runs at night only: `pytest -m nightly`.
 
 Triton has three backwards there, and they take turns on the cases: each runs its share, and whatever shows it another
 kind of case. On a GPU, at night and in the report (``python -m parity``) each of them runs them all.
@@ -26,7 +26,7 @@ def waits_for_night(case: Case, who: Contender) -> bool:
 
 
 def takes_long(case: Case, who: Contender) -> bool:
-    """What has a like by day, and the sweep over head_dims but for those that tiles are made for.
+    """Cases that have a like by day, and the sweep over head_dims but for those that tiles are made for.
 
     The sweep takes up to 7 s a case but in cuTile and Gluon.
     """
@@ -60,7 +60,7 @@ def _turn(case: Case) -> int:
 
 
 def _elements(case: Case) -> int:
-    """What it costs to interpret a case, about."""
+    """The cost of interpreting a case, about."""
     batch, queries, keys = case.lengths
     return batch * case.heads_q * queries * keys * case.head_dim
 

@@ -285,7 +285,7 @@ def _merges():
             yield pytest.param(splits, head_dim, *rows, has_sinks, marks=marks)
 
 
-@pytest.mark.parametrize(("splits", "head_dim", "heads", "seq_q", "has_sinks"), _merges())
+@pytest.mark.parametrize(("splits", "head_dim", "heads", "seq_q", "has_sinks"), list(_merges()))
 def test_parts_are_made_one(splits, head_dim, heads, seq_q, has_sinks):
     sizes = {"heads_q": heads, "heads_kv": 1, "head_dim": head_dim, "has_sinks": has_sinks}
     problem = problem_of(batch=2, seq_q=seq_q, splits=splits, **sizes)

@@ -247,6 +247,8 @@ def test_the_jit_compiles_the_kernels_of_a_launch_at_one_time(monkeypatch):
 class FakeSource:
     """A source whose Python and whose compiler go into `seen`; with `together` its compiler waits for the others'."""
 
+    target = "sm90"
+
     def __init__(self, key, is_gluon, seen, together=None):
         self.key, self.is_gluon, self.seen, self.together = key, is_gluon, seen, together
 
