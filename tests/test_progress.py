@@ -123,6 +123,16 @@ def test_only_the_first_of_a_kind_is_a_warning(patience, caplog):
     assert len(texts(caplog, logging.INFO)) == 2
 
 
+def test_each_kernel_on_a_cpu_is_told_once(patience, caplog):
+    """A backward was silent after its forward had been told, for a minute."""
+    for kernel in ("forward", "backward", "forward"):
+        with progress.interpreting(kernel, STEPS):
+            time.sleep(4 * patience)
+    assert [kernel in line for kernel, line in zip(("forward", "backward"), texts(caplog)[::2], strict=True)] == [
+        True
+    ] * 2
+
+
 @pytest.mark.parametrize(
     ("setting", "is_terminal", "is_silenced", "lines", "has_bar"),
     [

@@ -2,6 +2,7 @@
 
 # ruff: noqa: N803 - constexprs of a Triton kernel are upper case
 
+import importlib
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+import multiattn
 from multiattn.plan.support import OutOfBoundsError
 from multiattn.triton.cpu import interpreter
 
@@ -181,3 +183,30 @@ def test_the_language_is_for_one_to_patch_or_for_many_to_compile_with():
         for it in them:
             it.result()
     assert order == ["compiled"] * 2 + ["begin", "end"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "variant"),
+    [
+        ("triton.cpu.interpreter", "triton", None),
+        ("triton.cpu.gluon.run", "triton", "warp_specialized"),
+        ("cutile.cpu.machine", "cutile", None),
+    ],
+)
+def test_tiles_are_not_shared_by_threads_that_would_wait_for_each_other(name, backend, variant, monkeypatch):
+    """Triton's interpreter took four times as long where other processes had work."""
+    module = importlib.import_module(f"multiattn.{name}")
+    seen, told = [], module.interpreting
+
+    def interpreting(*work, **more):
+        seen.append(torch.get_num_threads())
+        return told(*work, **more)
+
+    monkeypatch.setattr(module, "interpreting", interpreting)
+    q = torch.randn(1, 1, 32, 16, dtype=torch.bfloat16)
+    torch.set_num_threads(2)
+    try:
+        multiattn.fmha(q, q, q, backend=backend, variant=variant)
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(1)
