@@ -15,7 +15,6 @@ from bench.decode_cells import DecodeCell
 from bench.matrix import Cell
 from bench.page.sources import Source, kind_of
 from bench.page.styles import as_data, in_order
-from bench.page.verdict import best_peers
 from bench.report import describe, notes
 from bench.results import Row, is_ours
 from multiattn.inspect.roofline import bounds
@@ -34,6 +33,16 @@ _SHARED = ("cell", "contender", "regime", "environment", "command", "plan", "det
 
 
 UNITS = {"tensor": "tensor cores", "exp": "exponentials", "memory": "memory"}
+
+
+def best_peers(rows: Iterable[Row]) -> dict[tuple[Cell, str], Row]:
+    """The fastest of all peers in each cell and regime."""
+    found: dict[tuple[Cell, str], Row] = {}
+    for row in rows:
+        place = row.cell, row.regime
+        if row.measured is not None and not is_ours(row.contender):
+            found[place] = max(found.get(place, row), row, key=lambda it: it.tflops)
+    return found
 
 
 class Packer:

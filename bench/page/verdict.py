@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from bench.comparison import AUTO, Ratio, mean_of, over_best_peer
-from bench.matrix import Cell
 from bench.page.sources import Evidence, Source, kind_of
-from bench.results import Row, is_ours
 
 SUITE_OF = {"forward": ("standard", "device"), "backward": ("backward", "device"), "decode": ("decode", "graph")}
 """The suite and regime that speak for a direction; on a machine that ran less, `FLOORS`."""
 FLOORS = "floors"
-Place = tuple[Cell, str]
-
-
-def best_peers(rows: Iterable[Row]) -> dict[Place, Row]:
-    """The fastest of all peers in each cell and regime."""
-    found: dict[Place, Row] = {}
-    for row in rows:
-        place = row.cell, row.regime
-        if row.measured is not None and not is_ours(row.contender):
-            found[place] = max(found.get(place, row), row, key=lambda it: it.tflops)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

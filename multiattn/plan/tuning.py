@@ -161,14 +161,13 @@ class Tuning:
         if cell is None:
             return ()
         own, found = cell.backends[backend], registry.get(backend)
-        return tuple(
-            TunedChoice(
-                variant=way.variant,
-                config=None if way.config is None else config_of(way.config, _variant(found, way, direction)),
-                why=self._why(cell, way, own),
-            )
-            for way in own.ways
-        )
+
+        def choice(way: TimedWay) -> TunedChoice:
+            variant = find_variant(found, way.variant, direction)
+            config = None if way.config is None else config_of(way.config, variant)
+            return TunedChoice(variant=way.variant, config=config, why=self._why(cell, way, own))
+
+        return tuple(map(choice, own.ways))
 
     def _why(self, cell: TunedCell, way: TimedWay, own: TunedBackend) -> str:
         where = f"{self.gpu}, {cell.date}, {cell.sizes} {cell.direction}"
@@ -208,10 +207,6 @@ def is_plain(problem: Problem) -> bool:
 
 def _apart(one: int, other: int) -> float:
     return abs(math.log2(max(one, 1) / max(other, 1)))
-
-
-def _variant(backend: registry.Backend, way: TimedWay, direction: Direction) -> registry.Variant:
-    return find_variant(backend, way.variant, direction)
 
 
 def tuning_of(data: object) -> Tuning:
