@@ -19,6 +19,7 @@ from multiattn.problem import Problem, options_of
 from multiattn.progress import NOTE, LongWork
 from multiattn.score import BoundScore, eager
 from multiattn.score.eager import Part
+from multiattn.score.transforms import is_wrapped
 
 
 def reference(
@@ -356,7 +357,7 @@ def _attend_cached(
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """``weights @ v`` in which a masked key contributes nothing, where IEEE has ``0 * nan = 0 * inf = nan``."""
     finite = torch.isfinite(v)
-    if bool(finite.all()):
+    if not is_wrapped(v) and bool(finite.all()):
         return weights @ v
     out = weights @ v.masked_fill(~finite, 0.0)
     seen = visible.to(v.dtype).expand_as(weights)

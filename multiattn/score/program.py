@@ -19,6 +19,7 @@ from multiattn.score.expression import Node, read, walk
 from multiattn.score.fingerprint import Fingerprint, UnknownError
 from multiattn.score.printing import TEXT
 from multiattn.score.trace import Tracer
+from multiattn.score.transforms import apart, requires_grad
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +114,7 @@ class BoundScore(NamedTuple):
         """Slots of tensors that want a gradient, of those that the score depends on."""
         score = self.program.score
         used = {it.value for it in walk(score) if it.op == "load"} if score is not None else set()
-        return tuple(slot for slot, it in enumerate(self.tensors) if it.requires_grad and slot in used)
+        return tuple(slot for slot, it in enumerate(self.tensors) if slot in used and requires_grad(it))
 
     def check(self, *, batch: int, heads: int, seq_q: int, seq_kv: int) -> None:
         """ValueError for a tensor that is too small to be indexed by a batch entry, a head or a position of these."""
@@ -172,7 +173,8 @@ def bind_score(
         program, places = found
         tensors = tuple(fingerprint.tensors[place] for place in places)
     else:
-        program, tensors = trace_program(device, softcap is not None, named_tensors, score_mod, mask_mod)
+        arguments = device, softcap is not None, named_tensors, score_mod, mask_mod
+        program, tensors = apart(lambda: trace_program(*arguments))
         places_of = {id(tensor): place for place, tensor in enumerate(fingerprint.tensors)}
         if key is not None and all(id(tensor) in places_of for tensor in tensors):
             _known.put(key, (program, tuple(places_of[id(tensor)] for tensor in tensors)))

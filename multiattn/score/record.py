@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +19,7 @@ from multiattn.score.named import ScorePlace, alibi, bias
 from multiattn.score.program import trace_program
 from multiattn.score.serial import dumps
 from multiattn.score.trace import CONTROL_FLOW, READERS, UntraceableError
+from multiattn.score.transforms import apart
 
 Argument = tuple[str, Any]
 """A kind, and a number, a place in a list, or more of these."""
@@ -185,8 +185,7 @@ def program_of(
         used = {it.value for it in walk(program.score) if it.op == "load"} if program.score is not None else set()
         return dumps(program), places, tuple(sorted(used))
 
-    with ThreadPoolExecutor(1) as fresh:  # a thread that no mode of `torch.export` watches
-        return fresh.submit(trace).result()
+    return apart(trace)
 
 
 def refuse_reader(name: str, function: Callable[..., Any]) -> NoReturn:

@@ -66,7 +66,15 @@ class Tracer(TorchDispatchMode):
 
     def stand_in(self, node: Node, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor that stands for a node. Each is an object of its own, by which it is known."""
-        return self._bind(torch.empty((), dtype=dtype, device="meta"), node)
+        return self._bind(self._empty((), (), dtype), node)
+
+    def _empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor without memory that no callable made."""
+        self._is_own = True
+        try:
+            return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        finally:
+            self._is_own = False
 
     def scalar(self, name: str) -> torch.Tensor:
         """The stand-in of a runtime scalar."""
@@ -133,7 +141,8 @@ class Tracer(TorchDispatchMode):
 
     def _name(self, tensor: torch.Tensor) -> str:
         """How the callable calls a captured tensor, if that can be told, and its shape."""
-        shape = f"a tensor of shape {tuple(self._parts.get(id(tensor), (tensor,))[0].shape)}"
+        tensor = self._parts.get(id(tensor), (tensor,))[0]
+        shape = f"a tensor of shape {tuple(tensor.shape)}"
         if inspect.isfunction(self._traced):
             seen = inspect.getclosurevars(self._traced)
             for name, value in (*seen.nonlocals.items(), *seen.globals.items()):
@@ -209,17 +218,24 @@ class Tracer(TorchDispatchMode):
                     raise IndexError(f"index {node.value} is out of bounds for a dimension of {size} elements")
                 node = const(node.value % size, "i32")
             nodes.append(node)
-        try:
-            self._is_own = True
-            rest = torch.empty(base.shape[len(nodes) :], dtype=base.dtype, device="meta")
-        finally:
-            self._is_own = False
+        rest = self._empty(base.shape[len(nodes) :], base.stride()[len(nodes) :], base.dtype)
         if rest.dim():
             self._keep.append(rest)
             self._parts[id(rest)] = base, tuple(nodes)
             return rest
         slot = self._slot(base)
         return self._bind(rest, load(slot, KINDS[base.dtype], nodes))
+
+    def as_stand_in(self, value: Any) -> Any:
+        """An argument of a function, or a list of some, with stand-ins in the places of captured tensors.
+
+        PyTorch computes nothing of a tensor that `torch.func` wraps where the transform is not active.
+        """
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self.as_stand_in, value))
+        if not isinstance(value, torch.Tensor) or id(value) in self._nodes or id(value) in self._parts:
+            return value
+        return self.index(value, ())
 
 
 def _without_memory(value: Any) -> Any:
@@ -247,4 +263,8 @@ class _Functions(TorchFunctionMode):
                 if not is_number:
                     raise self.tracer.refusal(f"an index {it!r}; allowed b, h, q_idx, kv_idx, and integers of these")
             return self.tracer.index(args[0], indices)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func.__name__ != "__get__":  # an attribute is that of the tensor itself
+            args = self.tracer.as_stand_in(args)
+            kwargs = {name: self.tracer.as_stand_in(it) for name, it in kwargs.items()}
+        return func(*args, **kwargs)
