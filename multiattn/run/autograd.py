@@ -19,6 +19,7 @@ from multiattn.run.cached_op import call_kvcache_op
 from multiattn.run.calls import Ready, get_backward, get_forward
 from multiattn.run.execute import check_results, run_backward, run_conforming, run_forward, run_forward_into
 from multiattn.run.ops import call_backward_op, call_forward_op, refuse_double_backward, with_dout
+from multiattn.score.transforms import requires_grad
 from multiattn.validate import check_inputs, check_scale
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -59,8 +60,12 @@ def _is_autocast(tensor: object, kind: str) -> bool:
 
 
 def needs_grad(operands: Operands) -> bool:
-    """True if autograd will want a gradient of this call."""
-    return operands.requires_grad and torch.is_grad_enabled()
+    """True if autograd will want a gradient of this call, or a transform around it does."""
+    if not torch.is_grad_enabled():
+        return False
+    if operands.requires_grad:
+        return True
+    return not is_compiling() and compat.transforms_active() and any(map(requires_grad, operands.inputs))
 
 
 def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +73,7 @@ def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Te
     compiling = is_compiling()
     if compiling or not (operands.inputs_are(_PLAIN) and _is_unwatched()):
         _check_call(operands, options)
-        if not compiling and _needs_function():
+        if not compiling and is_transformed():
             out, lse = TransformedAttention.apply((options, needs_grad(operands)), *operands.inputs)  # type: ignore[no-untyped-call]
         else:
             out, lse = call_forward_op(operands, options, needs_grad(operands))
@@ -85,8 +90,12 @@ def attend_cached(operands: Operands, options: Options, out: torch.Tensor | None
     NotImplementedError where autograd would want a gradient.
     """
     refuse_gradient(operands)
-    if is_compiling() or not (operands.inputs_are(_PLAIN) and _is_unwatched()):
-        fresh, lse = call_kvcache_op(operands, options)
+    compiling = is_compiling()
+    if compiling or not (operands.inputs_are(_PLAIN) and _is_unwatched()):
+        if not compiling and is_transformed():
+            fresh, lse = TransformedCache.apply(options, *operands.inputs)  # type: ignore[no-untyped-call]
+        else:
+            fresh, lse = call_kvcache_op(operands, options)
         if out is None:
             return fresh, lse
         if options.cache is not None and options.cache.max_q is not None:  # the other rows are left as they are
@@ -102,9 +111,7 @@ def attend_cached(operands: Operands, options: Options, out: torch.Tensor | None
 def refuse_gradient(operands: Operands) -> None:
     """NotImplementedError where autograd would want a gradient of a call with a cache."""
     if needs_grad(operands):
-        raise NotImplementedError(
-            "multiattn.fmha_kvcache has no gradient: call it under torch.no_grad(); multiattn.fmha_varlen has one"
-        )
+        _refuse_cache_gradient(None)
 
 
 def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor | None, ...]:
@@ -120,11 +127,16 @@ def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor | 
             gradients: tuple[torch.Tensor | None, ...] = AttentionBackward.apply(options, *operands.read)  # type: ignore[no-untyped-call]
             return gradients
         return run_backward(get_backward(operands, options), operands)
+    if is_plain and operands.captured:
+        raise NotImplementedError(
+            "is_grads_batched: got several gradients of a call with captured tensors (alibi_slopes, bias, those of "
+            "score_mod, a block mask or a packed batch); allowed one at a time, or torch.vmap over torch.func.vjp"
+        )
     _check_call(operands, options)
     operands = with_dout(operands)
     if not compiling:
         check_results(operands)
-    if not compiling and _needs_function():
+    if not compiling and is_transformed():
         return TransformedBackward.apply(options, *operands.read)  # type: ignore[no-any-return, no-untyped-call]
     return call_backward_op(operands, options)
 
@@ -138,8 +150,8 @@ def _check_call(operands: Operands, options: Options) -> None:
         check_scale(options.scale, operands.q.shape[3])
 
 
-def _needs_function() -> bool:
-    """True if something differentiates this call that cannot reach an op's own gradient."""
+def is_transformed() -> bool:
+    """True if something transforms this call that cannot reach an op's own gradient. Not for Dynamo to trace."""
     return compat.transforms_active() or compat.in_forward_mode()
 
 
@@ -195,6 +207,12 @@ def _refuse_forward_mode(ctx: Any, *tangents: torch.Tensor | None) -> NoReturn:
     )
 
 
+def _refuse_cache_gradient(ctx: Any, *given: torch.Tensor | None) -> NoReturn:
+    raise NotImplementedError(
+        "multiattn.fmha_kvcache has no gradient: call it under torch.no_grad(); multiattn.fmha_varlen has one"
+    )
+
+
 class TransformedAttention(torch.autograd.Function):
     """`fmha` under `torch.func` and forward-mode AD: `ops.forward_op`, and a gradient that these can reach."""
 
@@ -235,4 +253,21 @@ class TransformedBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        """Nothing to keep: there is no gradient."""
+
+
+class TransformedCache(torch.autograd.Function):
+    """`fmha_kvcache` under `torch.func` and forward-mode AD, which has no derivative of either kind."""
+
+    generate_vmap_rule = True
+    backward = staticmethod(_refuse_cache_gradient)
+    jvp = staticmethod(_refuse_cache_gradient)
+
+    @staticmethod
+    def forward(options: Options, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the op."""
+        return call_kvcache_op(Operands.of_inputs(inputs, options.has_sinks), options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Nothing to keep: there is no gradient."""

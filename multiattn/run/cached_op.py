@@ -7,6 +7,7 @@ copy of its result.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from multiattn.packed import packed_strides
 from multiattn.paged import Cache, check_cache, check_values
 from multiattn.run.calls import get_forward
 from multiattn.run.execute import run_forward
-from multiattn.run.ops import KEEP_STRIDES
+from multiattn.run.ops import KEEP_STRIDES, map_each
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 _NONE = -1
@@ -88,6 +89,13 @@ def _fake(
     _check(q, k_cache, v_cache, captured, cache, sinks)
     strides = strides_like(q) if cache[1] == _NONE else (*packed_strides(q.shape[1], q.shape[3]), 1)
     return q.new_empty_strided(q.shape, strides), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@kvcache_op.register_vmap
+def _map(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[_Pair, tuple[int, int]]:
+    """The rule for `torch.vmap`: each entry is a call by itself, as its cache is."""
+    out, lse = map_each(kvcache_op, info, in_dims, arguments)
+    return (out, lse), (0, 0)
 
 
 def _check(

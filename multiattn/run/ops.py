@@ -320,13 +320,7 @@ def _map(op: Any, names: str, info: Any, in_dims: tuple[Any, ...], arguments: tu
     sinks, of_sinks = given.get("sinks", (None, None))
     is_apart = sinks is not None and (of_sinks is not None or op is not forward_op)
     if is_apart or _has_places(given):
-        each = [op(*(_entry(at, *pair) for pair in zip(arguments, in_dims, strict=True))) for at in range(size)]
-        results: Any = [
-            torch.stack(of_entries)
-            if isinstance(of_entries[0], torch.Tensor)
-            else [torch.stack(gradients) for gradients in zip(*of_entries, strict=True)]
-            for of_entries in zip(*each, strict=True)
-        ]
+        results: Any = map_each(op, info, in_dims, arguments)
     else:
         folded = [_fold(size, *given[name]) if name in _BATCHED else given[name][0] for name in given]
         results = op(*folded, *arguments[len(given) :])
@@ -344,11 +338,31 @@ def _has_places(given: Mapping[str, tuple[Any, Any]]) -> bool:
     return any(given.get(name, (None,))[0] is not None for name in ("score", "blocks", "packing"))
 
 
+def map_each(op: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[Any]:
+    """Results of an op for each entry of what is mapped, one call after the other.
+
+    Of no entries they have the sizes that one of zeros gives.
+    """
+    size = info.batch_size
+    each = [op(*(_entry(at, *pair) for pair in zip(arguments, in_dims, strict=True))) for at in range(max(size, 1))]
+    return [
+        torch.stack(of_entries)[:size]
+        if isinstance(of_entries[0], torch.Tensor)
+        else [torch.stack(gradients)[:size] for gradients in zip(*of_entries, strict=True)]
+        for of_entries in zip(*each, strict=True)
+    ]
+
+
 def _entry(at: int, argument: Any, dim: Any) -> Any:
-    """One entry of a mapped argument, or of a list of them."""
+    """One entry of a mapped argument, or of a list of them, laid out as every op takes it."""
     if isinstance(argument, (list, tuple)) and dim is not None:
         return [_entry(at, *pair) for pair in zip(argument, dim, strict=True)]
-    return argument if dim is None else argument.select(dim, at)
+    if dim is None:
+        return argument
+    if not argument.shape[dim]:
+        return argument.new_zeros(argument.movedim(dim, 0).shape[1:])
+    entry = argument.select(dim, at)
+    return entry if not entry.ndim or entry.stride(-1) == 1 else entry.contiguous()
 
 
 @forward_op.register_vmap
