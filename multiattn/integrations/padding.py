@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 
 from multiattn.api import fmha
 from multiattn.mask import Window
+from multiattn.run.autograd import is_transformed
 from multiattn.varlen import fmha_varlen
 
 # No overload fits options in a dict.
@@ -78,18 +80,19 @@ def fmha_padded(
             raise ValueError(
                 f"q: got Sq={seq_q} for Skv={seq_kv}; allowed Sq <= Skv, as queries are the last positions"
             )
-        queries = keys if seq_q == seq_kv else TokenPlaces.of(kv_mask[:, -seq_q:])
+        queries = keys if seq_q == seq_kv else TokenPlaces.of(kv_mask[:, seq_kv - seq_q :])
     else:
         queries = TokenPlaces.of(kv_mask.new_ones(1, 1).expand(batch, seq_q))
+    pack, unpack = (_Pack.apply, _Unpack.apply) if is_compiling() or not is_transformed() else (_take, _put)
     rows = packed(
-        *(_Pack.apply(tensor, *places[:2]) for tensor, places in ((q, queries), (k, keys), (v, keys))),  # type: ignore[no-untyped-call]
+        *(pack(tensor, *places[:2]) for tensor, places in ((q, queries), (k, keys), (v, keys))),
         cu_seqlens_q=queries.cu_seqlens,
         cu_seqlens_kv=keys.cu_seqlens,
         max_seqlen_q=seq_q,
         max_seqlen_kv=seq_kv,
         **options,
     )
-    return _Unpack.apply(rows, *queries[:2], batch)  # type: ignore[no-any-return, no-untyped-call]
+    return unpack(rows, *queries[:2], (batch, seq_q))
 
 
 def hiding_bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -120,42 +123,45 @@ class TokenPlaces(NamedTuple):
         return cls(sources, places, torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)))
 
 
-def _take(padded: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+def _take(padded: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Rows ``[B * S, H, D]`` of ``[B, H, S, D]``, in one copy whatever its strides."""
     length = max(padded.shape[2], 1)
     return padded.transpose(1, 2)[sources // length, sources % length]
 
 
-def _put(rows: torch.Tensor, places: torch.Tensor, batch: int) -> torch.Tensor:
-    """``[B, H, S, D]`` of rows, in memory ``[B, S, H, D]``; the inverse of `_take`."""
-    length = places.shape[0] // max(batch, 1)
-    return rows[places].view(batch, length, *rows.shape[1:]).transpose(1, 2)
+def _put(rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
+    """``[B, H, S, D]`` of rows, in memory ``[B, S, H, D]``; the inverse of `_take`. `sizes` are B and S."""
+    return rows[places].view(*sizes, *rows.shape[1:]).transpose(1, 2)
 
 
 class _Pack(torch.autograd.Function):
-    """`_take`: its gradient moves rows back, where that of indexing would sort and add them."""
+    """`_take`: its gradient moves rows back, where that of indexing would sort and add them.
+
+    `torch.func` takes `_take` itself, as it cannot transform this.
+    """
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        ctx.batch = padded.shape[0]
-        return _take(padded, sources)
+        ctx.save_for_backward(sources, places)
+        ctx.sizes = padded.shape[0], padded.shape[2]
+        return _take(padded, sources, places)
 
     @staticmethod
     def backward(ctx: Any, drows: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return _put(drows, places, ctx.batch), None, None
+        sources, places = ctx.saved_tensors
+        return _put(drows, sources, places, ctx.sizes), None, None
 
 
 class _Unpack(torch.autograd.Function):
     """`_put`, and its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, batch: int) -> torch.Tensor:
-        ctx.save_for_backward(sources)
-        return _put(rows, places, batch)
+    def forward(
+        ctx: Any, rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, sizes: tuple[int, int]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(sources, places)
+        return _put(rows, sources, places, sizes)
 
     @staticmethod
     def backward(ctx: Any, dpadded: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (sources,) = ctx.saved_tensors
-        return _take(dpadded, sources), None, None, None
+        return _take(dpadded, *ctx.saved_tensors), None, None, None
