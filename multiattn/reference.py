@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -261,54 +262,62 @@ def _differentiate_dense(
 # ---------------------------------------------------------------- packed batches
 
 
-def sequences(operands: Operands, options: Options) -> Iterator[tuple[Operands, Options, Part]]:
-    """Each sequence as a batch of one, with its options and its place."""
+class OwnRows(NamedTuple):
+    """The rows of one sequence of a packed batch."""
+
+    queries: slice
+    keys: slice
+
+
+def sequences(operands: Operands, options: Options) -> Iterator[tuple[Operands, Options, Part, OwnRows]]:
+    """Each sequence as a batch of one, with its options, its place and its rows, whatever cu_seqlens say."""
     *captured, cu_seqlens_q, cu_seqlens_kv = operands.captured
-    bounds_q, bounds_kv = (list(itertools.pairwise(it.tolist())) for it in (cu_seqlens_q, cu_seqlens_kv))
-    for entry, (queries, keys) in enumerate(zip(bounds_q, bounds_kv, strict=True)):
-        of_q = {name: it for name in ("q", "out", "lse", "dout", "dlse") if (it := getattr(operands, name)) is not None}
-        own = {name: it[:, :, slice(*queries)] for name, it in of_q.items()}
-        own |= {name: getattr(operands, name)[:, :, slice(*keys)] for name in ("k", "v")}
-        part = Part(0, 0, queries[1] - queries[0], keys[1] - keys[0], entry)
-        yield operands._replace(**own, captured=tuple(captured)), options._replace(packing=None), part
+    of_q = {name: it for name in ("q", "out", "lse", "dout", "dlse") if (it := getattr(operands, name)) is not None}
+    of_kv = {"k": operands.k, "v": operands.v}
+    bounds = _slices(cu_seqlens_q, operands.q.shape[2]), _slices(cu_seqlens_kv, operands.k.shape[2])
+    for entry, rows in enumerate(itertools.starmap(OwnRows, zip(*bounds, strict=True))):
+        own = {name: it[:, :, rows.queries] for name, it in of_q.items()}
+        own |= {name: it[:, :, rows.keys] for name, it in of_kv.items()}
+        part = Part(0, 0, own["q"].shape[2], own["k"].shape[2], entry)
+        yield operands._replace(**own, captured=tuple(captured)), options._replace(packing=None), part, rows
+
+
+def _slices(cu_seqlens: torch.Tensor, rows: int) -> list[slice]:
+    """The rows of each sequence, all of them inside so many; one that would end before it begins is empty."""
+    inside = [min(max(it, 0), rows) for it in cu_seqlens.tolist()]
+    return [slice(begin, max(begin, end)) for begin, end in itertools.pairwise(inside)]
 
 
 def _attend_packed(
     operands: Operands, options: Options, compute_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` of each sequence; rows behind the last are empty ones."""
+    """`attend` of each sequence; rows of none are empty ones."""
     q, sinks = operands.q, operands.sinks
-    results = [_attend(*it[:2], compute_dtype, it[2]) for it in sequences(operands, options)]
-    outs, lses = ([*of_all] for of_all in zip(*results, strict=True)) if results else ([], [])
-    _, heads, rows, head_dim = q.shape
-    behind = rows - sum(it.shape[2] for it in outs)
-    empty = q.new_full((1, heads, behind), -math.inf, dtype=compute_dtype)
-    outs.append(q.new_zeros((1, heads, behind, head_dim), dtype=compute_dtype))
-    lses.append(empty if sinks is None else sinks.to(compute_dtype)[:, None].expand_as(empty))
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+    out = q.new_zeros(q.shape, dtype=compute_dtype)
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=compute_dtype)
+    if sinks is not None:
+        lse.copy_(sinks[:, None].expand_as(lse))
+    for own, its_options, part, (rows, _) in sequences(operands, options):
+        out[:, :, rows], lse[:, :, rows] = _attend(own, its_options, compute_dtype, part)
+    return out, lse
 
 
 def _differentiate_packed(operands: Operands, options: Options, compute_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """`differentiate` of each sequence; rows behind the last have no gradient."""
+    """`differentiate` of each sequence; rows of none have no gradient."""
     score = Problem.of_any(operands, options).score
     sums = () if score is None else tuple(it.shape for it in score.gradient_layouts.values())
     shared = [() if operands.sinks is None else operands.sinks.shape, *sums][operands.sinks is None :]
-    totals = [operands.q.new_zeros(it, dtype=compute_dtype) for it in shared]
-    of_rows: tuple[list[torch.Tensor], ...] = ([], [], [])
-    for own, its_options, part in sequences(operands, options):
+    dq, dk, dv, *totals = (
+        operands.q.new_zeros(it, dtype=compute_dtype) for it in (*(it.shape for it in operands.qkv), *shared)
+    )
+    for own, its_options, part, (rows, keys) in sequences(operands, options):
         found = _differentiate(own, its_options, compute_dtype, part)
-        for rows, gradient in zip(of_rows, found, strict=False):
-            rows.append(gradient)
-        for total, gradient in zip(totals, found[len(of_rows) :], strict=True):
+        dq[:, :, rows], dk[:, :, keys], dv[:, :, keys] = found[:3]
+        for total, gradient in zip(totals, found[3:], strict=True):
             if gradient.shape != total.shape:  # each score has an element of its own
                 total = total[part.first_entry, :, : part.seq_q, : part.seq_kv]
             total += gradient.view(total.shape)
-    whole = []
-    for rows, of in zip(of_rows, operands.qkv, strict=True):
-        behind = of.shape[2] - sum(it.shape[2] for it in rows)
-        rows.append(of.new_zeros((1, of.shape[1], behind, of.shape[3]), dtype=compute_dtype))
-        whole.append(torch.cat(rows, dim=2))
-    return *whole, *totals
+    return dq, dk, dv, *totals
 
 
 # ---------------------------------------------------------------- caches

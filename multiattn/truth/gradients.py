@@ -130,10 +130,7 @@ def _differentiate_sequences(
     chunk: int | None,
 ) -> Grads:
     """The same of a packed batch, a sequence at a time, into dq and the other `sums`, which are zero."""
-    end_q = end_kv = 0
-    for own, options, place in sequences(given, options_of(problem)):
-        begin_q, begin_kv = end_q, end_kv
-        end_q, end_kv = end_q + place.seq_q, end_kv + place.seq_kv
+    for own, options, place, (rows, keys) in sequences(given, options_of(problem)):
         found = differentiate_in_chunks(
             own,
             Problem.of_operands(own, options),
@@ -142,8 +139,8 @@ def _differentiate_sequences(
             chunk=chunk,
             entry=place.first_entry,
         )
-        dq[:, :, begin_q:end_q] = found[0]
-        for total, its in zip((*(it[:, :, begin_kv:end_kv] for it in sums[:2]), *sums[2:]), found[1:], strict=True):
+        dq[:, :, rows] = found[0]
+        for total, its in zip((*(it[:, :, keys] for it in sums[:2]), *sums[2:]), found[1:], strict=True):
             total += its
     return (dq, *(total.to(keep) for total in sums))
 

@@ -205,14 +205,12 @@ def reference_in_chunks(
     out = torch.empty(q.shape, dtype=compute_dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=compute_dtype, device=q.device)
     if problem.packing is not None:
-        end = 0
-        for own, its_options, place in sequences(operands, options_of(problem)):
-            begin, end = end, end + place.seq_q
+        out[:] = 0.0
+        lse[:] = -math.inf if operands.sinks is None else operands.sinks[:, None].to(compute_dtype)
+        for own, its_options, place, (own_rows, _) in sequences(operands, options_of(problem)):
             its_problem = Problem.of_operands(own, its_options)
             its = reference_in_chunks(own, its_problem, compute_dtype, place.first_entry)
-            out[:, :, begin:end], lse[:, :, begin:end] = its
-        empty = torch.tensor(-math.inf) if operands.sinks is None else operands.sinks[:, None].to(compute_dtype)
-        out[:, :, end:], lse[:, :, end:] = 0.0, empty
+            out[:, :, own_rows], lse[:, :, own_rows] = its
         return out, lse
     for first in range(0, problem.seq_q, rows):
         last = min(first + rows, problem.seq_q)
