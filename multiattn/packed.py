@@ -1,14 +1,16 @@
 """Packed batches: sequences one after another in one tensor, without padding, and where each of them starts.
 
 ``cu_seqlens`` is int32 ``[B + 1]``, as FlashAttention has it: sequence b has the rows from ``cu_seqlens[b]`` on, up to
-``cu_seqlens[b + 1]``. It starts with 0 and never falls. It stays on the device: no host reads it. Kernels find the
-sequence of a tile in a list of tiles that a small kernel makes before them.
+``cu_seqlens[b + 1]``. It starts with 0 and never falls. It stays on the device: the host of a GPU does not read it.
+Kernels find the sequence of a tile in a list of tiles that a small kernel makes before them.
 
 Inside this package a packed tensor ``[T, H, D]`` is a view ``[1, H, T, D]``, a batch of one.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,6 +43,9 @@ _WRAPS = 1 << 34
 USUAL_LENGTH = 4096
 """The length by which a packed batch's tiles and backend are chosen: the same for all, so that no batch asks for code
 that another did not."""
+
+SHOWN_STARTS = 16
+"""The most values of a cu_seqlens that an error shows."""
 
 
 class Packing(NamedTuple):
@@ -160,3 +165,42 @@ def check_packing(
             raise TypeError(f"{name} must be an int; got {type(length).__name__}")
         if not isinstance(length, torch.SymInt) and length < 0:
             raise ValueError(f"{name}: got {length}; allowed 0 and more")
+
+
+def check_lengths(
+    rows_q: int,
+    rows_kv: int,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_kv: int | None,
+) -> None:
+    """ValueError for values of cu_seqlens that are no starts of sequences in so many rows of q, and of k and v.
+
+    It reads them: on a GPU that waits for the device. A max_seqlen None is not checked.
+    """
+    check_starts("q", cu_seqlens_q.tolist(), rows_q, "q", max_seqlen_q)
+    check_starts("kv", cu_seqlens_kv.tolist(), rows_kv, "k and v", max_seqlen_kv)
+
+
+def check_starts(side: str, starts: Sequence[int], rows: int, of: str, longest: int | None) -> None:
+    """ValueError for values of one cu_seqlens that are no starts of sequences, or of sequences over the `longest`."""
+    lengths = list(map(operator.sub, starts[1:], starts))
+    least, most = min(lengths, default=0), max(lengths, default=0)
+    if starts[0] == 0 and least >= 0 and starts[-1] <= rows and (longest is None or most <= longest):
+        return
+    if starts[0] == 0 and least >= 0 and starts[-1] <= rows:
+        sequence = f"sequence {lengths.index(most)} of cu_seqlens_{side} has {most} rows"
+        raise ValueError(f"max_seqlen_{side}: got {longest}; allowed {most} and more, as {sequence}")
+    if starts[0]:
+        got = f"{starts[0]} first"
+    elif least < 0:
+        place = next(place for place, it in enumerate(lengths) if it < 0)
+        got = f"{starts[place + 1]} at {place + 1}, behind {starts[place]}"
+    else:
+        got = f"{starts[-1]} last"
+    shown = ", ".join(map(str, starts[:SHOWN_STARTS])) + (", ..." if len(starts) > SHOWN_STARTS else "")
+    raise ValueError(
+        f"cu_seqlens_{side}: got {got}, in [{shown}]; allowed 0 first, none below the one before it, and up to {rows}, "
+        f"the rows of {of}: torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) makes them of lengths"
+    )

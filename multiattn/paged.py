@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from multiattn.layout import VECTOR_BYTES, Layout, Shape, Strides, row_major
+from multiattn.packed import check_starts
 from multiattn.validate import check_operand, check_sinks
 
 SPLITS_MAX = 256
@@ -115,8 +116,13 @@ def check_cache(
     page_table: object,
     cu_seqlens_q: object,
     sinks: torch.Tensor | None,
+    *,
+    strides: bool = True,
 ) -> None:
-    """TypeError or ValueError for tensors that are no cache and its queries; no value of a tensor is read."""
+    """TypeError or ValueError for tensors that are no cache and its queries; no value of a tensor is read.
+
+    Without `strides` those are not asked, as by `multiattn.validate.check_inputs`.
+    """
     tensors: dict[str, torch.Tensor] = {}
     ranks = {"q": "[B, Hq, Sq, D]" if cu_seqlens_q is None else "[T, Hq, D]"}
     ranks |= dict.fromkeys(("k_cache", "v_cache"), _rank_of_cache(page_table))
@@ -124,13 +130,13 @@ def check_cache(
         tensor = check_operand(name, given)
         if tensor.ndim != shape.count(",") + 1:
             raise ValueError(f"{name} must be {shape}; got shape {tuple(tensor.shape)}")
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if strides and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} must have unit stride on D; got strides {tuple(tensor.stride())}")
         tensors[name] = tensor
     q, k, v = tensors.values()
     _check_alike(q, k, v)
     batch = q.shape[0] if cu_seqlens_q is None else None
-    sequences = _check_index("seqlens_kv", seqlens_kv, q.device, "[B]", 1, batch)
+    sequences = _check_index("seqlens_kv", seqlens_kv, q.device, "[B]", 1, batch, strides)
     if page_table is None:
         if k.shape[0] != sequences:
             raise ValueError(
@@ -138,9 +144,9 @@ def check_cache(
                 f"got shape {tuple(k.shape)}"
             )
     else:
-        _check_index("page_table", page_table, q.device, "[B, max_pages]", 2, sequences)
+        _check_index("page_table", page_table, q.device, "[B, max_pages]", 2, sequences, strides)
     if cu_seqlens_q is not None:
-        _check_index("cu_seqlens_q", cu_seqlens_q, q.device, "[B + 1]", 1, sequences + 1)
+        _check_index("cu_seqlens_q", cu_seqlens_q, q.device, "[B + 1]", 1, sequences + 1, strides)
     if sinks is not None:
         check_sinks(sinks, q)
 
@@ -155,10 +161,8 @@ def check_values(
 ) -> None:
     """ValueError for lengths, pages or starts of queries that this cache and these queries ``[T, Hq, D]`` do not have.
 
-    Of tensors on a CPU alone: elsewhere reading them would wait for the device.
+    It reads them: on a GPU that waits for the device.
     """
-    if q.device.type != "cpu" or type(seqlens_kv) is not torch.Tensor:  # a fake tensor has no values
-        return
     entries, _, rows, _ = k_cache.shape
     room = rows if page_table is None else rows * page_table.shape[1]
     wrong = (seqlens_kv < 0) | (seqlens_kv > room)
@@ -167,19 +171,14 @@ def check_values(
         got = f"{int(seqlens_kv[sequence])} of sequence {sequence}"
         raise ValueError(f"seqlens_kv: got {got}; allowed 0 to {room}, as many as there is room for")
     if page_table is not None and page_table.shape[1]:
-        used = torch.arange(page_table.shape[1]) * rows < seqlens_kv[:, None]
+        used = torch.arange(page_table.shape[1], device=q.device) * rows < seqlens_kv[:, None]
         wrong = used & ((page_table < 0) | (page_table >= entries))
         if wrong.any():
             sequence, place = wrong.nonzero()[0].tolist()
             got = f"{int(page_table[sequence, place])} of sequence {sequence} at {place}"
             raise ValueError(f"page_table: got {got}; allowed 0 to {entries - 1}, as there are {entries} pages")
-    if cu_seqlens_q is None:
-        return
-    counts, most = cu_seqlens_q.diff(), max_seqlen_q or 0
-    is_wrong = (cu_seqlens_q[0] < 0) | (cu_seqlens_q[-1] > q.shape[0]) | ((counts < 0) | (counts > most)).any()
-    if is_wrong:
-        allowed = f"none below another, up to {q.shape[0]}, with up to max_seqlen_q={most} queries of each sequence"
-        raise ValueError(f"cu_seqlens_q: got {cu_seqlens_q.tolist()}; allowed {allowed}")
+    if cu_seqlens_q is not None:
+        check_starts("q", cu_seqlens_q.tolist(), q.shape[0], "q", max_seqlen_q)
 
 
 def _rank_of_cache(page_table: object) -> str:
@@ -206,7 +205,9 @@ def _check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"query heads must be a multiple of key/value heads (GQA); got {shapes}")
 
 
-def _check_index(name: str, tensor: object, device: torch.device, shape: str, rank: int, size: int | None) -> int:
+def _check_index(
+    name: str, tensor: object, device: torch.device, shape: str, rank: int, size: int | None, strides: bool
+) -> int:
     """The size of the first dimension of an int32 tensor on the device; TypeError or ValueError for another."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
@@ -215,7 +216,7 @@ def _check_index(name: str, tensor: object, device: torch.device, shape: str, ra
     if tensor.ndim != rank or (size is not None and tensor.shape[0] != size):
         allowed = shape if size is None else f"{shape}, the first dimension {size}"
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; allowed {allowed}")
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if strides and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name} must have unit stride on its last dimension; got strides {tuple(tensor.stride())}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on the device of q, {device}; got {tensor.device}")

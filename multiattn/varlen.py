@@ -9,8 +9,8 @@ from torch.compiler import is_compiling
 
 from multiattn.mask import Window
 from multiattn.operands import Operands, Options, ScoreMod, with_score
-from multiattn.packed import Packing, as_batch_of_one, check_packing
-from multiattn.run import compat
+from multiattn.packed import Packing, as_batch_of_one, check_lengths, check_packing
+from multiattn.run import compat, values
 from multiattn.run.autograd import attend, autocast, differentiate
 from multiattn.validate import hides_unknown, refuse_unknown
 
@@ -104,11 +104,12 @@ def fmha_varlen(
         k: ``[Tkv, Hkv, D]`` with ``Hq % Hkv == 0`` (GQA, MQA). Same dtype and device as q.
         v: Same shape, dtype and device as k.
         cu_seqlens_q: int32 ``[B + 1]`` on the device of q. Sequence b has the rows ``cu_seqlens_q[b]`` to
-            ``cu_seqlens_q[b + 1]`` of q. The values start with 0 and never fall; a sequence may be empty. Only the
-            device reads them, so they may change under a CUDA graph. Nothing checks them: values that fall, or that
-            pass Tq, give undefined results.
+            ``cu_seqlens_q[b + 1]`` of q. The values start with 0, never fall, and end with Tq or before; a sequence may
+            be empty. On a CPU they are checked. On a GPU only the device reads them, so they may change under a CUDA
+            graph, and wrong ones give undefined results; ``MULTIATTN_CHECK=1`` has them checked there, too.
         cu_seqlens_kv: The same for k and v, with as many sequences.
-        max_seqlen_q: At least the length of the longest sequence of q. `bias` and `score_mod` are checked by it.
+        max_seqlen_q: At least the length of the longest sequence of q, checked where cu_seqlens are. `bias` and
+            `score_mod` are checked by it.
         max_seqlen_kv: The same for k and v.
         causal, window, scale, softcap, score_mod, sinks, variant, return_lse, deterministic: As for `multiattn.fmha`.
         alibi_slopes: fp32 ``[Hq]`` or ``[B, Hq]``.
@@ -236,6 +237,8 @@ def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, bl
     """q, k and v of a packed batch as operands. TypeError or ValueError, naming what came."""
     if not is_compiling():  # else checked when the op is called
         check_packing(q, k, v, *lengths)
+        if values.can_be_read(*lengths[:2]):
+            check_lengths(q.shape[0], k.shape[0], *lengths)
     if block_mask is not None:
         raise ValueError(
             "block_mask: got one; allowed None in a packed batch: causal and window are of each sequence by itself"

@@ -21,7 +21,7 @@ ALLOWED = {
     "mask": set(),
     "block_mask": {"layout"},
     "packed": {"layout"},
-    "paged": {"layout", "validate"},
+    "paged": {"layout", "packed", "validate"},
     "score": set(),
     "layout": set(),
     "validate": {"layout"},

@@ -128,10 +128,11 @@ WRONG_VALUES = [
         paged,
         {"cu_seqlens_q": with_value(3, 5)},
         ValueError,
-        "cu_seqlens_q: got .*; allowed none below another, up to 4",
+        "cu_seqlens_q: got .*; allowed 0 first, none below .* up to 4",
     ),
-    (paged, {"cu_seqlens_q": with_value(1, 9)}, ValueError, "cu_seqlens_q: got .* with up to max_seqlen_q="),
-    (paged, {"cu_seqlens_q": with_value(0, -1)}, ValueError, r"cu_seqlens_q: got \[-1, "),
+    (paged, {"cu_seqlens_q": with_value(1, 9)}, ValueError, "cu_seqlens_q: got 4 at 2, behind 9, in "),
+    (paged, {"cu_seqlens_q": with_value(0, -1)}, ValueError, "cu_seqlens_q: got -1 first, in "),
+    (paged, {"max_seqlen_q": 2}, ValueError, "max_seqlen_q: got 2; allowed 3 and more, as sequence 1 of cu_seqlens_q"),
 ]
 WRONG_OUTS = [
     (dense, {"out": 1}, TypeError, "out must be a torch.Tensor or None; got int"),

@@ -21,6 +21,8 @@ from multiattn.integrations.flash_attn_options import (
     window_of,
 )
 from multiattn.kvcache import fmha_kvcache
+from multiattn.packed import check_starts
+from multiattn.run.values import can_be_read
 
 _NAME = "flash_attn_with_kvcache"
 
@@ -260,6 +262,8 @@ def _append(
             allowed = f"[{', '.join([*rows, *map(str, cache.shape[2:])])}], {cache.dtype} on {device}"
             raise ValueError(f"{name}: got {list(new.shape)}, {new.dtype} on {new.device}; allowed {allowed}")
     is_kept = None
+    if cu_seqlens is not None and not torch.compiler.is_compiling() and can_be_read(cu_seqlens):
+        check_starts("k_new", cu_seqlens.tolist(), k.shape[0], "k", None)
     if cu_seqlens is None:
         sequence = torch.arange(batch, device=device)[:, None]
         places = seqlens[:, None] + torch.arange(k.shape[1], device=device)

@@ -18,6 +18,7 @@ from multiattn.paged import Cache, check_cache, check_values
 from multiattn.run.calls import get_forward
 from multiattn.run.execute import run_forward
 from multiattn.run.ops import KEEP_STRIDES, map_each
+from multiattn.run.values import are_read
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 _NONE = -1
@@ -59,7 +60,8 @@ def kvcache_op(
     spec = Cache(bool(is_paged), _number(max_q), _number(splits))
     operands = Operands(q, k_cache, v_cache, sinks=sinks, captured=tuple(captured))
     rows, seqlens_kv, table, starts = _check(q, k_cache, v_cache, captured, cache, sinks)
-    check_values(rows, k_cache, seqlens_kv, table, starts, spec.max_q)
+    if are_read(q.device):
+        check_values(rows, k_cache, seqlens_kv, table, starts, spec.max_q)
     options = Options(
         left,
         right,

@@ -17,10 +17,11 @@ from multiattn.block_mask import BlockSpec
 from multiattn.layout import strides_like
 from multiattn.mask import Band
 from multiattn.operands import INPUTS, READ, Operands, Options
-from multiattn.packed import Packing, packed_strides
+from multiattn.packed import Packing, check_lengths, packed_strides
 from multiattn.run.calls import get_backward, get_forward
 from multiattn.run.execute import check_results, run_backward, run_forward
 from multiattn.run.flops import register_when_counted
+from multiattn.run.values import are_read
 from multiattn.validate import check_inputs
 
 # A gradient may come in any layout, but q, k and v keep theirs: Inductor must not choose another for an op's inputs.
@@ -71,7 +72,9 @@ def forward_op(
     operands = Operands(q, k, v, sinks=sinks, captured=tuple(captured))
     of_score = (score, scalars, slots, blocks, packing)
     options = _options(operands, left, right, scale, *of_score, backend, variant, deterministic)
-    return run_forward(get_forward(operands, options, needs_grad), operands.inputs)
+    ready = get_forward(operands, options, needs_grad)
+    _check_values(operands, options)
+    return run_forward(ready, operands.inputs)
 
 
 @torch.library.custom_op(
@@ -144,7 +147,10 @@ def captured_backward_op(
 
 
 def _gradients(operands: Operands, *arguments: Any) -> tuple[_Gradients, list[torch.Tensor]]:
-    found = run_backward(get_backward(operands, _options(operands, *arguments)), operands)
+    options = _options(operands, *arguments)
+    ready = get_backward(operands, options)
+    _check_values(operands, options)
+    found = run_backward(ready, operands)
     dq, dk, dv = found[:INPUTS]
     assert dq is not None
     assert dk is not None
@@ -152,6 +158,14 @@ def _gradients(operands: Operands, *arguments: Any) -> tuple[_Gradients, list[to
     dsinks = found[INPUTS] if operands.sinks is not None else None
     of_captured = [it for it in found[len(found) - len(operands.captured) :] if it is not None]
     return (dq, dk, dv, operands.q.new_empty(0) if dsinks is None else dsinks), of_captured
+
+
+def _check_values(operands: Operands, options: Options) -> None:
+    """ValueError for cu_seqlens of a packed batch that are no starts of sequences, where values are read."""
+    if options.packing is not None and are_read(operands.q.device):
+        cu_seqlens_q, cu_seqlens_kv = operands.captured[-2:]
+        longest = [it or None for it in options.packing]
+        check_lengths(operands.q.shape[2], operands.k.shape[2], cu_seqlens_q, cu_seqlens_kv, *longest)
 
 
 def _options(
