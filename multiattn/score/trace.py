@@ -173,7 +173,7 @@ class Tracer(TorchDispatchMode):
         if name in ("lift_fresh", "lift_fresh_copy") and id(args[0]) not in self._nodes:
             return self.stand_in(const(args[0].item(), self._kind(args[0].dtype)), args[0].dtype)  # torch.tensor(0.5)
         kwargs = {it: value for it, value in kwargs.items() if it not in ("device", "layout", "pin_memory")}
-        like = func(*map(_without_memory, args), **kwargs, **({"device": "meta"} if not given else {}))
+        like = func(*args, **kwargs, **({"device": "meta"} if not given else {}))
         if like.dim():
             raise self.refusal(f"{func} of shape {tuple(like.shape)}; allowed numbers")
         rest = {it: value for it, value in kwargs.items() if it not in ("dtype", "non_blocking", "memory_format")}
@@ -236,13 +236,6 @@ class Tracer(TorchDispatchMode):
         if not isinstance(value, torch.Tensor) or id(value) in self._nodes or id(value) in self._parts:
             return value
         return self.index(value, ())
-
-
-def _without_memory(value: Any) -> Any:
-    """A captured 0-d tensor as one without memory; so nothing is read."""
-    if not isinstance(value, torch.Tensor) or value.device.type == "meta":
-        return value
-    return torch.empty((), dtype=value.dtype, device="meta")
 
 
 class _Functions(TorchFunctionMode):
