@@ -218,7 +218,7 @@ def test_the_reference_keeps_unchecked_rows_in_their_places(monkeypatch, starts,
 
 
 def test_checks_cost_microseconds():
-    """Of a few sequences; a call on a CPU takes a hundred at least."""
+    """A call on a CPU takes a hundred of them at least."""
     import timeit
 
     starts = int32(range(0, 33, 4))
