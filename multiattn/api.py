@@ -21,7 +21,7 @@ from multiattn.problem import Problem, problem_of
 from multiattn.run import compat
 from multiattn.run.autograd import attend, autocast, differentiate, needs_grad, refuse_gradient
 from multiattn.run.tuning import tuning_for
-from multiattn.validate import hides_unknown, refuse_unknown
+from multiattn.validate import not_a_tensor, refuse_call, refuses_calls
 from multiattn.varlen import Lengths, pack, with_packing
 
 if TYPE_CHECKING:
@@ -74,12 +74,12 @@ def fmha(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@hides_unknown
+@refuses_calls
 def fmha(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
+    *extra: NoReturn,
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
@@ -148,8 +148,8 @@ def fmha(
 
     Source of the algorithm: Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
     """
-    if unknown:
-        refuse_unknown("fmha", unknown)
+    if unknown or extra or v is None:
+        refuse_call(fmha, extra, unknown, q=q, k=k, v=v)
     options = Options.of(
         causal=causal,
         window=window,
@@ -168,7 +168,7 @@ def fmha(
     return (out, lse) if return_lse else out
 
 
-@hides_unknown
+@refuses_calls
 def fmha_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -176,7 +176,7 @@ def fmha_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     dout: torch.Tensor,
-    *,
+    *extra: NoReturn,
     dlse: torch.Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
@@ -217,8 +217,8 @@ def fmha_backward(
     and dlse contiguous, all from addresses that are multiples of 16 bytes. A tensor in another layout, such as an
     expanded or transposed dout, costs a copy.
     """
-    if unknown:
-        refuse_unknown("fmha_backward", unknown)
+    if unknown or extra or dout is None:
+        refuse_call(fmha_backward, extra, unknown, q=q, k=k, v=v, out=out, lse=lse, dout=dout)
     options = Options.of(
         causal=causal,
         window=window,
@@ -229,7 +229,7 @@ def fmha_backward(
         deterministic=deterministic,
     )
     if not isinstance(dout, torch.Tensor):
-        raise TypeError(f"dout must be a torch.Tensor; got {type(dout).__name__}")
+        raise not_a_tensor("dout", dout)
     operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
     with torch.enable_grad():  # who asks for a gradient is a matter of tensors here
         operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
@@ -239,12 +239,12 @@ def fmha_backward(
     return (*gradients[:plain], *of_captured)  # type: ignore[arg-type]  # the others are there, as dout is
 
 
-@hides_unknown
+@refuses_calls
 def explain(
     q: torch.Tensor | Problem,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
-    *,
+    *extra: NoReturn,
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
@@ -289,8 +289,8 @@ def explain(
     Raises:
         TypeError, ValueError, NotImplementedError: As the call that is explained.
     """
-    if unknown:
-        refuse_unknown("explain", unknown)
+    if unknown or extra or q is None:
+        refuse_call(explain, extra, unknown, q=q)
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
     directions: tuple[Direction, ...] = (direction,)
@@ -310,7 +310,7 @@ def explain(
     )
     if isinstance(q, Problem):
         if arch is None:
-            raise ValueError("explain(Problem) needs arch=, as there is no tensor whose device would tell it")
+            raise ValueError('explain(Problem) needs arch=, as no tensor tells it; got None; allowed "sm90", "H100"...')
         target = arch_by_name(arch)
         given = (k, v, window, scale, softcap, alibi_slopes, bias, sinks, score_mod, block_mask, cu_seqlens_q)
         if causal or any(it is not None for it in (*given, seqlens_kv)):

@@ -75,7 +75,10 @@ def read_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[
 
     if not isinstance(block_mask, BlockMask):
         allowed = "torch.nn.attention.flex_attention.BlockMask"
-        raise TypeError(f"block_mask must be a {allowed}; got {type(block_mask).__name__}")
+        hint = "make one by create_block_mask(mask_mod, B, H, Sq, Skv)"
+        if isinstance(block_mask, torch.Tensor):
+            hint = f"a mask tensor is bias, or {hint}"
+        raise TypeError(f"block_mask must be a {allowed}; got {type(block_mask).__name__}; {hint}")
     size_q, size_kv = block_mask.BLOCK_SIZE
     batch, heads, rows, columns = block_mask.kv_indices.shape
     wanted = -(-q.shape[2] // size_q), -(-k.shape[2] // size_kv)
@@ -84,7 +87,7 @@ def read_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[
         raise ValueError(
             f"block_mask: got lists {[batch, heads, rows, columns]} of blocks {size_q} x {size_kv}; allowed "
             f"[1 or {q.shape[0]}, 1 or {q.shape[1]}, {wanted[0]} or more, {wanted[1]} or more] for Sq={q.shape[2]} and "
-            f"Skv={k.shape[2]}"
+            f"Skv={k.shape[2]}; make it by create_block_mask for these lengths"
         )
     if block_mask.q_num_blocks is None:
         names = KEYS_OF_QUERIES
@@ -94,7 +97,8 @@ def read_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[
     tensors = tuple(getattr(block_mask, name).to(torch.int32).contiguous() for name in spec.names)
     for name, tensor in zip(spec.names, tensors, strict=True):
         if tensor.device != q.device:
-            raise ValueError(f"block_mask.{name}: got a tensor on {tensor.device}; allowed the device of q, {q.device}")
+            allowed = f"the device of q, {q.device}; move it by block_mask.to(q.device)"
+            raise ValueError(f"block_mask.{name}: got a tensor on {tensor.device}; allowed {allowed}")
         partial = tensors[spec.names.index(name.removeprefix("full_"))].shape
         if tensor.shape != partial:
             allowed = f"the shape of the lists of partial blocks, {list(partial)}"

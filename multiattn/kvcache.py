@@ -13,7 +13,7 @@ from multiattn.packed import as_batch_of_one
 from multiattn.paged import Cache, check_cache, check_numbers, check_out, check_values
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend_cached, autocast
-from multiattn.validate import check_modification, hides_unknown, refuse_unknown
+from multiattn.validate import check_modification, refuse_call, refuses_calls
 
 
 @overload
@@ -62,12 +62,12 @@ def fmha_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@hides_unknown
+@refuses_calls
 def fmha_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    *,
+    *extra: NoReturn,
     seqlens_kv: torch.Tensor,
     page_table: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
@@ -133,8 +133,8 @@ def fmha_kvcache(
 
     Source of the division of keys: "Flash-Decoding" (https://pytorch.org/blog/flash-decoding/).
     """
-    if unknown:
-        refuse_unknown("fmha_kvcache", unknown)
+    if unknown or extra or v_cache is None or seqlens_kv is None:
+        refuse_call(fmha_kvcache, extra, unknown, q=q, k_cache=k_cache, v_cache=v_cache, seqlens_kv=seqlens_kv)
     options = Options.of(
         causal=causal,
         window=window,

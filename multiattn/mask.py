@@ -118,11 +118,14 @@ def band_of(causal: bool, window: Window | None) -> Band:
     `causal` bounds a window on the right.
     """
     if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool; got {type(causal).__name__}")
+        hint = "a mask is bias or block_mask" if isinstance(causal, torch.Tensor) else "give True or False"
+        raise TypeError(f"causal must be a bool; got {type(causal).__name__}; {hint}")
     if window is None:
         return CAUSAL if causal else FULL
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window must be a pair (left, right) or None; got {window!r}")
+        n = window if isinstance(window, int) and not isinstance(window, bool) else "n"
+        hint = f"the last {n} keys up to the query's own are window=({n} - 1, 0)"
+        raise TypeError(f"window must be a pair (left, right) or None; got {window!r}; {hint}")
     left, right = (_bound(name, value) for name, value in zip(("left", "right"), window, strict=True))
     return Band(left, 0 if causal else right)
 
@@ -133,7 +136,7 @@ def _bound(name: str, value: Any) -> int | None:
         return value  # type: ignore[return-value]  # stands for an int until the graph runs
     is_int = isinstance(value, int) or hasattr(value, "__index__")  # Dynamo knows only the former of an int that varies
     if isinstance(value, bool) or not is_int:
-        raise TypeError(f"window's {name} must be an int or None; got {type(value).__name__}")
+        raise TypeError(f"window's {name} must be an int or None; got {type(value).__name__}; round it by int()")
     number = operator.index(value)
     if number < 0:
         raise ValueError(f"window's {name}: got {number}; allowed 0 and more, and None for all keys of that side")

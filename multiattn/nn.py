@@ -52,11 +52,13 @@ class Attention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {num_heads} and {num_kv_heads}")
-        if head_dim is None and embed_dim % num_heads:
+            hint = "num_kv_heads=None gives each head its own"
             raise ValueError(
-                f"embed_dim must be a multiple of num_heads without head_dim; got {embed_dim}, {num_heads}"
+                f"num_heads must be a multiple of num_kv_heads; got {num_heads} and {num_kv_heads}; {hint}"
             )
+        if head_dim is None and embed_dim % num_heads:
+            got = f"{embed_dim}, {num_heads}; give head_dim"
+            raise ValueError(f"embed_dim must be a multiple of num_heads without head_dim; got {got}")
         band_of(causal, window)  # refuses here what a call would
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.causal, self.window, self.scale, self.softcap, self.backend = causal, window, scale, softcap, backend

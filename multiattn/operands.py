@@ -70,11 +70,13 @@ class Options(NamedTuple):
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         elif not isinstance(deterministic, bool):
-            raise TypeError(f"deterministic must be a bool or None; got {type(deterministic).__name__}")
+            got = f"{type(deterministic).__name__}; None follows torch.use_deterministic_algorithms"
+            raise TypeError(f"deterministic must be a bool or None; got {got}")
         if not isinstance(backend, str):
-            raise TypeError(f"backend must be a string; got {type(backend).__name__}")
+            raise TypeError(f"backend must be a string; got {type(backend).__name__}; name one of multiattn.backends()")
         if variant is not None and not isinstance(variant, str):
-            raise TypeError(f"variant must be a string; got {type(variant).__name__}")
+            hint = "`multiattn explain` lists their names"
+            raise TypeError(f"variant must be a string; got {type(variant).__name__}; {hint}")
         if scale is not None and type(scale) is not float:
             scale = as_float(scale)
         options = (left, right, scale, has_sinks, None, (), (), None, None, None, backend, variant, deterministic)
@@ -289,7 +291,9 @@ def score_spec(
     for slot, tensor in enumerate(tensors):
         if tensor.device != device:
             allowed = f"the device of q, {device}"
-            raise ValueError(f"{captured_name(slot)}: got a tensor on {tensor.device}; allowed {allowed}")
+            raise ValueError(
+                f"{captured_name(slot)}: got a tensor on {tensor.device}; allowed {allowed}; move it there"
+            )
     is_apart = options.deterministic and bool(options.gradient_slots)
     batch, seq_q, seq_kv = lengths
     bound.check(batch=batch, heads=heads, seq_q=seq_q, seq_kv=seq_kv)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from multiattn.layout import Layout, Shape, Strides, row_major
+from multiattn.validate import not_a_tensor
 
 LIST_FIELDS = ("sequence", "first_row", "offset_q", "len_q", "offset_kv", "len_kv", "tiles", "unused")
 """The numbers of one entry of a list of tiles, int32: 32 bytes, one sector of memory.
@@ -142,29 +143,34 @@ def check_packing(
     """TypeError or ValueError for what is no packed batch; no value of a tensor is read."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+            raise not_a_tensor(name, tensor)
         if tensor.ndim != 3:
             got = f"rank {tensor.ndim} (shape {tuple(tensor.shape)})"
-            raise ValueError(f"{name} must have rank 3, [T, H, D], in a packed batch; got {got}")
+            hint = "a padded batch [B, H, S, D] goes to fmha, or to fmha_padded with a mask of its keys"
+            raise ValueError(f"{name} must have rank 3, [T, H, D], in a packed batch; got {got}; {hint}")
     assert isinstance(q, torch.Tensor)
     shapes: dict[str, Shape] = {}
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if not isinstance(cu_seqlens, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(cu_seqlens).__name__}")
+            raise not_a_tensor(name, cu_seqlens)
         if cu_seqlens.dtype != torch.int32:
-            raise TypeError(f"{name}.dtype: got {cu_seqlens.dtype}; allowed torch.int32")
+            raise TypeError(f"{name}.dtype: got {cu_seqlens.dtype}; allowed torch.int32; call .int() on it")
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
-            raise ValueError(f"{name}: got shape {tuple(cu_seqlens.shape)}; allowed [B + 1], for B sequences")
+            hint = "it is torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()"
+            raise ValueError(f"{name}: got shape {tuple(cu_seqlens.shape)}; allowed [B + 1], for B sequences; {hint}")
         if cu_seqlens.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}; got {cu_seqlens.device}")
+            got = f"{cu_seqlens.device}; move it by .to(q.device)"
+            raise ValueError(f"{name} must be on the device of q, {q.device}; got {got}")
         shapes[name] = tuple(cu_seqlens.shape)
     if len(set(shapes.values())) > 1:
-        raise ValueError(f"cu_seqlens_q and cu_seqlens_kv must have one shape, [B + 1]; got {shapes}")
+        hint = "a sequence without rows repeats its start"
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_kv must have one shape, [B + 1]; got {shapes}; {hint}")
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
         if isinstance(length, bool) or not isinstance(length, int | torch.SymInt):
-            raise TypeError(f"{name} must be an int; got {type(length).__name__}")
+            hint = f"; {name}.item() is one" if isinstance(length, torch.Tensor) else ""
+            raise TypeError(f"{name} must be an int; got {type(length).__name__}{hint}")
         if not isinstance(length, torch.SymInt) and length < 0:
-            raise ValueError(f"{name}: got {length}; allowed 0 and more")
+            raise ValueError(f"{name}: got {length}; allowed 0 and more; it is the longest sequence's length")
 
 
 def check_lengths(

@@ -19,7 +19,7 @@ import torch
 
 from multiattn.layout import VECTOR_BYTES, Layout, Shape, Strides, row_major
 from multiattn.packed import check_starts
-from multiattn.validate import check_operand, check_sinks
+from multiattn.validate import check_operand, check_sinks, not_a_tensor
 
 SPLITS_MAX = 256
 """The most parts that the keys of a sequence are divided into, as in FlashAttention-3."""
@@ -129,9 +129,11 @@ def check_cache(
     for (name, shape), given in zip(ranks.items(), (q, k_cache, v_cache), strict=True):
         tensor = check_operand(name, given)
         if tensor.ndim != shape.count(",") + 1:
-            raise ValueError(f"{name} must be {shape}; got shape {tuple(tensor.shape)}")
+            hint = _of_rank(name, tensor.ndim, cu_seqlens_q)
+            raise ValueError(f"{name} must be {shape}; got shape {tuple(tensor.shape)}; {hint}")
         if strides and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must have unit stride on D; got strides {tuple(tensor.stride())}")
+            got = f"{tuple(tensor.stride())}; call .contiguous() on it"
+            raise ValueError(f"{name} must have unit stride on D; got strides {got}")
         tensors[name] = tensor
     q, k, v = tensors.values()
     _check_alike(q, k, v)
@@ -141,7 +143,7 @@ def check_cache(
         if k.shape[0] != sequences:
             raise ValueError(
                 f"k_cache without a page_table must have an entry for each of {sequences} sequences; "
-                f"got shape {tuple(k.shape)}"
+                f"got shape {tuple(k.shape)}; cut it to k_cache[:{sequences}], or give a page_table"
             )
     else:
         _check_index("page_table", page_table, q.device, "[B, max_pages]", 2, sequences, strides)
@@ -169,16 +171,27 @@ def check_values(
     if wrong.any():
         sequence = int(wrong.nonzero()[0])
         got = f"{int(seqlens_kv[sequence])} of sequence {sequence}"
-        raise ValueError(f"seqlens_kv: got {got}; allowed 0 to {room}, as many as there is room for")
+        hint = "write the new keys into the cache first, and count them"
+        raise ValueError(f"seqlens_kv: got {got}; allowed 0 to {room}, as many as there is room for; {hint}")
     if page_table is not None and page_table.shape[1]:
         used = torch.arange(page_table.shape[1], device=q.device) * rows < seqlens_kv[:, None]
         wrong = used & ((page_table < 0) | (page_table >= entries))
         if wrong.any():
             sequence, place = wrong.nonzero()[0].tolist()
             got = f"{int(page_table[sequence, place])} of sequence {sequence} at {place}"
-            raise ValueError(f"page_table: got {got}; allowed 0 to {entries - 1}, as there are {entries} pages")
+            allowed = f"0 to {entries - 1}, as there are {entries} pages"
+            raise ValueError(f"page_table: got {got}; allowed {allowed}; name a page there, or lower seqlens_kv")
     if cu_seqlens_q is not None:
         check_starts("q", cu_seqlens_q.tolist(), q.shape[0], "q", max_seqlen_q)
+
+
+def _of_rank(name: str, rank: int, cu_seqlens_q: object) -> str:
+    """Advice on a tensor of a rank that it does not have here."""
+    if name != "q":
+        return f"one head is {name}.unsqueeze(1)" if rank == 3 else f"a layer of a cache is {name}[layer]"
+    if cu_seqlens_q is not None:
+        return "leave cu_seqlens_q out for queries [B, Hq, Sq, D]"
+    return "one query of each sequence is q.unsqueeze(2)" if rank == 3 else "packed queries have cu_seqlens_q"
 
 
 def _rank_of_cache(page_table: object) -> str:
@@ -188,21 +201,24 @@ def _rank_of_cache(page_table: object) -> str:
 def _check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """TypeError or ValueError for dtypes, devices and shapes that are not of one call."""
     if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k_cache and v_cache must share one dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+        got = f"{q.dtype}, {k.dtype}, {v.dtype}; convert q by .to(k_cache.dtype)"
+        raise TypeError(f"q, k_cache and v_cache must share one dtype; got {got}")
     if not q.device == k.device == v.device:
-        raise ValueError(f"q, k_cache and v_cache must be on one device; got {q.device}, {k.device}, {v.device}")
+        got = f"{q.device}, {k.device}, {v.device}; move q by .to(k_cache.device)"
+        raise ValueError(f"q, k_cache and v_cache must be on one device; got {got}")
     if q.device.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(f"device: got {q.device}; allowed cpu, cuda and meta")
+        raise ValueError(f"device: got {q.device}; allowed cpu, cuda and meta; move the tensors by .cuda() or .cpu()")
     shapes = f"q={tuple(q.shape)}, k_cache={tuple(k.shape)}, v_cache={tuple(v.shape)}"
     if k.shape != v.shape:
-        raise ValueError(f"k_cache and v_cache must have one shape; got {shapes}")
+        raise ValueError(f"k_cache and v_cache must have one shape; got {shapes}; cut both to the same entries")
     heads_q, heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[-1]
     if k.shape[-1] != head_dim:
-        raise ValueError(f"q, k_cache and v_cache must share head_dim; got {shapes}")
+        raise ValueError(f"q, k_cache and v_cache must share head_dim; got {shapes}; pad q with zeros, and give scale")
     if head_dim < 1 or heads_q < 1 or heads_kv < 1:
         raise ValueError(f"heads and head_dim must be at least 1; got {shapes}")
     if heads_q % heads_kv:
-        raise ValueError(f"query heads must be a multiple of key/value heads (GQA); got {shapes}")
+        hint = "a cache [.., S, Hkv, D] is given as a view, k_cache.transpose(1, 2)"
+        raise ValueError(f"query heads must be a multiple of key/value heads (GQA); got {shapes}; {hint}")
 
 
 def _check_index(
@@ -210,25 +226,29 @@ def _check_index(
 ) -> int:
     """The size of the first dimension of an int32 tensor on the device; TypeError or ValueError for another."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+        raise not_a_tensor(name, tensor)
     if tensor.dtype != torch.int32:
-        raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed torch.int32")
+        raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed torch.int32; call .int() on it")
     if tensor.ndim != rank or (size is not None and tensor.shape[0] != size):
         allowed = shape if size is None else f"{shape}, the first dimension {size}"
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; allowed {allowed}")
+        hint = "a number for each sequence, a row of pages for each, or B + 1 starts of rows"
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; allowed {allowed}; {hint}")
     if strides and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(f"{name} must have unit stride on its last dimension; got strides {tuple(tensor.stride())}")
+        got = f"{tuple(tensor.stride())}; call .contiguous() on it"
+        raise ValueError(f"{name} must have unit stride on its last dimension; got strides {got}")
     if tensor.device != device:
-        raise ValueError(f"{name} must be on the device of q, {device}; got {tensor.device}")
+        got = f"{tensor.device}; move it by .to(q.device)"
+        raise ValueError(f"{name} must be on the device of q, {device}; got {got}")
     return tensor.shape[0]
 
 
 def check_numbers(max_seqlen_q: object, num_splits: object, *, is_packed: bool) -> None:
     """TypeError or ValueError for numbers that are none of a call with a cache."""
     if is_packed and max_seqlen_q is None:
-        raise TypeError("max_seqlen_q must be an int with cu_seqlens_q; got None")
+        raise TypeError("max_seqlen_q must be an int with cu_seqlens_q; got None; give the most queries of a sequence")
     if not is_packed and max_seqlen_q is not None:
-        raise TypeError(f"max_seqlen_q: got {max_seqlen_q!r}; allowed None without cu_seqlens_q")
+        hint = "leave it out, or give packed queries with cu_seqlens_q"
+        raise TypeError(f"max_seqlen_q: got {max_seqlen_q!r}; allowed None without cu_seqlens_q; {hint}")
     for name, number, least, most in (
         ("max_seqlen_q", max_seqlen_q, 0, None),
         ("num_splits", num_splits, 1, SPLITS_MAX),
@@ -236,19 +256,21 @@ def check_numbers(max_seqlen_q: object, num_splits: object, *, is_packed: bool) 
         if number is None or isinstance(number, torch.SymInt):
             continue
         if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{name} must be an int or None; got {type(number).__name__}")
+            hint = f"; {name}.item() is one" if isinstance(number, torch.Tensor) else ""
+            raise TypeError(f"{name} must be an int or None; got {type(number).__name__}{hint}")
         if number < least or (most is not None and number > most):
             allowed = f"{least} and more" if most is None else f"{least} to {most}, or None"
-            raise ValueError(f"{name}: got {number}; allowed {allowed}")
+            hint = "; None leaves it to the plan" if name == "num_splits" else ""
+            raise ValueError(f"{name}: got {number}; allowed {allowed}{hint}")
 
 
 def check_out(out: object, q: torch.Tensor, *, layout: bool = True) -> None:
     """TypeError or ValueError for a tensor that results cannot be written to as it is; without `layout`, copied to."""
     if not isinstance(out, torch.Tensor):
-        raise TypeError(f"out must be a torch.Tensor or None; got {type(out).__name__}")
+        raise not_a_tensor("out", out, "a torch.Tensor or None")
     if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device or (layout and out.is_neg()):
         got, allowed = (f"{tuple(it.shape)}, {it.dtype} on {it.device}" for it in (out, q))
-        raise ValueError(f"out must be like q: got {got}; allowed {allowed}")
+        raise ValueError(f"out must be like q: got {got}; allowed {allowed}; torch.empty_like(q) makes one")
     if not layout:
         return
     walked = [(stride, size) for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1]
@@ -257,14 +279,16 @@ def check_out(out: object, q: torch.Tensor, *, layout: bool = True) -> None:
     for stride, size in sorted(walked):
         if stride < extent and out.numel():
             got = f"strides {tuple(out.stride())} for shape {tuple(out.shape)}"
-            raise ValueError(f"out: got {got}; allowed strides by which no two elements have one place")
+            allowed = "strides by which no two elements have one place; torch.empty_like(q) makes one"
+            raise ValueError(f"out: got {got}; allowed {allowed}")
         extent = stride * size
     unit = VECTOR_BYTES // out.element_size()
     is_aligned = not out.data_ptr() % VECTOR_BYTES and not any(stride % unit for stride in strides)
     if out.numel() and not (is_aligned and (out.shape[-1] == 1 or out.stride(-1) == 1)):
         raise ValueError(
             f"out: got strides {tuple(out.stride())}, address {out.data_ptr():#x}; allowed unit stride on D, other "
-            f"strides that are multiples of {unit}, an address that is a multiple of {VECTOR_BYTES}"
+            f"strides that are multiples of {unit}, an address that is a multiple of {VECTOR_BYTES}; "
+            "torch.empty_like(q) makes one"
         )
 
 

@@ -14,7 +14,7 @@ from multiattn.block_mask import BlockLists, seen_blocks
 from multiattn.mask import KINDS, Window, band_of
 from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options, ScoreMod, with_score
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import REFERENCE, Backend, Launcher, Op, Plan, Variant
+from multiattn.plan.backend import BACKENDS, REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem, options_of
 from multiattn.progress import NOTE, LongWork
@@ -425,7 +425,9 @@ BACKEND = Backend(
     name=REFERENCE,
     summary="eager PyTorch, for truth",
     probe=lambda arch: (),
-    probe_compiler=lambda: (Reason(code="compiler", got=REFERENCE, allowed="a backend with kernels"),),
+    probe_compiler=lambda: (
+        Reason(code="compiler", got=REFERENCE, allowed="a backend with kernels", hint=f"name {', '.join(BACKENDS)}"),
+    ),
     versions=lambda: {"torch": torch.__version__},
     forward=Op(variants=(_VARIANT,), prepare=_prepare),
     backward=Op(variants=(_VARIANT,), prepare=_prepare),

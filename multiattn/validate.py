@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
@@ -17,6 +18,8 @@ LOG2_E = math.log2(math.e)
 
 SCALE_MAX = 3.4028234663852886e38 / LOG2_E
 """The largest whose product with `LOG2_E`, which kernels take, fp32 can hold."""
+
+_MOVE = "move it by .to(q.device)"
 
 LSE_DTYPES = (torch.float32, torch.float64)
 """Dtypes of a log-sum-exp: kernels give the first, and `multiattn.reference` may compute in the second."""
@@ -41,6 +44,15 @@ OUR_NAMES: Mapping[str, str] = MappingProxyType(
         "learnable_sink": "sinks",
         "return_attn_probs": "return_lse",
         "return_softmax_lse": "return_lse",
+        "cu_seqlens_k": "cu_seqlens_kv",
+        "cu_seq_lens_q": "cu_seqlens_q",
+        "cu_seq_lens_k": "cu_seqlens_kv",
+        "max_seqlen_k": "max_seqlen_kv",
+        "max_length_q": "max_seqlen_q",
+        "max_length_k": "max_seqlen_kv",
+        "query": "q",
+        "key": "k",
+        "value": "v",
         "cache_seqlens": "seqlens_kv",
         "seqused_k": "seqlens_kv",
         "block_table": "page_table",
@@ -54,19 +66,59 @@ OUR_NAMES: Mapping[str, str] = MappingProxyType(
 """Options by the names that other libraries have for them, and what they are here."""
 
 
-def hides_unknown(function: F) -> F:
-    """The function itself, whose signature does not show the ``**unknown`` that it takes to refuse."""
+def refuses_calls(function: F) -> F:
+    """The function itself, which can say what is wrong with a call that Python would refuse in words of its own.
+
+    Its signature does not show the ``*extra`` and ``**unknown`` that it takes to hand them to `refuse_call`. What it
+    must be given is None where a call leaves it out, for the function to look at.
+    """
     signature = inspect.signature(function)
-    shown = [it for it in signature.parameters.values() if it.kind is not inspect.Parameter.VAR_KEYWORD]
+    hidden = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    shown = [it for it in signature.parameters.values() if it.kind not in hidden]
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]  # `inspect` looks for it
+    needed = [it for it in shown if it.default is inspect.Parameter.empty]
+    leading = sum(it.kind is not inspect.Parameter.KEYWORD_ONLY for it in needed)
+    given = function.__defaults__ or ()  # type: ignore[attr-defined]
+    function.__defaults__ = (None,) * leading + given  # type: ignore[attr-defined]
+    keywords = {it.name: None for it in needed[leading:]}
+    function.__kwdefaults__ = {**keywords, **(function.__kwdefaults__ or {})}  # type: ignore[attr-defined]
     return function
 
 
-def refuse_unknown(function: str, unknown: Mapping[str, object]) -> NoReturn:
-    """TypeError for options that a function does not have, with the names that they have here."""
-    name = next((it for it in unknown if it in OUR_NAMES), next(iter(unknown)))
-    hint = f"; here it is {OUR_NAMES[name]}" if name in OUR_NAMES else ""
-    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+def refuse_call(
+    function: Callable[..., Any], extra: Sequence[object], unknown: Mapping[str, object], **needed: object
+) -> NoReturn:
+    """TypeError for a call of a function that `refuses_calls`: with more arguments than it takes by position, with
+    names that it does not have, or without those that it needs, which are None.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    told = f"{function.__name__}()"
+    named = [it.name for it in parameters if it.kind is inspect.Parameter.KEYWORD_ONLY]
+    if unknown:
+        name = next((it for it in unknown if it in OUR_NAMES), next(iter(unknown)))
+        near = difflib.get_close_matches(name, [it.name for it in parameters], n=1)
+        hint = f"here it is {OUR_NAMES[name]}" if name in OUR_NAMES else "it takes " + ", ".join(near or named)
+        raise TypeError(f"{told} got an unexpected keyword argument {name!r}; {hint}")
+    if extra:
+        count = len(parameters) - len(named)
+        meant = _keyword_for(extra[0], named)
+        got = f"{count + len(extra)} arguments by position, the first of them too many {_short(extra[0])}"
+        raise TypeError(f"{told} takes {count} by position; got {got}; options have names, as {meant}=")
+    missing = [name for name, value in needed.items() if value is None]
+    raise TypeError(f"{told} needs {', '.join(needed)}; got no {', '.join(missing)}; give each by its name")
+
+
+def _short(value: object) -> str:
+    """A value in an error: a plain one as it is, of others the type."""
+    return repr(value) if isinstance(value, (bool, int, float, str, tuple)) else f"a {type(value).__name__}"
+
+
+def _keyword_for(value: object, named: Sequence[str]) -> str:
+    """The option that a value without a name was probably meant for."""
+    if named[0] != "causal":
+        return named[0]  # the first that it needs
+    kinds: dict[type, str] = {float: "scale", tuple: "window", list: "window", str: "backend", torch.Tensor: "bias"}
+    return next((name for kind, name in kinds.items() if isinstance(value, kind)), "causal")
 
 
 def check_inputs(
@@ -90,7 +142,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         check_operand(name, tensor)
     _check_share("q, k and v", tensors)
     if q.device.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(f"device: got {q.device}; allowed cpu, cuda and meta")
+        raise ValueError(f"device: got {q.device}; allowed cpu, cuda and meta; move q, k and v by .cuda() or .cpu()")
 
 
 def check_operand(name: str, tensor: object) -> torch.Tensor:
@@ -99,31 +151,50 @@ def check_operand(name: str, tensor: object) -> torch.Tensor:
     assert isinstance(tensor, torch.Tensor)
     if tensor.is_neg():
         raise ValueError(f"{name} must hold its own values; got a negated view; call .resolve_neg() on it")
-    _check_dtype(name, tensor, DTYPE_NAMES)
+    _check_dtype(name, tensor, DTYPE_NAMES, "; call .bfloat16() on it")
     return tensor
+
+
+def not_a_tensor(name: str, given: object, allowed: str = "a torch.Tensor") -> TypeError:
+    """The error for what is no tensor, with the call that makes one of it."""
+    kind = type(given)
+    got = kind.__name__ if kind.__module__ in ("builtins", "torch") else f"{kind.__module__}.{kind.__name__}"
+    if kind.__module__.partition(".")[0] == "numpy":
+        hint = f"; torch.from_numpy({name}) makes one that shares its memory"
+    elif hasattr(given, "__dlpack__"):
+        hint = f"; torch.from_dlpack({name}) makes one that shares its memory"
+    elif isinstance(given, (list, tuple)):
+        hint = f"; torch.tensor({name}) makes one of numbers, torch.stack({name}) one of tensors"
+    else:
+        hint = ""
+    return TypeError(f"{name} must be {allowed}; got {got}{hint}")
 
 
 def _check_dense(name: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
-        raise TypeError(f"{name} must be a dense strided tensor; got {got}")
+        raise not_a_tensor(name, tensor)
+    if tensor.is_nested:
+        hint = "fmha_varlen takes its values() and offsets(), fmha what torch.nested.to_padded_tensor gives"
+        raise TypeError(f"{name} must be a dense strided tensor; got a nested tensor; {hint}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense strided tensor; got layout {tensor.layout}; call .to_dense() on it")
 
 
-def _check_dtype(name: str, tensor: torch.Tensor, allowed: Iterable[torch.dtype]) -> None:
+def _check_dtype(name: str, tensor: torch.Tensor, allowed: Iterable[torch.dtype], hint: str = "") -> None:
     if tensor.dtype not in allowed:
-        raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed {', '.join(map(str, allowed))}")
+        raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed {', '.join(map(str, allowed))}{hint}")
 
 
 def _check_share(names: str, tensors: Mapping[str, torch.Tensor]) -> None:
     """TypeError or ValueError for tensors that have not all one dtype and one device."""
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    first = next(iter(tensors))
     if len(set(dtypes.values())) > 1:
-        raise TypeError(f"{names} must share one dtype; got {_list(dtypes)}")
+        hint = f"convert the others by .to({first}.dtype), or call under torch.autocast"
+        raise TypeError(f"{names} must share one dtype; got {_list(dtypes)}; {hint}")
     devices = {name: tensor.device for name, tensor in tensors.items()}
     if len(set(devices.values())) > 1:
-        raise ValueError(f"{names} must be on one device; got {_list(devices)}")
+        raise ValueError(f"{names} must be on one device; got {_list(devices)}; move the others by .to({first}.device)")
 
 
 def check_shapes(q: Shape, k: Shape, v: Shape) -> None:
@@ -131,23 +202,45 @@ def check_shapes(q: Shape, k: Shape, v: Shape) -> None:
     shapes = _list({"q": q, "k": k, "v": v})
     for name, shape in (("q", q), ("k", k), ("v", v)):
         if len(shape) != 4:
-            raise ValueError(f"{name} must have rank 4, [B, H, S, D]; got rank {len(shape)} ({shapes})")
+            hint = _of_rank(name, len(shape))
+            raise ValueError(f"{name} must have rank 4, [B, H, S, D]; got rank {len(shape)} ({shapes}){hint}")
         if min(shape) < 0:
             raise ValueError(f"sizes must not be negative; got {shapes}")
     batch, heads_q, _, head_dim = q
     if k != v:
-        raise ValueError(f"k and v must have one shape, [B, Hkv, Skv, D]; got {shapes}")
+        hint = "; pad the narrower one with zeros on D, and cut out" if k[:3] == v[:3] else ""
+        raise ValueError(f"k and v must have one shape, [B, Hkv, Skv, D]; got {shapes}{hint}")
     if k[0] != batch:
-        raise ValueError(f"q, k and v must share the batch size; got {shapes}")
+        hint = "expand the smaller one, as by k.expand(B, -1, -1, -1)"
+        raise ValueError(f"q, k and v must share the batch size; got {shapes}; {hint}")
     if k[3] != head_dim:
-        raise ValueError(f"q, k and v must share head_dim; got {shapes}")
+        hint = "D comes last, so a transposed k is given as k.transpose(-2, -1)" if k[2] == head_dim else _PAD
+        raise ValueError(f"q, k and v must share head_dim; got {shapes}; {hint}")
     heads_kv = k[1]
     if head_dim < 1 or heads_q < 1 or heads_kv < 1:
-        raise ValueError(f"heads and head_dim must be at least 1; got {shapes}")
+        raise ValueError(f"heads and head_dim must be at least 1; got {shapes}; with no heads there is nothing to call")
     if heads_q % heads_kv:
         raise ValueError(
             f"query heads must be a multiple of key/value heads (GQA); got Hq={heads_q}, Hkv={heads_kv} ({shapes})"
+            f"; {_of_heads(q[2], k[2])}"
         )
+
+
+_PAD = "pad the narrower one with zeros on D, and give scale"
+
+
+def _of_rank(name: str, rank: int) -> str:
+    """Advice on a tensor of another rank than 4."""
+    if rank == 3:
+        return f"; one head is {name}.unsqueeze(1), one sequence {name}.unsqueeze(0), packed rows go to fmha_varlen"
+    return f"; reshape {name} so, as by {name}.unflatten(-1, (H, D)).transpose(1, 2) of [B, S, H * D]"
+
+
+def _of_heads(seq_q: int, seq_kv: int) -> str:
+    """Advice on heads that do not divide, by the third dimensions of q and k: these may be the heads."""
+    if seq_kv and seq_q % seq_kv == 0:
+        return "[B, S, H, D] is given as a view, q.transpose(1, 2), and so k and v"
+    return "the heads come second, [B, H, S, D]: repeat or cut those of k and v"
 
 
 def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -162,14 +255,16 @@ def _check_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
     """TypeError or ValueError for what is no sink for each head, the second dimension of q."""
     if not isinstance(sinks, torch.Tensor):
-        raise TypeError(f"sinks must be a torch.Tensor or None; got {type(sinks).__name__}")
+        raise not_a_tensor("sinks", sinks, "a torch.Tensor or None")
     if not sinks.is_floating_point() or sinks.layout != torch.strided:
-        raise TypeError(f"sinks must be a dense floating-point tensor; got {sinks.dtype}, layout {sinks.layout}")
+        got = f"{sinks.dtype}, layout {sinks.layout}"
+        raise TypeError(f"sinks must be a dense floating-point tensor; got {got}; call .float() on it")
     if sinks.shape != q.shape[1:2]:
         allowed = f"[{q.shape[1]}], one for each head of q"
-        raise ValueError(f"sinks: got shape {list(sinks.shape)}; allowed {allowed}")
+        hint = "; call .flatten() on it" if sinks.numel() == q.shape[1] else "; one number for all is .expand(Hq)"
+        raise ValueError(f"sinks: got shape {list(sinks.shape)}; allowed {allowed}{hint}")
     if sinks.device != q.device:
-        raise ValueError(f"sinks must be on the device of q, {q.device}; got {sinks.device}")
+        raise ValueError(f"sinks must be on the device of q, {q.device}; got {sinks.device}; {_MOVE}")
 
 
 def check_modification(
@@ -184,42 +279,47 @@ def check_modification(
     if softcap is not None:
         cap = as_float(softcap, "softcap")
         if not 0.0 < cap < math.inf:
-            raise ValueError(f"softcap: got {cap}; allowed positive and finite numbers, or None")
+            raise ValueError(f"softcap: got {cap}; allowed positive and finite numbers, or None, which caps nothing")
     (batch, seq_q, seq_kv), heads = lengths, q.shape[1]
     if alibi_slopes is not None:
         _check_captured("alibi_slopes", alibi_slopes, q, (torch.float32,))
         if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
             got, allowed = tuple(alibi_slopes.shape), f"({heads},) and ({batch}, {heads})"
-            raise ValueError(f"alibi_slopes: got shape {got}; allowed {allowed}")
+            hint = "give one slope for each head of q, flat"
+            raise ValueError(f"alibi_slopes: got shape {got}; allowed {allowed}; {hint}")
     if bias is not None:
         _check_captured("bias", bias, q, (q.dtype, torch.float32))
         sizes = (batch, heads, seq_q, seq_kv)
         if bias.ndim != 4 or any(it not in (1, size) for it, size in zip(bias.shape, sizes, strict=True)):
             allowed = f"[B|1, Hq|1, Sq|1, Skv|1] with {sizes}"
-            raise ValueError(f"bias: got shape {tuple(bias.shape)}; allowed {allowed}")
+            hint = "; insert dimensions of size 1, as bias[:, None, None, :] for [B, Skv]" if bias.ndim < 4 else ""
+            raise ValueError(f"bias: got shape {tuple(bias.shape)}; allowed {allowed}{hint}")
     if score_mod is not None and not callable(score_mod):
-        raise TypeError(f"score_mod must be callable or None; got {type(score_mod).__name__}")
+        hint = "a tensor to add to scores is bias" if isinstance(score_mod, torch.Tensor) else "(s, b, h, i, j) -> s"
+        raise TypeError(f"score_mod must be callable or None; got {type(score_mod).__name__}; {hint}")
 
 
 def _check_captured(name: str, tensor: object, q: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor or None; got {type(tensor).__name__}")
+        raise not_a_tensor(name, tensor, "a torch.Tensor or None")
     if tensor.dtype not in dtypes or tensor.layout != torch.strided:
         allowed = " or ".join(map(str, dict.fromkeys(dtypes)))
-        raise TypeError(f"{name}: got {tensor.dtype}, layout {tensor.layout}; allowed dense {allowed}")
+        raise TypeError(
+            f"{name}: got {tensor.dtype}, layout {tensor.layout}; allowed dense {allowed}; call .float() on it"
+        )
     if tensor.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}; got {tensor.device}")
+        raise ValueError(f"{name} must be on the device of q, {q.device}; got {tensor.device}; {_MOVE}")
 
 
 def check_parts(outs: Mapping[str, torch.Tensor], lses: Mapping[str, torch.Tensor]) -> None:
     """TypeError or ValueError for outs and lses, by their names, that are not parts of one attention."""
     if not outs or len(outs) != len(lses):
         got = f"{len(outs)} outs and {len(lses)} lses"
-        raise ValueError(f"outs and lses: got {got}; allowed as many of each, at least one")
+        raise ValueError(f"outs and lses: got {got}; allowed as many of each, at least one; call with return_lse=True")
     for tensors, dtypes in ((outs, DTYPE_NAMES), (lses, LSE_DTYPES)):
         for name, tensor in tensors.items():
             _check_dense(name, tensor)
-            _check_dtype(name, tensor, dtypes)
+            _check_dtype(name, tensor, dtypes, "; return_lse=True gives it so" if dtypes is LSE_DTYPES else "")
         _check_share(" and ".join(tensors), tensors)
     (first, out), lse = next(iter(outs.items())), next(iter(lses.values()))
     if out.ndim not in (3, 4):
@@ -228,14 +328,20 @@ def check_parts(outs: Mapping[str, torch.Tensor], lses: Mapping[str, torch.Tenso
         )
     for name, tensor in outs.items():
         if tensor.shape != out.shape:
-            raise ValueError(f"{name}: got shape {list(tensor.shape)}; allowed {list(out.shape)}, that of {first}")
+            hint = "parts have the same queries, and other keys"
+            raise ValueError(
+                f"{name}: got shape {list(tensor.shape)}; allowed {list(out.shape)}, that of {first}; {hint}"
+            )
     of_rows = list(out.shape[:3]) if out.ndim == 4 else [out.shape[1], out.shape[0]]
     layout = "[B, Hq, Sq]" if out.ndim == 4 else "[Hq, T]"
     for name, tensor in lses.items():
         if list(tensor.shape) != of_rows:
-            raise ValueError(f"{name}: got shape {list(tensor.shape)}; allowed {of_rows}, {layout}")
+            allowed = f"{of_rows}, {layout}, as return_lse=True gives it"
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}; allowed {allowed}")
     if lse.device != out.device:
-        raise ValueError(f"lse must be on the device of out, {out.device}; got {lse.device}")
+        raise ValueError(
+            f"lse must be on the device of out, {out.device}; got {lse.device}; move it by .to(out.device)"
+        )
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
@@ -244,7 +350,8 @@ def check_scale(scale: float | None, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     number = as_float(scale)
     if not abs(number) <= SCALE_MAX:
-        raise ValueError(f"scale must be finite, up to {SCALE_MAX:.4g} (zero and negative are fine); got {number}")
+        allowed = f"up to {SCALE_MAX:.4g} (zero and negative are fine)"
+        raise ValueError(f"scale must be finite, {allowed}; got {number}; None is 1/sqrt(D)")
     return number
 
 
@@ -253,7 +360,8 @@ def as_float(scale: Any, name: str = "scale") -> float:
     if isinstance(scale, (torch.SymFloat, torch.SymInt)) or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return scale  # type: ignore[no-any-return]  # stands for a float until the graph runs
     if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise TypeError(f"{name} must be a float or None; got {type(scale).__name__}")
+        hint = f"; {name}.item() is one, and waits for the device" if isinstance(scale, torch.Tensor) else ""
+        raise TypeError(f"{name} must be a float or None; got {type(scale).__name__}{hint}")
     try:
         return float(scale)
     except OverflowError:  # an int or a fraction beyond every float

@@ -12,7 +12,7 @@ from multiattn.operands import Operands, Options, ScoreMod, with_score
 from multiattn.packed import Packing, as_batch_of_one, check_lengths, check_packing
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend, autocast, differentiate
-from multiattn.validate import hides_unknown, refuse_unknown
+from multiattn.validate import not_a_tensor, refuse_call, refuses_calls
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -70,12 +70,12 @@ def fmha_varlen(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@hides_unknown
+@refuses_calls
 def fmha_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
+    *extra: NoReturn,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_kv: torch.Tensor,
     max_seqlen_q: int,
@@ -126,8 +126,9 @@ def fmha_varlen(
         TypeError, ValueError: An input is wrong for every backend.
         Unsupported: The backend cannot run this problem here; `.reasons` says why.
     """
-    if unknown:
-        refuse_unknown("fmha_varlen", unknown)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    if unknown or extra or v is None or lengths.lacks_any:
+        refuse_call(fmha_varlen, extra, unknown, q=q, k=k, v=v, **lengths._asdict())
     options = Options.of(
         causal=causal,
         window=window,
@@ -139,7 +140,6 @@ def fmha_varlen(
     )
     if compat.autocast_active():
         q, k, v = autocast(q, k, v)
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     operands = pack(q, k, v, lengths, block_mask)._replace(sinks=sinks)
     operands, options = with_packing(operands, options, lengths, softcap, alibi_slopes, bias, score_mod)
     out, lse = attend(operands, options)
@@ -147,7 +147,7 @@ def fmha_varlen(
     return (packed, lse[0]) if return_lse else packed
 
 
-@hides_unknown
+@refuses_calls
 def fmha_varlen_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -155,7 +155,7 @@ def fmha_varlen_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     dout: torch.Tensor,
-    *,
+    *extra: NoReturn,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_kv: torch.Tensor,
     max_seqlen_q: int,
@@ -192,8 +192,10 @@ def fmha_varlen_backward(
     Raises:
         TypeError, ValueError, Unsupported: As for `fmha_varlen`.
     """
-    if unknown:
-        refuse_unknown("fmha_varlen_backward", unknown)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    if unknown or extra or dout is None or lengths.lacks_any:
+        given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout}
+        refuse_call(fmha_varlen_backward, extra, unknown, **given, **lengths._asdict())
     options = Options.of(
         causal=causal,
         window=window,
@@ -205,8 +207,7 @@ def fmha_varlen_backward(
     )
     for name, tensor in (("out", out), ("lse", lse), ("dout", dout)):
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+            raise not_a_tensor(name, tensor)
     operands = pack(q, k, v, lengths, block_mask)._replace(
         out=as_batch_of_one(out),
         lse=lse.unsqueeze(0),
@@ -232,6 +233,12 @@ class Lengths(NamedTuple):
     max_seqlen_q: int
     max_seqlen_kv: int
 
+    @property
+    def lacks_any(self) -> bool:
+        """True where a call left one out; no value is compared, as some may be traced."""
+        q, kv, max_q, max_kv = self
+        return q is None or kv is None or max_q is None or max_kv is None
+
 
 def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, block_mask: object = None) -> Operands:
     """q, k and v of a packed batch as operands. TypeError or ValueError, naming what came."""
@@ -241,7 +248,8 @@ def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, bl
             check_lengths(q.shape[0], k.shape[0], *lengths)
     if block_mask is not None:
         raise ValueError(
-            "block_mask: got one; allowed None in a packed batch: causal and window are of each sequence by itself"
+            "block_mask: got one; allowed None in a packed batch: causal and window are of each sequence by itself; "
+            "score_mod can hide keys, too"
         )
     return Operands(as_batch_of_one(q), as_batch_of_one(k), as_batch_of_one(v))
 

@@ -167,7 +167,7 @@ def test_tiles_are_cut_to_lie_in_one_block():
 @pytest.mark.parametrize(
     ("block", "variant", "allowed"),
     [
-        (48, None, "blocks of multiples of 32 or, in another variant, blocks of multiples of 64"),
+        (48, None, "blocks of multiples of 32"),
         (32, TILED.name, "blocks of multiples of 64"),
         (128, "split_q", "none"),
     ],

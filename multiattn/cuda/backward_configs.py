@@ -9,6 +9,7 @@ from multiattn.cuda import configs as forward
 from multiattn.cuda.configs import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, CudaConfig, list_areas, padded, tiles
 from multiattn.cuda.score import sends_raw
 from multiattn.packed import TILE_LISTS
+from multiattn.plan import remedies
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.backend import Plan
 from multiattn.plan.config import Config
@@ -116,7 +117,7 @@ def why_not(adds_dq: bool, problem: Problem, arch: Arch, config: Config) -> tupl
     assert isinstance(config, BackwardConfig)
     if adds_dq != (config.dq is None):
         allowed = "dq=None, as dq is added up beside dk and dv" if adds_dq else "a QueryConfig as dq"
-        return (Reason(code="config", got=str(config), allowed=allowed),)
+        return (Reason(code="config", got=str(config), allowed=allowed, hint=remedies.CONFIG),)
     config = cut(config, problem)
     unit, pair = FRAGMENT_ROWS, FRAGMENT_ROWS * (config.warps // 2)
     needed = [smem_bytes(config, problem)]

@@ -11,6 +11,7 @@ from multiattn.cuda.split_configs import rows_checks, workspace_areas
 from multiattn.cuda.tensor_maps import BOX_COLUMNS, tensor_maps, why_not_mapped
 from multiattn.cuda.wgmma_configs import BARRIER_BYTES, PANEL_ROW_BYTES, WARPGROUP_ROWS, WARPGROUP_THREADS
 from multiattn.paged import SPLITS_MAX
+from multiattn.plan import remedies
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.config import Config
 from multiattn.plan.limits import FieldRule, between, failed, field_checks, one_of, size_checks
@@ -160,10 +161,12 @@ def _why_not_boxes(problem: Problem, config: SplitWgmmaConfig) -> tuple[Reason, 
         return failed(checks)
     page = None if problem.cache is None else problem.cache.page
     if page is not None and rows % _GROUP_ROWS:
-        return (Reason(code="page", got=f"pages of {page} keys", allowed=f"multiples of {_GROUP_ROWS}"),)
+        allowed = f"multiples of {_GROUP_ROWS}"
+        return (Reason(code="page", got=f"pages of {page} keys", allowed=allowed, hint=remedies.OTHERS),)
     boxes = config.tile_n // rows * _panels(problem)
     if boxes > WARP_THREADS:
         got = f"{boxes} boxes for {config.tile_n} keys in pages of {page}"
-        return (Reason(code="page", got=got, allowed=f"up to {WARP_THREADS} boxes, one for each lane"),)
+        allowed = f"up to {WARP_THREADS} boxes, one for each lane"
+        return (Reason(code="page", got=got, allowed=allowed, hint=remedies.OTHERS),)
     maps = tensor_maps(problem, config.box_rows(problem)).values()
     return tuple(reason for it in maps for reason in why_not_mapped(it))

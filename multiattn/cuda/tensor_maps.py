@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from multiattn.packed import ragged
+from multiattn.plan import remedies
 from multiattn.plan.abi import L2_256_BYTES, Box, TensorMap
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
@@ -41,7 +42,12 @@ def why_not_mapped(tensor_map: TensorMap) -> tuple[Reason, ...]:
     """Every reason why TMA cannot walk a tensor."""
     name = tensor_map.tensor
     reasons = [
-        Reason(code="seq", got=f"{name} with an extent of {extent}", allowed=f"extents up to {_EXTENT_MAX}")
+        Reason(
+            code="seq",
+            got=f"{name} with an extent of {extent}",
+            allowed=f"extents up to {_EXTENT_MAX}",
+            hint=remedies.for_length(),
+        )
         for extent in tensor_map.shape
         if extent > _EXTENT_MAX
     ]
@@ -50,6 +56,7 @@ def why_not_mapped(tensor_map: TensorMap) -> tuple[Reason, ...]:
             code="strides",
             got=f"{name} with a stride of {stride} bytes",
             allowed=f"multiples of {_STRIDE_UNIT} bytes up to {_STRIDE_MAX}",
+            hint=remedies.for_strides(),
         )
         for stride in tensor_map.strides
         if not 0 <= stride <= _STRIDE_MAX or stride % _STRIDE_UNIT

@@ -58,12 +58,13 @@ def probe_host() -> tuple[Reason, ...]:
     reasons = []
     system = f"{platform.system()} {platform.machine()}"
     if system != "Linux x86_64":
-        hint = "the emulation switches fibers in x86-64 assembly"
+        hint = "Triton and cuTile run here; the emulation of CUDA switches fibers in x86-64 assembly"
         reasons.append(Reason(code="host", got=system, allowed="Linux x86_64", hint=hint))
     version = gxx_version()
     if version is None or int(version.split(".")[0]) < _GXX_OLDEST:
         got = f"no usable {GXX}" if version is None else f"{GXX} {version}"
-        reasons.append(Reason(code="compiler", got=got, allowed=f"{GXX} {_GXX_OLDEST} or later (-std=c++20)"))
+        allowed, hint = f"{GXX} {_GXX_OLDEST} or later", "install it, as by apt install g++, and put it on the PATH"
+        reasons.append(Reason(code="compiler", got=got, allowed=allowed, hint=hint))
     return tuple(reasons)
 
 

@@ -87,7 +87,8 @@ def _probe_gpu() -> tuple[Reason, ...]:
     if version is not None and version >= OLDEST_DRIVER:
         return ()
     got = "no NVIDIA driver" if version is None else f"a driver for CUDA {dotted(version)}"
-    return (Reason(code="driver", got=got, allowed=f"a driver for CUDA {dotted(OLDEST_DRIVER)} or newer (r580)"),)
+    allowed, hint = f"a driver for CUDA {dotted(OLDEST_DRIVER)} or newer", "install NVIDIA's driver r580 or newer"
+    return (Reason(code="driver", got=got, allowed=allowed, hint=hint),)
 
 
 def _probe(arch: Arch) -> tuple[Reason, ...]:

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 import torch
 
 from multiattn.merging import merge_named
+from multiattn.validate import not_a_tensor
 
 LN_2 = math.log(2.0)
 
@@ -116,7 +117,7 @@ def _check_state(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, ran
     """The shapes that would mean another thing once dimensions are swapped; `merge_named` checks all else."""
     for name, tensor in ((v_name, v), (s_name, s)):
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+            raise not_a_tensor(name, tensor)
     if v.ndim != rank:
         raise ValueError(f"{v_name} must have rank {rank}, {layout}; got shape {list(v.shape)}")
     if s.shape != v.shape[:-1]:

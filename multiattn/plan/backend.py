@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from multiattn.operands import Operands
+from multiattn.plan import remedies
 from multiattn.plan.abi import Binding
 from multiattn.plan.arch import Arch
 from multiattn.plan.config import Config, Rule, select
@@ -187,7 +189,9 @@ class Backend:
 def get(name: str) -> Backend:
     """The backend called `name`; ValueError for an unknown name."""
     if name != REFERENCE and name not in BACKENDS:
-        raise ValueError(f"backend: got {name!r}; allowed auto, {REFERENCE}, {', '.join(BACKENDS)}")
+        near = difflib.get_close_matches(name.lower(), (*BACKENDS, REFERENCE, "auto"), n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"backend: got {name!r}; allowed auto, {REFERENCE}, {', '.join(BACKENDS)}{hint}")
     backend: Backend = importlib.import_module(f"multiattn.{name}").BACKEND
     return backend
 
@@ -198,7 +202,8 @@ def find_variant(backend: Backend, name: str, direction: Direction = "forward") 
     for variant in variants:
         if variant.name == name:
             return variant
-    raise ValueError(f"variant: got {name!r}; {backend.name} has {_name_some(variants, name)} for {direction}")
+    has = f"{_name_some(variants, name)} for {direction}"
+    raise ValueError(f"variant: got {name!r}; {backend.name} has {has}; None is the best that can run the problem")
 
 
 def later(module: str, name: str) -> Callable[..., Any]:
@@ -270,11 +275,12 @@ def plan_variant(
         if rule is None:
             near = [rule for rule in variant.rules if arch.name in rule.arches] or variant.rules
             allowed = "; ".join(sorted({str(rule.reject(problem, arch, named=named)) for rule in near}))
-            return (Reason(code="config", got=f"no rule of {variant.name} for {arch.name}", allowed=allowed),)
+            got = f"no rule of {variant.name} for {arch.name}"
+            return (Reason(code="config", got=got, allowed=allowed, hint=remedies.OTHERS),)
         config, why = rule.config, rule.why
     if config is not None:
         if (kind := variant.config_type) not in (None, type(config)):
-            return (Reason(code="config", got=type(config).__name__, allowed=kind.__name__),)
+            return (Reason(code="config", got=type(config).__name__, allowed=kind.__name__, hint=remedies.CONFIG),)
         config = variant.settle(problem, arch, config)
         if reasons := variant.fits(problem, arch, config):
             return reasons
@@ -327,9 +333,9 @@ def make_plan(
     probe: bool = True,
     tuned: Sequence[TunedChoice] = (),
 ) -> Plan:
-    """The Plan of the first variant that can run `problem` on `arch`; `Unsupported`, with all reasons, if none can.
+    """The Plan of the first variant that can run `problem` on `arch`; `Unsupported`, with the reasons, if none can.
 
-    Reasons of variants made for other arches are left out where there are some for this one.
+    Those are of the variant that came nearest: see `_nearest`.
 
     With `deterministic` only variants that give the same bits each time are asked. With `probe=False` only the data is
     asked, not this machine: for explaining and compiling for another arch. Variants in `tuned` come first, in its
@@ -337,7 +343,8 @@ def make_plan(
     """
     reasons = list(backend.probe(arch)) if probe else []
     if not backend.op(direction).variants:
-        reasons.append(Reason(code="direction", got=direction, allowed=f"what {backend.name} has kernels for"))
+        allowed, hint = f"what {backend.name} has kernels for", 'name another backend, or "auto"'
+        reasons.append(Reason(code="direction", got=direction, allowed=allowed, hint=hint))
     named = variant is not None
     asked = backend.op(direction).offered if variant is None else (find_variant(backend, variant, direction),)
     places = {it.variant: place for place, it in enumerate(tuned)}
@@ -351,7 +358,9 @@ def make_plan(
             plan = plan_variant(backend, candidate, problem, arch, config, direction=direction, named=named)
         if deterministic and not candidate.deterministic:
             got = f"variant {candidate.name}, which adds in any order"
-            plan = (Reason(code="deterministic", got=got, allowed="variants that give the same bits each time"),)
+            allowed, hint = "variants that give the same bits each time", "deterministic=False, or leave variant out"
+            other = () if isinstance(plan, Plan) else plan
+            plan = (*other, Reason(code="deterministic", got=got, allowed=allowed, hint=hint))
         if isinstance(plan, Plan):
             found = plan
             break
@@ -360,8 +369,21 @@ def make_plan(
         passed_over = (f"variant {name}: {reason}" for name, why in refusals.items() for reason in why)
         return replace(found, rejected=(*passed_over, *found.rejected))
     if found is None:
-        # The reasons of variants for other arches do not help, unless every variant is for another arch.
-        here = [refusals[it.name] for it in asked if arch.name in it.capability.arches]
-        refused = here or [it.capability.why_not(problem, arch) for it in asked]
-        reasons += list(dict.fromkeys(reason for refusal in refused for reason in refusal))
+        reasons += _nearest(asked, refusals, arch)
     raise Unsupported(backend=backend.name, arch=arch, problem=problem, reasons=reasons, direction=direction)
+
+
+def _nearest(variants: Sequence[Variant], refusals: Mapping[str, tuple[Reason, ...]], arch: Arch) -> tuple[Reason, ...]:
+    """The reasons of the variant with the fewest; then of the one that allows most of what is refused.
+
+    The reasons of variants for other arches do not help, unless every variant is for another arch.
+    """
+
+    def distance(variant: Variant) -> tuple[int, ...]:
+        refused, can = {reason.code for reason in refusals[variant.name]}, variant.capability
+        widest = can.head_dim_max if "head_dim" in refused else 0
+        finest = can.block_masks or sys.maxsize if "block_mask" in refused else 0
+        return len(refusals[variant.name]), -widest, finest, -can.features
+
+    here = [it for it in variants if arch.name in it.capability.arches] or variants
+    return refusals[min(here, key=distance).name] if here else ()

@@ -81,7 +81,8 @@ def _choose(
     if options.backend != "auto":
         return plan(options.backend)
     if options.variant is not None:
-        raise ValueError(f"variant={options.variant!r} needs a named backend; got backend='auto'")
+        names = " or ".join(f"backend={name!r}" for name in BACKENDS)
+        raise ValueError(f"variant={options.variant!r} needs a named backend; got backend='auto'; give {names}")
     if not arch.is_gpu:
         return plan(REFERENCE)
     reasons: list[Reason] = []
@@ -110,9 +111,9 @@ def _alternatives(
         return [REFERENCE]
     able = []
     for name in (*BACKENDS, REFERENCE):
-        asked = options._replace(backend=name, variant=None)
-        if name == options.backend:
+        if name == options.backend and options.variant is None:
             continue
+        asked = options._replace(backend=name, variant=None)
         try:
             plans = [_choose(problem, arch, asked, direction, probe) for direction in directions]
         except Unsupported:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
+from multiattn.plan import remedies
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config, Rule
@@ -36,7 +37,7 @@ class LadderStep:
         """A reason for every field of a config that asks for what this step does not do: what is planned is run."""
         limited = self.limit(config)
         return [
-            Reason(code="config", got=f"{name}={asked}", allowed=f"{name}={done} in this variant")
+            Reason(code="config", got=f"{name}={asked}", allowed=f"{name}={done} in this variant", hint=remedies.CONFIG)
             for name in (field.name for field in fields(config))
             if (asked := getattr(config, name)) != (done := getattr(limited, name))
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from multiattn.plan import remedies
 from multiattn.plan.arch import GRID_MAX, Arch
 from multiattn.plan.support import Reason
 
@@ -14,7 +15,11 @@ Check = tuple[bool, str, str]
 
 def failed(checks: Iterable[Check]) -> tuple[Reason, ...]:
     """A Reason for each check that does not hold."""
-    return tuple(Reason(code="config", got=got, allowed=allowed) for holds, got, allowed in checks if not holds)
+    return tuple(
+        Reason(code="config", got=got, allowed=allowed, hint=remedies.OTHERS)
+        for holds, got, allowed in checks
+        if not holds
+    )
 
 
 FieldRule = tuple[Callable[[Any], bool], str]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiattn.mask import Kind
+from multiattn.plan import remedies
 from multiattn.plan.arch import Arch
 from multiattn.problem import Problem
 
@@ -64,29 +65,41 @@ class Capability:
     zero_strides: bool = True
     """A dimension may be broadcast (stride 0, as `expand` makes it)."""
 
+    @property
+    def features(self) -> int:
+        """How many features it has code for."""
+        flags = (self.sinks, self.scores, self.score_gradients, self.block_masks, self.packing, self.caches)
+        return len(self.masks) + sum(map(bool, (*flags, self.zero_strides)))
+
     def why_not(self, problem: Problem, arch: Arch) -> tuple[Reason, ...]:
         """All reasons why this variant cannot run `problem` on `arch`; empty when it can."""
         reasons = []
+
+        def refuse(code: str, got: str, allowed: str, hint: str) -> None:
+            reasons.append(Reason(code=code, got=got, allowed=allowed, hint=hint))
+
         if arch.name not in self.arches:
-            reasons.append(Reason(code="arch", got=arch.name, allowed=", ".join(self.arches), hint=self.arch_hint))
+            refuse("arch", arch.name, ", ".join(self.arches), self.arch_hint or remedies.for_arch(arch))
         if problem.dtype not in self.dtypes:
-            reasons.append(Reason(code="dtype", got=problem.dtype, allowed=", ".join(self.dtypes)))
+            refuse("dtype", problem.dtype, ", ".join(self.dtypes), remedies.for_dtype())
         if problem.head_dim % self.head_dim_multiple or problem.head_dim > self.head_dim_max:
             allowed = f"multiples of {self.head_dim_multiple} up to {self.head_dim_max}"
-            reasons.append(Reason(code="head_dim", got=str(problem.head_dim), allowed=allowed))
+            hint = remedies.for_head_dim(problem, self.head_dim_multiple, self.head_dim_max)
+            refuse("head_dim", str(problem.head_dim), allowed, hint)
         if max(problem.seq_q, problem.seq_kv) > self.seq_max:
             got = f"Sq={problem.seq_q} Skv={problem.seq_kv}"
-            reasons.append(Reason(code="seq", got=got, allowed=f"lengths up to {self.seq_max}"))
+            refuse("seq", got, f"lengths up to {self.seq_max}", remedies.for_length())
         if problem.alignment % self.alignment:
             allowed = f"base addresses and strides that are multiples of {self.alignment} bytes"
-            reasons.append(Reason(code="alignment", got=f"{problem.alignment} bytes", allowed=allowed))
+            hint = remedies.for_alignment(problem, self.alignment)
+            refuse("alignment", f"{problem.alignment} bytes", allowed, hint)
         if problem.band.kind not in self.masks:
-            reasons.append(Reason(code="mask", got=problem.mask, allowed=", ".join(self.masks)))
+            refuse("mask", problem.mask, ", ".join(self.masks), remedies.OTHERS)
         if problem.is_two_sided and problem.seq_q + problem.seq_kv > self.seq_max:
             got = f"Sq={problem.seq_q} Skv={problem.seq_kv} with {problem.mask}"
-            reasons.append(Reason(code="seq", got=got, allowed=f"Sq + Skv up to {self.seq_max}"))
+            refuse("seq", got, f"Sq + Skv up to {self.seq_max}", remedies.for_length())
         if problem.has_sinks and not self.sinks:
-            reasons.append(Reason(code="sinks", got="one for each head", allowed="none"))
+            refuse("sinks", "one for each head", "none", remedies.OTHERS)
         if problem.score is not None:
             program = problem.score.program
             for code, is_asked, has_code in (
@@ -94,25 +107,26 @@ class Capability:
                 ("score_gradient", bool(problem.score.gradients), self.score_gradients),
             ):
                 if is_asked and not has_code:
-                    reasons.append(Reason(code=code, got=f"program {program.digest[:8]}", allowed="none"))
+                    refuse(code, f"program {program.digest[:8]}", "none", remedies.OTHERS)
             apart = problem.score.gradients if problem.score.scores is not None else ()
             if (which := program.why_not_apart(apart)) is not None:
                 allowed = "with deterministic gradients tensors that are loaded once, at positions or constants"
-                reasons.append(Reason(code="score_gradient", got=which, allowed=allowed))
+                refuse("score_gradient", which, allowed, "deterministic=False, or detach() that tensor")
         if (blocks := problem.blocks) is not None:
             step = self.block_masks
             if not step or blocks.queries % step or blocks.keys % step:
                 allowed = f"blocks of multiples of {step}" if step else "none"
-                got = f"blocks of {blocks.queries} x {blocks.keys}"
-                reasons.append(Reason(code="block_mask", got=got, allowed=allowed))
+                refuse("block_mask", f"blocks of {blocks.queries} x {blocks.keys}", allowed, remedies.for_blocks(step))
         if problem.packing is not None and not self.packing:
             got = f"a packed batch of {problem.packing.sequences} sequences"
-            reasons.append(Reason(code="packing", got=got, allowed="batches [B, H, S, D]"))
+            refuse("packing", got, "batches [B, H, S, D]", remedies.OTHERS)
         if problem.cache is not None and not self.caches:
-            reasons.append(Reason(code="cache", got=str(problem.cache), allowed="k and v of one length"))
+            refuse(
+                "cache", f"keys in a cache ({problem.cache})", "k and v in no cache, as fmha has them", remedies.OTHERS
+            )
         strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)
         if not self.zero_strides and 0 in strides:
-            reasons.append(Reason(code="strides", got="a broadcast dimension (stride 0)", allowed="positive strides"))
+            refuse("strides", "a broadcast dimension (stride 0)", "positive strides", remedies.for_strides())
         return tuple(reasons)
 
 
@@ -147,12 +161,12 @@ class Unsupported(RuntimeError):  # noqa: N818 - the contract's name: `except mu
 
 
 def _merged(reasons: Iterable[Reason]) -> Iterator[Reason]:
-    """The reasons as one line says them: where several variants refuse the same, what each of them accepts."""
+    """The reasons as one line says them: where several kernels refuse the same, what each of them accepts."""
     allowed: dict[tuple[str, str, str], list[str]] = {}
     for reason in reasons:
         allowed.setdefault((reason.code, reason.got, reason.hint), []).append(reason.allowed)
     for (code, got, hint), each in allowed.items():
-        yield Reason(code=code, got=got, allowed=" or, in another variant, ".join(dict.fromkeys(each)), hint=hint)
+        yield Reason(code=code, got=got, allowed=" or, in another kernel, ".join(dict.fromkeys(each)), hint=hint)
 
 
 class OutOfBoundsError(IndexError):

@@ -53,7 +53,9 @@ def probe_gpu() -> tuple[Reason, ...]:
     """A reason if torch has no CUDA device here."""
     if torch.cuda.is_available():
         return ()
-    return (Reason(code="gpu", got="no CUDA device that torch can use", allowed="an NVIDIA GPU and its driver"),)
+    hint = "`nvidia-smi` and `multiattn doctor` say what is missing; on CPU tensors every backend runs, slowly"
+    got, allowed = "no CUDA device that torch can use", "an NVIDIA GPU and its driver"
+    return (Reason(code="gpu", got=got, allowed=allowed, hint=hint),)
 
 
 def driver_version() -> str:

@@ -18,6 +18,7 @@ from multiattn.problem import Problem, options_of
 from multiattn.run import compat
 from multiattn.run.calls import Ready, prepare
 from multiattn.run.driver import ensure_context
+from multiattn.validate import not_a_tensor
 
 _operands: Callable[[tuple[torch.Tensor | None, ...]], Operands] = functools.partial(tuple.__new__, Operands)
 """Operands of a tuple of all of them, in half of the time that their own constructor takes."""
@@ -223,7 +224,7 @@ def check_results(operands: Operands) -> None:
 def _check_alike(name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """TypeError or ValueError for anything but a tensor of this shape, dtype and device."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+        raise not_a_tensor(name, tensor)
     if tensor.is_nested or tensor.layout != torch.strided:
         got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
         raise TypeError(f"{name} must be a dense strided tensor; got {got}")

@@ -41,7 +41,9 @@ def _probe_jit() -> tuple[Reason, ...]:
 
     if not knobs.runtime.interpret:
         return ()
-    return (Reason(code="host", got="TRITON_INTERPRET=1", allowed="TRITON_INTERPRET unset, to compile kernels"),)
+    hint = "unset it before Python starts; on CPU tensors kernels are interpreted without it"
+    got, allowed = "TRITON_INTERPRET=1", "TRITON_INTERPRET unset, to compile kernels"
+    return (Reason(code="host", got=got, allowed=allowed, hint=hint),)
 
 
 def _probe(arch: Arch) -> tuple[Reason, ...]:

@@ -12,7 +12,7 @@ import torch
 
 from multiattn.layout import Layout, row_major
 from multiattn.packed import TILE_LISTS
-from multiattn.plan import limits
+from multiattn.plan import limits, remedies
 from multiattn.plan.arch import Arch
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import COUNTER_BYTES, key_tiles, query_tiles
@@ -154,5 +154,5 @@ def why_not_fit(problem: Problem, arch: Arch, config: GluonBackwardConfig) -> tu
     reasons = limits.failed(((registers <= most, got, f"up to {most}"), *sizes))
     if problem.reads_keys:  # an address for each score is more registers than there are
         allowed = "none that reads an element of a tensor for each key"
-        reasons += (Reason(code="score", got="an expression that does", allowed=allowed),)
+        reasons += (Reason(code="score", got="an expression that does", allowed=allowed, hint=remedies.OTHERS),)
     return reasons
