@@ -38,3 +38,8 @@ __all__ = [
     "reference",
     "reference_backward",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names: those of the package's own modules are found by importing them."""
+    return ["__version__", *__all__]

@@ -397,19 +397,22 @@ class Problem:
             return sequences * self.band.count_pairs(self.seq_q // sequences, self.seq_kv // sequences)
         return self.band.count_pairs(self.seq_q, self.seq_kv)
 
+    @property
+    def features(self) -> str:
+        """Features beside the mask, each with a space before it: ``" sinks score=7c3b3fcc"``."""
+        told = " sinks" if self.has_sinks else ""
+        told += f" score={self.score.program.digest[:8]}" if self.score is not None else ""
+        told += f" blocks={self.blocks.queries}x{self.blocks.keys}" if self.blocks is not None else ""
+        return told + (f" cache: {self.cache}" if self.cache is not None else "")
+
     def __str__(self) -> str:
         heads, lengths = f"Hq={self.heads_q} Hkv={self.heads_kv}", f"Sq={self.seq_q} Skv={self.seq_kv}"
-        more = " sinks" if self.has_sinks else ""
-        more += f" score={self.score.program.digest[:8]}" if self.score is not None else ""
-        more += f" blocks={self.blocks.queries}x{self.blocks.keys}" if self.blocks is not None else ""
         batch = f"B={self.batch}"
         if self.packing is not None:
             batch, lengths = f"packed B={self.packing.sequences}", f"Tq={self.seq_q} Tkv={self.seq_kv}"
-        if self.cache is not None:
-            more += f" cache: {self.cache}"
-            if self.cache.max_q is not None:
-                batch, lengths = f"packed B={self.cache.sequences}", f"Tq={self.seq_q} Skv={self.seq_kv}"
-        return f"{batch} {heads} {lengths} D={self.head_dim} {self.dtype} {self.mask}{more}"
+        if self.cache is not None and self.cache.max_q is not None:
+            batch, lengths = f"packed B={self.cache.sequences}", f"Tq={self.seq_q} Skv={self.seq_kv}"
+        return f"{batch} {heads} {lengths} D={self.head_dim} {self.dtype} {self.mask}{self.features}"
 
 
 @functools.lru_cache(maxsize=64)

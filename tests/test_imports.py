@@ -20,7 +20,7 @@ _LANGUAGE = {*_DATA, "plan", "run", "progress"}
 ALLOWED = {
     "mask": set(),
     "block_mask": {"layout"},
-    "packed": {"layout"},
+    "packed": {"layout", "validate"},
     "paged": {"layout", "packed", "validate"},
     "score": set(),
     "layout": set(),
@@ -35,7 +35,7 @@ ALLOWED = {
     **dict.fromkeys(multiattn.BACKENDS, _LANGUAGE),
     "api": {*_DATA, "plan", "run", "varlen", "kvcache"},
     "aot": {*_DATA, "plan", "run"},
-    "inspect": {*_DATA, "plan", "run", "aot", "cuda", "progress"},  # cuda: `sanitize`
+    "inspect": {*_DATA, "plan", "run", "aot", "cuda", "progress", "varlen", "kvcache"},  # cuda: `sanitize`
     "flex": {*_DATA, "api"},
     "integrations": {*_DATA, "plan", "run", "api", "kvcache", "merging", "varlen"},  # and nobody imports these
     "varlen": {*_DATA, "run"},

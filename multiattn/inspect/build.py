@@ -52,7 +52,8 @@ class Request:
         """Its problem in short."""
         it = self.problem
         heads, length = sizes_of(it)
-        return f"B={it.batch} H={heads} N={length} D={it.head_dim} {it.dtype} {it.mask}"
+        packed = "" if it.packing is None else f" packed sequences={it.packing.sequences}"
+        return f"B={it.batch} H={heads} N={length} D={it.head_dim} {it.dtype} {it.mask}{it.features}{packed}"
 
     def __str__(self) -> str:
         variant = "" if self.variant is None else f"/{self.variant}"

@@ -14,9 +14,21 @@ from tqdm import tqdm
 import multiattn
 from multiattn.inspect import build, emit, remarks, tables
 from multiattn.inspect.build import Compilation, Request
-from multiattn.inspect.options import check_work, count, counts, layer, masks, shape, some_of, table
-from multiattn.layout import DTYPES
-from multiattn.mask import MASKS
+from multiattn.inspect.options import (
+    add_backends,
+    add_problem,
+    check_work,
+    count,
+    counts,
+    directions_of,
+    gpu_arches,
+    layer,
+    masks,
+    masks_of,
+    sizes_given,
+    table,
+    with_features,
+)
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS
@@ -29,23 +41,21 @@ VARIANTS = ("offered", "all")
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-
-    def chosen(flag: str, allowed: Sequence[str]) -> None:
-        what = f"of {', '.join(allowed)}; default: all"
-        command.add_argument(flag, action="extend", type=some_of(allowed), metavar="A,B,...", help=what)
-
-    chosen("--arch", GPU_ARCHS)
-    chosen("--backend", BACKENDS)
+    add_problem(command, required=False)
+    what = f"of {', '.join(GPU_ARCHS)}, or names of GPUs; default: all"
+    command.add_argument("--arch", action="extend", type=gpu_arches, metavar="A,B,...", help=what)
+    add_backends(command)
     command.add_argument(
-        "--mask", action="extend", type=masks, metavar="A,B,...", help="of full, causal, window:LEFT:RIGHT"
+        "--mask",
+        action="extend",
+        type=masks,
+        metavar="A,B,...",
+        help="of full, causal, window:LEFT:RIGHT; default: the first two",
     )
     command.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both", help="default: %(default)s")
-    command.add_argument("--head-dim", action="extend", type=counts, metavar="D,...", help="default: 64,128,256")
-    command.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default: %(default)s")
+    told = "where there is no shape; default: 64,128,256, with 16k tokens, H*D=2048, S=4096"
+    command.add_argument("--head-dim", action="extend", type=counts, metavar="D,...", help=told)
     command.add_argument("--variant", help="offered, all, or a name; default: the best for each problem")
-    command.add_argument("--shape", type=shape, metavar="B,H,S,D", help="of q; default: 16k tokens, H*D=2048, S=4096")
-    command.add_argument("--kv-heads", type=count, metavar="H", help="heads of k and v (default: those of q)")
-    command.add_argument("--kv-len", type=count, metavar="S", help="length of k and v (default: that of q)")
     command.add_argument("--jobs", type=count, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     command.add_argument(
         "--timeout", type=count, default=TIMEOUT_S, metavar="S", help="for one plan (default: %(default)s)"
@@ -106,18 +116,20 @@ def verdict(entries: Sequence[Compilation]) -> int:
 
 def wanted_requests(options: argparse.Namespace) -> list[Request]:
     """The requests of the options; ValueError for an unknown variant, or sizes that contradict or need no kernel."""
-    batch, heads, seq, head_dim = options.shape or (None, None, SEQ, None)
+    batch, heads, seq, head_dim, *_ = options.shape or (None, None, SEQ, None)
     if head_dim is not None and options.head_dim not in (None, [head_dim]):
         asked = ", ".join(map(str, options.head_dim))
         raise ValueError(f"--head-dim: got {asked} with a shape of D={head_dim}; allowed one of the two")
     head_dims = (options.head_dim or HEAD_DIMS) if head_dim is None else (head_dim,)
-    sizes = {"batch": batch, "heads": heads, "heads_kv": options.kv_heads, "seq_kv": options.kv_len}
+    sizes = {"batch": batch, "heads": heads, "scale": options.scale, **sizes_given(options)}
     problems = [
-        layer(dim, seq, mask, dtype=options.dtype, **sizes) for dim in head_dims for mask in options.mask or MASKS
+        with_features(layer(dim, seq, mask, dtype=options.dtype, **sizes), options)
+        for dim in head_dims
+        for mask in masks_of(options)
     ]
     for problem in problems:
         check_work(problem)
-    directions = DIRECTIONS if options.direction == "both" else (options.direction,)
+    directions = directions_of(options)
     backends = options.backend or BACKENDS
     if options.variant not in (None, *VARIANTS) and options.backend:
         for backend in map(registry.get, backends):

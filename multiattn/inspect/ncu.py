@@ -19,7 +19,16 @@ from types import MappingProxyType
 
 import torch
 
-from multiattn.inspect.options import add_problem, arguments_of, check_work, default_arch, problem_of, table
+from multiattn.inspect.options import (
+    add_problem,
+    arch_name,
+    arguments_of,
+    check_features,
+    check_work,
+    default_arch,
+    problem_of,
+    table,
+)
 from multiattn.layout import Layout
 from multiattn.operands import Operands
 from multiattn.plan import backend as registry
@@ -171,7 +180,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_problem(parser, required=False)
     parser.add_argument("--direction", choices=DIRECTIONS, default="forward", help="default: %(default)s")
     parser.add_argument("--variant", help="of the backend; default: its best")
-    parser.add_argument("--arch", choices=GPU_ARCHS, default=default_arch(), help="default: %(default)s")
+    told = f"of {', '.join(GPU_ARCHS)}, or a GPU's name; default: %(default)s"
+    parser.add_argument("--arch", type=arch_name, default=default_arch(), help=told)
     parser.add_argument("--metric", action="append", default=[], help="one more, by Nsight Compute's name")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--read", type=Path, metavar="FILE", help="print what a CSV of ncu says")
@@ -197,13 +207,14 @@ def _answer(options: argparse.Namespace) -> str:
             raise ProfilerError(f"{options.read}: {error}") from None
     if options.backend is None or options.shape is None:
         raise ValueError("--backend and --shape: got no plan; allowed without them: --read")
-    problem, backend, arch = problem_of(options), registry.get(options.backend), ARCHS[options.arch]
+    check_features(options, why="profile a script that calls with features by ncu itself")
+    problem, backend, target = problem_of(options), registry.get(options.backend), ARCHS[options.arch]
     check_work(problem)
-    plan = make_plan(backend, problem, arch, direction=options.direction, variant=options.variant, probe=False)
+    plan = make_plan(backend, problem, target, direction=options.direction, variant=options.variant, probe=False)
     if (options.here or options.launch) and not torch.cuda.is_available():
         raise ProfilerError("there is no GPU here that torch can use")
-    if (options.here or options.launch) and arch != (here := detect(torch.device("cuda"))):
-        raise ValueError(f"--arch: got {arch.name}; allowed here: {here.name}")  # kernels of both may have one name
+    if (options.here or options.launch) and target != (here := detect(torch.device("cuda"))):
+        raise ValueError(f"--arch: got {target.name}; allowed here: {here.name}")  # kernels of both may have one name
     if options.launch:
         launch_once(plan, torch.device("cuda", torch.cuda.current_device()))
         return "launched"

@@ -5,27 +5,52 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tabulate import tabulate
 
+from multiattn.kvcache import Where, with_cache
 from multiattn.layout import DTYPES
-from multiattn.mask import Band, Window, band_of, parse_band
-from multiattn.plan.arch import ARCHS, detect
+from multiattn.mask import MASKS, Band, Window, band_of, parse_band
+from multiattn.operands import Operands, Options, with_score
+from multiattn.plan.arch import ARCHS, GPU_ARCHS, by_name, detect
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction
 from multiattn.problem import Problem
+from multiattn.problem import problem_of as problem_of_call
+from multiattn.varlen import Lengths, pack, with_packing
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 TOKENS, HIDDEN = 16384, 2048
 """Batch times length, and heads times head_dim, where the options say nothing else; those of every cell of
 `python -m bench --suite standard`: the work of a layer stays, its shape changes."""
 
 
-def shape(text: str) -> tuple[int, ...]:
-    """``2,16,1024,128`` or ``2x16x1024x128``: batch, heads, length and head_dim of q."""
-    parts = text.replace("x", ",").split(",")
-    if len(parts) != 4 or not all(part.strip().isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed four counts B,H,S,D, as in 2,16,1024,128")
-    return tuple(int(part) for part in parts)
+class Shape(NamedTuple):
+    """The sizes of ``--shape``; None for those of k and v that are those of q."""
+
+    batch: int
+    heads: int
+    seq: int
+    head_dim: int
+    heads_kv: int | None = None
+    seq_kv: int | None = None
+
+
+def shape(text: str) -> Shape:
+    """``2,16,1024,128``, ``2x16x1024x128`` or ``2,16/4,1/1024,128``: batch, heads and lengths of q and k, head_dim."""
+    parts = [part.strip().split("/") for part in text.replace("x", ",").split(",")]
+    is_whole = all(it.strip().isdecimal() for part in parts for it in part)
+    if not is_whole or [len(part) for part in parts] not in _SIZES:
+        allowed = "B,H,S,D or B,H/Hkv,S/Skv,D, as in 2,16,1024,128 and 2,16/4,1/1024,128"
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed {allowed}")
+    batch, (heads, *heads_kv), (seq, *seq_kv), head_dim = ([int(it) for it in part] for part in parts)
+    return Shape(*batch, heads, seq, *head_dim, heads_kv=next(iter(heads_kv), None), seq_kv=next(iter(seq_kv), None))
+
+
+_SIZES = [[1, heads, seq, 1] for heads in (1, 2) for seq in (1, 2)]
 
 
 def count(text: str) -> int:
@@ -44,7 +69,7 @@ def some_of(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     """Some of `allowed` with commas between them, each once."""
 
     def parse(text: str) -> tuple[str, ...]:
-        names = tuple(dict.fromkeys(text.split(",")))
+        names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
         wrong = [name for name in names if name not in allowed]
         if wrong:
             raise argparse.ArgumentTypeError(f"got {', '.join(map(repr, wrong))}; allowed {', '.join(allowed)}")
@@ -70,30 +95,192 @@ def masks(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def arch_name(text: str) -> str:
+    """The name of the arch that is called so, or of the GPU's."""
+    try:
+        return by_name(text).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("arch: ")) from None
+
+
+def gpu_arches(text: str) -> tuple[str, ...]:
+    """Some arches of GPUs with commas between them, each once."""
+    return some_of(GPU_ARCHS)(",".join(map(arch_name, text.split(","))))
+
+
+def block(text: str) -> tuple[int, int]:
+    """``128`` or ``128x64``: queries and keys of a block."""
+    queries, _, keys = text.partition("x")
+    return count(queries), count(keys or queries)
+
+
 def add_problem(command: argparse.ArgumentParser, *, required: bool, several: bool = False) -> None:
-    """Add the options that `problem_of` reads; with `several` shapes `options.shape` is a list."""
-    again, told = ("append", "of q; may be given again") if several else ("store", "of q")
-    command.add_argument("--shape", type=shape, action=again, required=required, metavar="B,H,S,D", help=told)
-    command.add_argument("--kv-heads", type=int, metavar="H", help="heads of k and v (default: those of q)")
-    command.add_argument("--kv-len", type=int, metavar="S", help="sequence length of k and v (default: that of q)")
-    command.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default: %(default)s")
-    command.add_argument("--causal", action="store_true", help="bottom-right aligned")
-    command.add_argument("--window", type=window, metavar="LEFT:RIGHT", help="keys before and after; - for all")
-    command.add_argument("--scale", type=float, help="of the scores (default: 1/sqrt(D))")
+    """Add the options that say what is attended to, alike in every command; with `several` shapes it is a list.
+
+    `problem_of` and `with_features` read them.
+    """
+    again, told = ("append", "; may be given again") if several else ("store", "")
+    add = command.add_argument_group("the problem").add_argument
+    sizes = "B,H[/Hkv],S[/Skv],D"
+    add("--shape", type=shape, action=again, required=required, metavar=sizes, help=f"of q, and of k and v{told}")
+    add("--kv-heads", type=count, metavar="H", help="heads of k and v (default: those of q)")
+    add("--kv-len", type=int, metavar="S", help="sequence length of k and v (default: that of q)")
+    add("--dtype", choices=tuple(DTYPES), default="bf16", help="default: %(default)s")
+    add("--causal", action="store_true", help="bottom-right aligned")
+    add("--window", type=window, metavar="LEFT:RIGHT", help="keys before and after; - for all")
+    add("--scale", type=float, help="of the scores (default: 1/sqrt(D))")
+    add("--softcap", type=float, metavar="C", help="scores become C*tanh(score/C)")
+    add("--alibi", action="store_true", help="a slope for each head")
+    add("--bias", action="store_true", help="a bias [1, Hq, Sq, Skv] in the dtype of q")
+    add("--sinks", action="store_true", help="a sink for each head")
+    add("--block", type=block, metavar="N[xM]", help="a block mask, of blocks of N queries and M keys")
+    add("--packed", action="store_true", help="B sequences of S tokens, one after another (fmha_varlen)")
+    told = "keys in a cache, of pages of PAGE keys if that is given (fmha_kvcache)"
+    add("--cache", type=count, nargs="?", const=0, metavar="PAGE", help=told)
+
+
+def add_backends(command: argparse.ArgumentParser, default: str = "all") -> None:
+    """Add the option that chooses backends, alike in every command that takes several: ``options.backend``."""
+    told = f"of {', '.join(BACKENDS)}; may be given again; default: {default}"
+    command.add_argument("--backend", action="extend", type=some_of(BACKENDS), metavar="A,B,...", help=told)
+
+
+def directions_of(options: argparse.Namespace) -> Sequence[Direction]:
+    """The directions of ``--direction``; of a cache, which has no gradient, forward alone, or ValueError."""
+    if options.cache is not None and options.direction == "backward":
+        raise ValueError("--direction: got backward with --cache; allowed forward: a cache has no gradient")
+    if options.direction == "both":
+        return DIRECTIONS if options.cache is None else DIRECTIONS[:1]
+    return (options.direction,)
+
+
+def masks_of(options: argparse.Namespace) -> Sequence[str | Band]:
+    """The masks of a sweep: that of ``--causal`` and ``--window``, those of ``--mask``, or full and causal."""
+    if not options.causal and options.window is None:
+        return options.mask or MASKS
+    if options.mask:
+        raise ValueError("--mask: got it with --causal or --window; allowed one or the other")
+    return [band_of(options.causal, options.window)]
+
+
+_FEATURES = ("softcap", "alibi", "bias", "sinks", "block", "packed", "cache")
+
+
+def features_of(options: argparse.Namespace) -> list[str]:
+    """The options that ask for more than plain attention of a batch."""
+    return [f"--{name}" for name in _FEATURES if getattr(options, name) not in (None, False)]
+
+
+def check_features(options: argparse.Namespace, *taken: str, why: str) -> None:
+    """ValueError for a feature that a command does not take, and what to do."""
+    wrong = [name for name in features_of(options) if name not in taken]
+    if wrong:
+        raise ValueError(f"{wrong[0]}: got it; allowed {', '.join(taken) or 'plain problems'}: {why}")
+
+
+def sizes_given(options: argparse.Namespace) -> dict[str, int | None]:
+    """Heads and length of k and v, said by the shape or by options of their own; ValueError where both say it."""
+    given: Shape | None = options.shape
+    sizes: dict[str, int | None] = {"heads_kv": options.kv_heads, "seq_kv": options.kv_len}
+    for name, flag in (("heads_kv", "--kv-heads"), ("seq_kv", "--kv-len")):
+        if given is not None and getattr(given, name) is not None:
+            if sizes[name] is not None:
+                raise ValueError(f"{flag}: got {sizes[name]} with a shape that has its own; allowed one of the two")
+            sizes[name] = getattr(given, name)
+    return sizes
 
 
 def problem_of(options: argparse.Namespace) -> Problem:
-    """The contiguous problem that the options ask for; ValueError for sizes that do not go together."""
-    batch, heads, seq, head_dim = options.shape
-    sizes = {"batch": batch, "heads": heads, "heads_kv": options.kv_heads, "seq_kv": options.kv_len}
+    """The contiguous problem that the options ask for, without features; ValueError for sizes that do not fit."""
+    batch, heads, seq, head_dim, *_ = options.shape
     band = band_of(options.causal, options.window)
-    return layer(head_dim, seq, band, dtype=options.dtype, scale=options.scale, **sizes)
+    sizes = sizes_given(options)
+    return layer(head_dim, seq, band, batch=batch, heads=heads, dtype=options.dtype, scale=options.scale, **sizes)
 
 
 def called_problem(options: argparse.Namespace) -> Problem:
-    """The same as calls have it: without bounds of the mask that hide no key."""
+    """The same as calls have it: with features, and without bounds of the mask that hide no key."""
     problem = problem_of(options)
-    return replace(problem, band=problem.band.within(problem.seq_q, problem.seq_kv))
+    plain = replace(problem, band=problem.band.within(problem.seq_q, problem.seq_kv))
+    return plain if not features_of(options) else with_features(problem, options)
+
+
+def with_features(plain: Problem, options: argparse.Namespace) -> Problem:
+    """The problem of a call like a plain one, with what the options ask for, of tensors that have no memory.
+
+    The calls themselves make it. ValueError for features that no call has together.
+    """
+    if not features_of(options):
+        return plain
+    asked = Options.of(
+        causal=False,
+        window=plain.band.window,
+        scale=plain.scale,
+        has_sinks=options.sinks,
+        backend="auto",
+        variant=None,
+        deterministic=None,
+    )
+    sinks = torch.empty(plain.heads_q, device="meta") if options.sinks else None
+    if options.cache is not None:
+        check_features(options, "--cache", "--softcap", "--sinks", why="fmha_kvcache has no others")
+        return _cached(plain, options, asked, sinks)
+    slopes = torch.empty(plain.heads_q, device="meta") if options.alibi else None
+    bias = _empty(plain, 1, plain.heads_q, plain.seq_q, plain.seq_kv) if options.bias else None
+    changes = (options.softcap, slopes, bias, None)
+    if options.packed:
+        others = ("--packed", "--softcap", "--alibi", "--bias", "--sinks")
+        check_features(options, *others, why="fmha_varlen takes no block mask")
+        starts = torch.empty(plain.batch + 1, dtype=torch.int32, device="meta")
+        lengths = Lengths(starts, starts, plain.seq_q, plain.seq_kv)
+        rows_q, rows_kv = plain.batch * plain.seq_q, plain.batch * plain.seq_kv
+        k = _empty(plain, rows_kv, plain.heads_kv, plain.head_dim)
+        operands = pack(_empty(plain, rows_q, plain.heads_q, plain.head_dim), k, k, lengths)._replace(sinks=sinks)
+        return problem_of_call(*with_packing(operands, asked, lengths, *changes))
+    k = _empty(plain, plain.batch, plain.heads_kv, plain.seq_kv, plain.head_dim)
+    q = _empty(plain, plain.batch, plain.heads_q, plain.seq_q, plain.head_dim)
+    blocks = None if options.block is None else _block_mask(plain, *options.block)
+    return problem_of_call(*with_score(Operands(q, k, k, sinks=sinks), asked, *changes, blocks))
+
+
+def _empty(plain: Problem, *sizes: int) -> torch.Tensor:
+    return torch.empty(sizes, dtype=plain.torch_dtype, device="meta")
+
+
+def _cached(plain: Problem, options: argparse.Namespace, asked: Options, sinks: torch.Tensor | None) -> Problem:
+    """The problem of `fmha_kvcache` with pages that are just enough."""
+    page, table, entries = plain.seq_kv, None, plain.batch
+    if options.cache:
+        page, pages = options.cache, -(-plain.seq_kv // options.cache)
+        table, entries = torch.empty(plain.batch, pages, dtype=torch.int32, device="meta"), plain.batch * pages
+    cache = _empty(plain, entries, plain.heads_kv, page, plain.head_dim)
+    where = Where(torch.empty(plain.batch, dtype=torch.int32, device="meta"), table, None, None, None)
+    q = _empty(plain, plain.batch, plain.heads_q, plain.seq_q, plain.head_dim)
+    return problem_of_call(*with_cache(q, cache, cache, asked, where, options.softcap, sinks))
+
+
+def _block_mask(plain: Problem, queries: int, keys: int) -> BlockMask:
+    """A block mask of some such blocks, partial and full, for all heads."""
+    from torch.nn.attention.flex_attention import BlockMask  # imports SymPy
+
+    rows, columns = -(-plain.seq_q // queries), -(-plain.seq_kv // keys)
+    counts = torch.empty(1, 1, rows, dtype=torch.int32, device="meta")
+    indices = torch.empty(1, 1, rows, columns, dtype=torch.int32, device="meta")
+    of_keys = torch.empty(1, 1, columns, dtype=torch.int32, device="meta")
+    of_key_rows = torch.empty(1, 1, columns, rows, dtype=torch.int32, device="meta")
+    return BlockMask(
+        seq_lengths=(plain.seq_q, plain.seq_kv),
+        kv_num_blocks=counts,
+        kv_indices=indices,
+        full_kv_num_blocks=counts,
+        full_kv_indices=indices,
+        q_num_blocks=of_keys,
+        q_indices=of_key_rows,
+        full_q_num_blocks=of_keys,
+        full_q_indices=of_key_rows,
+        BLOCK_SIZE=(queries, keys),
+        mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+    )
 
 
 def arguments_of(problem: Problem) -> list[str]:

@@ -17,13 +17,30 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from multiattn.inspect.options import HIDDEN, TOKENS, count, counts, layer, masks, sizes_of, table
+from multiattn.inspect.options import (
+    HIDDEN,
+    TOKENS,
+    add_problem,
+    check_features,
+    count,
+    counts,
+    directions_of,
+    layer,
+    masks,
+    masks_of,
+    sizes_given,
+    sizes_of,
+    table,
+    with_features,
+)
 from multiattn.mask import MASKS
 from multiattn.operands import FORWARD_RESULTS, GRADIENTS
 from multiattn.plan.arch import ARCHS, GPUS, Gpu, gpu_by_name
 from multiattn.plan.backend import DIRECTIONS, Direction
 from multiattn.problem import Problem
 
+HEAD_DIMS = (64, 128, 256)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 DTYPES = ("bf16", "fp16")
 """The dtypes that the tensor rates are stated for."""
 
@@ -152,42 +169,57 @@ def describe(gpu: Gpu, direction: Direction, head_dims: Iterable[int]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``python -m multiattn roofline``."""
     names = ", ".join(gpu.name for gpu in GPUS)
-    parser.add_argument("--device", action="append", required=True, help=f"may be given again; all, or of {names}")
-    parser.add_argument("--head-dim", type=counts, default="64,128,256", help="default: %(default)s")
-    parser.add_argument(
-        "--seq", type=counts, default="512,1024,2048,4096,8192,16384", help="of q; default: %(default)s"
-    )
-    parser.add_argument("--kv-len", type=int, help="of k and v (default: that of q)")
-    mask = parser.add_mutually_exclusive_group()
-    mask.add_argument("--causal", action="store_const", dest="mask", const=MASKS[1:], help="default: both masks")
-    mask.add_argument("--full", action="store_const", dest="mask", const=MASKS[:1], help="no mask")
-    mask.add_argument("--mask", type=masks, metavar="A,B,...", help="of full, causal, window:LEFT:RIGHT")
+    told = f"may be given again; all, an arch, or of {names}"
+    parser.add_argument("--device", "--arch", action="append", required=True, help=told)
+    add_problem(parser, required=False)
     parser.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="forward", help="default: %(default)s")
-    parser.add_argument("--batch", type=count, help=f"default: as many as {TOKENS} tokens make")
-    parser.add_argument("--heads", type=int, help=f"of q (default: {HIDDEN} over D)")
-    parser.add_argument("--kv-heads", type=int, help="of k and v (default: those of q)")
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="default: %(default)s")
+    mask = parser.add_mutually_exclusive_group()
+    mask.add_argument("--full", action="store_const", dest="mask", const=MASKS[:1], help="no mask; default: both masks")
+    mask.add_argument("--mask", type=masks, metavar="A,B,...", help="of full, causal, window:LEFT:RIGHT")
+    sweep = parser.add_argument_group("in place of a shape").add_argument
+    sweep("--head-dim", type=counts, metavar="D,...", help="default: 64,128,256")
+    sweep("--seq", type=counts, metavar="S,...", help="of q; default: 512 to 16384 in doublings")
+    sweep("--batch", type=count, help=f"default: as many as {TOKENS} tokens make")
+    sweep("--heads", type=count, help=f"of q (default: {HIDDEN} over D)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the roofs of every problem that the options name."""
-    gpus = [gpu for name in options.device for gpu in (GPUS if name == "all" else (gpu_by_name(name),))]
+    gpus = [gpu for name in options.device for gpu in _gpus(name)]
     problems = _problems(options)
+    head_dims = dict.fromkeys(problem.head_dim for problem in problems)
     for gpu in dict.fromkeys(gpus):
-        for direction in DIRECTIONS if options.direction == "both" else (options.direction,):
+        for direction in directions_of(options):
             rows = [_cells(problem, bounds(problem, gpu, direction)) for problem in problems]
-            print(f"{describe(gpu, direction, options.head_dim)}\n\n{table(rows, _HEADERS)}\n")
+            print(f"{describe(gpu, direction, head_dims)}\n\n{table(rows, _HEADERS)}\n")
     print("H q/kv, N q/kv where they differ")
     return 0
 
 
+def _gpus(name: str) -> list[Gpu]:
+    """The GPUs of a name: one product, an arch's, or all."""
+    if name == "all" or name in ARCHS:
+        return [gpu for gpu in GPUS if name in ("all", gpu.arch)]
+    return [gpu_by_name(name)]
+
+
 def _problems(options: argparse.Namespace) -> list[Problem]:
-    if options.batch is None and (longest := max(options.seq)) > TOKENS:
+    sweep = {"--head-dim": options.head_dim, "--seq": options.seq, "--batch": options.batch, "--heads": options.heads}
+    if options.shape is not None:
+        if given := [name for name, value in sweep.items() if value is not None]:
+            raise ValueError(f"{given[0]}: got it with --shape, which has its own; allowed one or the other")
+        batch, heads, seq, head_dim, *_ = options.shape
+        lengths, head_dims = (seq,), (head_dim,)
+    else:
+        batch, heads = options.batch, options.heads
+        lengths, head_dims = options.seq or LENGTHS, options.head_dim or HEAD_DIMS
+    if batch is None and (longest := max(lengths)) > TOKENS:
         raise ValueError(f"--seq: got {longest}; allowed up to {TOKENS} tokens, or a --batch")
-    sizes = {"batch": options.batch, "heads": options.heads, "heads_kv": options.kv_heads, "seq_kv": options.kv_len}
+    check_features(options, "--packed", "--cache", why="bounds are of plain scores: what changes them costs more")
+    sizes = {"batch": batch, "heads": heads, "scale": options.scale, **sizes_given(options)}
     return [
-        layer(head_dim, seq, mask, dtype=options.dtype, **sizes)
-        for head_dim in options.head_dim
-        for mask in options.mask or MASKS
-        for seq in options.seq
+        with_features(layer(head_dim, seq, mask, dtype=options.dtype, **sizes), options)
+        for head_dim in head_dims
+        for mask in masks_of(options)
+        for seq in lengths
     ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -234,10 +236,42 @@ def gpu_by_name(name: str) -> Gpu:
 
 
 def by_name(name: str) -> Arch:
-    """The row called `name` (``cpu``, ``sm90``); ValueError for a name without one."""
-    if name not in ARCHS:
-        raise ValueError(f"arch: got {name!r}; allowed {', '.join(ARCHS)}")
-    return ARCHS[name]
+    """The row called `name`, in any case; ValueError for a name without one, or that several arches have.
+
+    That is ``cpu``, ``sm90`` or ``sm_90``, the compute capability ``9.0``, or a GPU: ``H100``, ``RTX 4090``, ``4090``.
+    """
+    wanted = _squeezed(name)
+    found = ARCHS.get(wanted, ARCHS.get(f"sm{wanted}"))
+    if found is not None:
+        return found
+    arches = {arch for words, arch in _WORDS if wanted in words}
+    if len(arches) != 1:
+        why = f" (it is of {' and '.join(sorted(arches))})" if arches else ""
+        gpus = ", ".join(gpu.name for gpu in GPUS)
+        raise ValueError(f"arch: got {name!r}{why}; allowed {', '.join(ARCHS)}, or a GPU, as {gpus}")
+    return ARCHS[arches.pop()]
+
+
+def _squeezed(name: str) -> str:
+    """A name without case and without what separates its words: ``sm90`` of ``SM_90``, ``90`` of ``9.0``."""
+    return "".join(filter(str.isalnum, name.casefold()))
+
+
+def _words_of(name: str) -> frozenset[str]:
+    """Every run of words of a name, squeezed: ``rtx``, ``4090`` and ``rtx4090`` of ``RTX 4090``."""
+    words = re.split(r"[\s-]+", name)
+    runs = itertools.combinations(range(len(words) + 1), 2)
+    return frozenset(_squeezed("".join(words[first:last])) for first, last in runs)
+
+
+_WORDS = tuple(
+    (_words_of(name), arch)
+    for names, arch in (
+        *(((gpu.name, *gpu.driver_names), gpu.arch) for gpu in GPUS),
+        *((arch.title.split(", "), arch.name) for arch in ARCHS.values() if arch.is_gpu),
+    )
+    for name in names
+)
 
 
 def detect(device: torch.device) -> Arch:

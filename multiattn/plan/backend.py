@@ -110,9 +110,9 @@ class Plan:
     rejected: tuple[str, ...] = field(default=(), compare=False)
     """Variants and rules that were passed over, each with the reason."""
 
-    def describe(self) -> str:
-        """The decision in lines: the chosen rule and the reason for it, its costs, and the rules that were passed over,
-        with theirs.
+    def describe(self, *, rejected: bool = True) -> str:
+        """The decision in lines: the chosen rule and the reason for it, its costs, and, with `rejected`, the rules that
+        were passed over, with theirs.
         """
         variant = variant_of(self)
         lines = [
@@ -121,7 +121,7 @@ class Plan:
             f"  why: {self.why}",
             f"  deterministic: {'yes' if variant.deterministic else 'no: two runs may differ in their last bits'}",
             f"  workspace: {self.workspace_bytes} bytes",
-            *(f"  rejected: {passed_over}" for passed_over in self.rejected),
+            *(f"  rejected: {passed_over}" for passed_over in self.rejected * rejected),
         ]
         return "\n".join(lines)
 
@@ -268,7 +268,7 @@ def plan_variant(
     reasons = variant.capability.why_not(problem, arch)
     if reasons:
         return reasons
-    why = "given by the caller"
+    why = "given by the caller" if config is not None else "the variant has no tiles to choose"
     rejected: tuple[str, ...] = ()
     if config is None and variant.rules:
         rule, rejected = select(variant.rules, problem, arch, named=named)

@@ -13,7 +13,15 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from multiattn.inspect.options import add_problem, called_problem, check_work, count, table
+from multiattn.inspect.options import (
+    add_backends,
+    add_problem,
+    called_problem,
+    check_features,
+    check_work,
+    count,
+    table,
+)
 from multiattn.inspect.pool import Outcome
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect, gpu_name
@@ -70,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; the exit status is 1 where there is no GPU to measure."""
     if not options.shape and not (options.list or options.forget or options.export):
         raise UsageError("--shape: got none; allowed B,H,S,D, as in 2,16,1024,128, or --list, --export, --forget")
+    check_features(options, why="calls with features run by the bundled rules, as `multiattn explain` says")
     if options.list:
         if options.shape or options.forget or options.export:
             raise UsageError("--list: got --shape, --export or --forget, too; allowed alone")
@@ -308,8 +317,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_problem(command, required=False, several=True)
     told = "default: %(default)s"
     command.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="forward", help=told)
-    told = "may be given again; default: all that can run here"
-    command.add_argument("--backend", action="append", choices=BACKENDS, help=told)
+    add_backends(command, "all that can run here")
     told = "whose configs are tried; may be given again; default: the one that the bundled rules choose"
     command.add_argument("--variant", action="append", metavar="NAME", help=told)
     amount = command.add_mutually_exclusive_group()
