@@ -13,7 +13,7 @@ from multiattn.operands import Operands, Options, ScoreMod, with_score
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name as arch_by_name
 from multiattn.plan.arch import detect
-from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, BackendName, Direction, Plan
 from multiattn.plan.choice import BOTH, choose
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import probe_gpu
@@ -26,8 +26,10 @@ from multiattn.varlen import Lengths, pack, with_packing
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+    from typing_extensions import Unpack
 
     from multiattn.plan.tuning import Tuning
+    from multiattn.signatures import FmhaOptions
 
 
 @overload
@@ -36,19 +38,8 @@ def fmha(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi_slopes: torch.Tensor | None = ...,
-    bias: torch.Tensor | None = ...,
-    sinks: torch.Tensor | None = ...,
-    score_mod: ScoreMod | None = ...,
-    block_mask: BlockMask | None = ...,
-    backend: str = ...,
-    variant: str | None = ...,
     return_lse: Literal[False] = ...,
-    deterministic: bool | None = ...,
+    **options: Unpack[FmhaOptions],
 ) -> torch.Tensor: ...
 
 
@@ -58,20 +49,20 @@ def fmha(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi_slopes: torch.Tensor | None = ...,
-    bias: torch.Tensor | None = ...,
-    sinks: torch.Tensor | None = ...,
-    score_mod: ScoreMod | None = ...,
-    block_mask: BlockMask | None = ...,
-    backend: str = ...,
-    variant: str | None = ...,
     return_lse: Literal[True],
-    deterministic: bool | None = ...,
+    **options: Unpack[FmhaOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def fmha(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[FmhaOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @refuses_calls
@@ -89,7 +80,7 @@ def fmha(
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     variant: str | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -187,7 +178,7 @@ def fmha_backward(
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     variant: str | None = None,
     deterministic: bool | None = None,
     **unknown: NoReturn,
@@ -261,7 +252,7 @@ def explain(
     seqlens_kv: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
     num_splits: int | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     variant: str | None = None,
     arch: str | None = None,
     direction: Direction = "forward",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch.compiler import is_compiling
@@ -12,7 +12,77 @@ from multiattn.operands import ScoreMod
 from multiattn.validate import check_inputs
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+    from multiattn.plan.backend import BackendName
+
+
+@overload
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: dict[str, Any] | None = ...,
+    *,
+    return_aux: None = ...,
+    backend: BackendName = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = ...,
+    return_aux: None = ...,
+    backend: BackendName = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: bool = ...,
+    kernel_options: dict[str, Any] | None = ...,
+    *,
+    return_aux: None = ...,
+    backend: BackendName = ...,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: dict[str, Any] | None = ...,
+    *,
+    return_aux: AuxRequest,
+    backend: BackendName = ...,
+) -> tuple[torch.Tensor, AuxOutput]: ...
 
 
 def flex_attention(
@@ -27,7 +97,7 @@ def flex_attention(
     kernel_options: dict[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Any:
     """`torch.nn.attention.flex_attention.flex_attention`, with a `backend` as in `multiattn.fmha`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, NoReturn, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch.compiler import is_compiling
@@ -15,6 +15,12 @@ from multiattn.run import compat, values
 from multiattn.run.autograd import attend_cached, autocast
 from multiattn.validate import check_modification, refuse_call, refuses_calls
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from multiattn.plan.backend import BackendName
+    from multiattn.signatures import CacheOptions
+
 
 @overload
 def fmha_kvcache(
@@ -23,19 +29,8 @@ def fmha_kvcache(
     v_cache: torch.Tensor,
     *,
     seqlens_kv: torch.Tensor,
-    page_table: torch.Tensor | None = ...,
-    cu_seqlens_q: torch.Tensor | None = ...,
-    max_seqlen_q: int | None = ...,
-    num_splits: int | None = ...,
-    out: torch.Tensor | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: torch.Tensor | None = ...,
-    backend: str = ...,
-    variant: str | None = ...,
     return_lse: Literal[False] = ...,
+    **options: Unpack[CacheOptions],
 ) -> torch.Tensor: ...
 
 
@@ -46,20 +41,21 @@ def fmha_kvcache(
     v_cache: torch.Tensor,
     *,
     seqlens_kv: torch.Tensor,
-    page_table: torch.Tensor | None = ...,
-    cu_seqlens_q: torch.Tensor | None = ...,
-    max_seqlen_q: int | None = ...,
-    num_splits: int | None = ...,
-    out: torch.Tensor | None = ...,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: torch.Tensor | None = ...,
-    backend: str = ...,
-    variant: str | None = ...,
     return_lse: Literal[True],
+    **options: Unpack[CacheOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def fmha_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    seqlens_kv: torch.Tensor,
+    return_lse: bool,
+    **options: Unpack[CacheOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @refuses_calls
@@ -79,7 +75,7 @@ def fmha_kvcache(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     variant: str | None = None,
     return_lse: bool = False,
     **unknown: NoReturn,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from multiattn.api import fmha
 from multiattn.mask import Window, band_of
+
+if TYPE_CHECKING:
+    from multiattn.plan.backend import BackendName
 
 
 class Attention(nn.Module):
@@ -45,7 +48,7 @@ class Attention(nn.Module):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
-        backend: str = "auto",
+        backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -63,7 +63,7 @@ class Options(NamedTuple):
         ``True == 1 == 1.0``, so an unchecked value would find the plan of another call. `deterministic` None follows
         `torch.use_deterministic_algorithms`.
         """
-        left, right = None, 0 if causal else None
+        left, right = None, 0 if causal is True else None
         if window is not None or type(causal) is not bool:
             band = band_of(causal, window)
             left, right = band.left, band.right

@@ -13,7 +13,6 @@ import torch
 from multiattn.block_mask import BlockLists, seen_blocks
 from multiattn.mask import KINDS, Window, band_of
 from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options, ScoreMod, with_score
-from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS, REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem, options_of
@@ -406,7 +405,7 @@ _VARIANT = Variant(
     name="eager",
     summary="the semantics in fp32, O(Sq * Skv) memory",
     capability=Capability(
-        arches=tuple(ARCHS),
+        arches=(),
         dtypes=("fp16", "bf16", "fp32", "fp64"),
         head_dim_multiple=1,
         head_dim_max=1 << 16,

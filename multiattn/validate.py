@@ -78,10 +78,10 @@ def refuses_calls(function: F) -> F:
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]  # `inspect` looks for it
     needed = [it for it in shown if it.default is inspect.Parameter.empty]
     leading = sum(it.kind is not inspect.Parameter.KEYWORD_ONLY for it in needed)
-    given = function.__defaults__ or ()  # type: ignore[attr-defined]
-    function.__defaults__ = (None,) * leading + given  # type: ignore[attr-defined]
+    given = function.__defaults__ or ()
+    function.__defaults__ = (None,) * leading + given
     keywords = {it.name: None for it in needed[leading:]}
-    function.__kwdefaults__ = {**keywords, **(function.__kwdefaults__ or {})}  # type: ignore[attr-defined]
+    function.__kwdefaults__ = {**keywords, **(function.__kwdefaults__ or {})}
     return function
 
 
@@ -208,8 +208,8 @@ def check_shapes(q: Shape, k: Shape, v: Shape) -> None:
             raise ValueError(f"sizes must not be negative; got {shapes}")
     batch, heads_q, _, head_dim = q
     if k != v:
-        hint = "; pad the narrower one with zeros on D, and cut out" if k[:3] == v[:3] else ""
-        raise ValueError(f"k and v must have one shape, [B, Hkv, Skv, D]; got {shapes}{hint}")
+        hint = "pad the narrower one with zeros on D, and cut out" if k[:3] == v[:3] else "cut both to the same keys"
+        raise ValueError(f"k and v must have one shape, [B, Hkv, Skv, D]; got {shapes}; {hint}")
     if k[0] != batch:
         hint = "expand the smaller one, as by k.expand(B, -1, -1, -1)"
         raise ValueError(f"q, k and v must share the batch size; got {shapes}; {hint}")
@@ -222,7 +222,7 @@ def check_shapes(q: Shape, k: Shape, v: Shape) -> None:
     if heads_q % heads_kv:
         raise ValueError(
             f"query heads must be a multiple of key/value heads (GQA); got Hq={heads_q}, Hkv={heads_kv} ({shapes})"
-            f"; {_of_heads(q[2], k[2])}"
+            f"; {_of_heads(q, k)}"
         )
 
 
@@ -236,9 +236,9 @@ def _of_rank(name: str, rank: int) -> str:
     return f"; reshape {name} so, as by {name}.unflatten(-1, (H, D)).transpose(1, 2) of [B, S, H * D]"
 
 
-def _of_heads(seq_q: int, seq_kv: int) -> str:
-    """Advice on heads that do not divide, by the third dimensions of q and k: these may be the heads."""
-    if seq_kv and seq_q % seq_kv == 0:
+def _of_heads(q: Shape, k: Shape) -> str:
+    """Advice on heads that do not divide: the third dimensions may be the heads, which are fewer than most lengths."""
+    if k[2] and q[2] % k[2] == 0 and q[2] < q[1] and k[2] < k[1]:
         return "[B, S, H, D] is given as a view, q.transpose(1, 2), and so k and v"
     return "the heads come second, [B, H, S, D]: repeat or cut those of k and v"
 

@@ -16,6 +16,10 @@ from multiattn.validate import not_a_tensor, refuse_call, refuses_calls
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+    from typing_extensions import Unpack
+
+    from multiattn.plan.backend import BackendName
+    from multiattn.signatures import FmhaOptions
 
 
 @overload
@@ -28,19 +32,8 @@ def fmha_varlen(
     cu_seqlens_kv: torch.Tensor,
     max_seqlen_q: int,
     max_seqlen_kv: int,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi_slopes: torch.Tensor | None = ...,
-    bias: torch.Tensor | None = ...,
-    sinks: torch.Tensor | None = ...,
-    score_mod: ScoreMod | None = ...,
-    block_mask: BlockMask | None = ...,
-    backend: str = ...,
-    variant: str | None = ...,
     return_lse: Literal[False] = ...,
-    deterministic: bool | None = ...,
+    **options: Unpack[FmhaOptions],
 ) -> torch.Tensor: ...
 
 
@@ -54,20 +47,24 @@ def fmha_varlen(
     cu_seqlens_kv: torch.Tensor,
     max_seqlen_q: int,
     max_seqlen_kv: int,
-    causal: bool = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    alibi_slopes: torch.Tensor | None = ...,
-    bias: torch.Tensor | None = ...,
-    sinks: torch.Tensor | None = ...,
-    score_mod: ScoreMod | None = ...,
-    block_mask: BlockMask | None = ...,
-    backend: str = ...,
-    variant: str | None = ...,
     return_lse: Literal[True],
-    deterministic: bool | None = ...,
+    **options: Unpack[FmhaOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def fmha_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    return_lse: bool,
+    **options: Unpack[FmhaOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @refuses_calls
@@ -89,7 +86,7 @@ def fmha_varlen(
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     variant: str | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -170,7 +167,7 @@ def fmha_varlen_backward(
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     variant: str | None = None,
     deterministic: bool | None = None,
     **unknown: NoReturn,

@@ -20,7 +20,17 @@ import torch
 import multiattn
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
-from multiattn.plan.backend import BACKENDS, DIRECTIONS, Backend, Direction, Plan, Variant, find_variant, plan_variant
+from multiattn.plan.backend import (
+    BACKENDS,
+    DIRECTIONS,
+    Backend,
+    BackendName,
+    Direction,
+    Plan,
+    Variant,
+    find_variant,
+    plan_variant,
+)
 from multiattn.plan.config import Rule, has_whole_sectors
 from multiattn.problem import Problem
 from multiattn.run.execute import launch, launch_backward
@@ -35,7 +45,7 @@ WATCHED = (
 )
 
 
-def launch_all(backend: str, device: torch.device) -> list[str]:
+def launch_all(backend: BackendName, device: torch.device) -> list[str]:
     """Launch the variants of both directions that span a backend on every watched case; a line for each that ran."""
     lines = []
     registered = registry.get(backend)
@@ -53,7 +63,7 @@ def launch_all(backend: str, device: torch.device) -> list[str]:
     return lines
 
 
-def _launch_backwards(case: Case, backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[str]:
+def _launch_backwards(case: Case, backend: BackendName, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[str]:
     lines = []
     registered, problem = registry.get(backend), Problem.of(q, k, v, causal=case.causal)
     out, lse = multiattn.fmha(q, k, v, causal=case.causal, backend=backend, return_lse=True)

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from multiattn import fmha, reference
 from multiattn.layout import DTYPES
-from multiattn.plan.backend import BACKENDS, REFERENCE
+from multiattn.plan.backend import BACKENDS, REFERENCE, BackendName
 from multiattn.progress import DELAY_S
 from parity.tolerance import NAIVE_FACTOR
 
@@ -103,7 +103,7 @@ class TinyGPT(nn.Module):
 # ---------------------------------------------------------------- attention functions
 
 
-def attend_with(backend: str, dtype: torch.dtype) -> Attend:
+def attend_with(backend: BackendName, dtype: torch.dtype) -> Attend:
     """`multiattn.fmha` in `dtype`, forward and backward of one backend."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -46,8 +46,8 @@ def shape(text: str) -> Shape:
     if not is_whole or [len(part) for part in parts] not in _SIZES:
         allowed = "B,H,S,D or B,H/Hkv,S/Skv,D, as in 2,16,1024,128 and 2,16/4,1/1024,128"
         raise argparse.ArgumentTypeError(f"got {text!r}; allowed {allowed}")
-    batch, (heads, *heads_kv), (seq, *seq_kv), head_dim = ([int(it) for it in part] for part in parts)
-    return Shape(*batch, heads, seq, *head_dim, heads_kv=next(iter(heads_kv), None), seq_kv=next(iter(seq_kv), None))
+    (batch,), (heads, *heads_kv), (seq, *seq_kv), (head_dim,) = ([int(it) for it in part] for part in parts)
+    return Shape(batch, heads, seq, head_dim, next(iter(heads_kv), None), next(iter(seq_kv), None))
 
 
 _SIZES = [[1, heads, seq, 1] for heads in (1, 2) for seq in (1, 2)]

@@ -205,14 +205,12 @@ def _gpus(name: str) -> list[Gpu]:
 
 def _problems(options: argparse.Namespace) -> list[Problem]:
     sweep = {"--head-dim": options.head_dim, "--seq": options.seq, "--batch": options.batch, "--heads": options.heads}
-    if options.shape is not None:
+    batch, heads = options.batch, options.heads
+    lengths, head_dims = options.seq or LENGTHS, options.head_dim or HEAD_DIMS
+    if (asked := options.shape) is not None:
         if given := [name for name, value in sweep.items() if value is not None]:
             raise ValueError(f"{given[0]}: got it with --shape, which has its own; allowed one or the other")
-        batch, heads, seq, head_dim, *_ = options.shape
-        lengths, head_dims = (seq,), (head_dim,)
-    else:
-        batch, heads = options.batch, options.heads
-        lengths, head_dims = options.seq or LENGTHS, options.head_dim or HEAD_DIMS
+        batch, heads, lengths, head_dims = asked.batch, asked.heads, (asked.seq,), (asked.head_dim,)
     if batch is None and (longest := max(lengths)) > TOKENS:
         raise ValueError(f"--seq: got {longest}; allowed up to {TOKENS} tokens, or a --batch")
     check_features(options, "--packed", "--cache", why="bounds are of plain scores: what changes them costs more")

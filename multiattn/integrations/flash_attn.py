@@ -35,6 +35,7 @@ from multiattn.integrations.flash_attn_options import (
     sinks_of,
     window_of,
 )
+from multiattn.plan.backend import BackendName
 
 __all__ = [
     "flash_attn_func",
@@ -62,7 +63,7 @@ def flash_attn_func(
     *,
     return_softmax_lse: bool = False,
     learnable_sink: torch.Tensor | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     **fa3: Any,
 ) -> Result:
     """`flash_attn.flash_attn_func`, with a `backend` as in `multiattn.fmha`.
@@ -172,7 +173,7 @@ def flash_attn_varlen_func(
     seqused_k: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     **fa3: Any,
 ) -> Result:
     """`flash_attn.flash_attn_varlen_func`: attention of sequences that lie behind each other in one tensor.
@@ -313,7 +314,7 @@ def _options(
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     deterministic: bool,
-    backend: str,
+    backend: BackendName,
 ) -> dict[str, Any]:
     """The same as `multiattn.fmha` takes it."""
     return {

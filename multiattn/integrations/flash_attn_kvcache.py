@@ -22,6 +22,7 @@ from multiattn.integrations.flash_attn_options import (
 )
 from multiattn.kvcache import fmha_kvcache
 from multiattn.packed import check_starts
+from multiattn.plan.backend import BackendName
 from multiattn.run.values import can_be_read
 
 _NAME = "flash_attn_with_kvcache"
@@ -62,7 +63,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Result:
     """FlashAttention 3's `flash_attn_with_kvcache`, with a `backend` as in `multiattn.fmha_kvcache`. It has no
     gradient.
@@ -194,7 +195,7 @@ def attend_cache(
     softcap: float,
     sinks: torch.Tensor | None,
     num_splits: int,
-    backend: str,
+    backend: BackendName,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and lse of `fmha_kvcache` in FlashAttention's layout; k_cache and v_cache are views."""

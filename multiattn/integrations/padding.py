@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 
 from multiattn.api import fmha
 from multiattn.mask import Window
+from multiattn.plan.backend import BackendName
 from multiattn.run.autograd import is_transformed
 from multiattn.varlen import fmha_varlen
 
@@ -34,7 +35,7 @@ def fmha_padded(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     deterministic: bool | None = None,
 ) -> torch.Tensor:
     """Fused attention of a batch with padding at either end of each row; differentiable once.

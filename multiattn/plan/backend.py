@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from multiattn.operands import Operands
 from multiattn.plan import remedies
@@ -21,11 +21,15 @@ from multiattn.plan.config import Config, Rule, select
 from multiattn.plan.support import Capability, Reason, Unsupported
 from multiattn.problem import Problem
 
-BACKENDS: tuple[str, ...] = ("triton", "cutile", "cuda")
-"""Every backend, by the name of its folder. To add one: a folder and an entry here."""
+Language = Literal["triton", "cutile", "cuda"]
+BACKENDS: tuple[Language, ...] = get_args(Language)
+"""Every backend, by the name of its folder. To add one: a folder and an entry of `Language`."""
 
-REFERENCE = "reference"
+REFERENCE: Literal["reference"] = "reference"
 """The eager implementation: what `auto` is on CPU tensors, and the truth; never an entry of BACKENDS."""
+
+BackendName = Literal["auto", "reference", Language]
+"""The values of ``backend``. A variant is any string: each backend has its own, which `find_variant` knows."""
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")

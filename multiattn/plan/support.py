@@ -39,6 +39,7 @@ class Capability:
     """Problems that a kernel variant accepts. Each field is a constraint; `why_not` checks a Problem against all."""
 
     arches: tuple[str, ...]
+    """Empty: any, those without a row in `ARCHS` included."""
     arch_hint: str = ""
     """The hint for callers on another arch."""
     dtypes: tuple[str, ...] = ("fp16", "bf16")
@@ -78,7 +79,7 @@ class Capability:
         def refuse(code: str, got: str, allowed: str, hint: str) -> None:
             reasons.append(Reason(code=code, got=got, allowed=allowed, hint=hint))
 
-        if arch.name not in self.arches:
+        if self.arches and arch.name not in self.arches:
             refuse("arch", arch.name, ", ".join(self.arches), self.arch_hint or remedies.for_arch(arch))
         if problem.dtype not in self.dtypes:
             refuse("dtype", problem.dtype, ", ".join(self.dtypes), remedies.for_dtype())

@@ -227,11 +227,11 @@ def _check_alike(name: str, tensor: object, shape: tuple[int, ...], dtype: torch
         raise not_a_tensor(name, tensor)
     if tensor.is_nested or tensor.layout != torch.strided:
         got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
-        raise TypeError(f"{name} must be a dense strided tensor; got {got}")
+        raise TypeError(f"{name} must be a dense strided tensor; got {got}; give what the forward returned")
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
         raise ValueError(
             f"{name}: got {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; allowed {tuple(shape)}, {dtype} on "
-            f"{device}"
+            f"{device}; out and lse come of fmha(..., return_lse=True), gradients are like them"
         )
 
 
