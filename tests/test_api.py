@@ -11,7 +11,6 @@ import torch
 
 import multiattn
 from multiattn import Plan, Problem, Unsupported
-from multiattn.__main__ import main
 from multiattn.packed import PackingSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch, detect
@@ -309,64 +308,6 @@ def test_a_variant_without_a_rule_tells_those_of_this_arch():
     assert atomic.count("for callers that name the variant") == 1
     assert "for D in 129..256" in atomic
     assert "for sm100" not in atomic
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "printed"),
-    [
-        (
-            "--shape 2,16,1024,128 --kv-heads 4 --causal",
-            0,
-            [
-                "B=2 Hq=16 Hkv=4 Sq=1024 Skv=1024 D=128 bf16 causal forward on sm90",
-                *(f"\n{backend} forward, variant " for backend in multiattn.BACKENDS),
-                *("  config: tile_m=", "  why: ", "  workspace: 0 bytes", "  rejected: rule tile_m="),
-            ],
-        ),
-        ("--shape 1,2,128,64 --direction both", 0, [" full forward on sm90", " full backward on sm90"]),
-        (
-            "--shape 2,32,4096,64 --direction backward",
-            0,
-            [
-                "\ncutile backward takes atomic; deterministic: two_pass\n",
-                "\ncuda backward takes wgmma; deterministic: wgmma_two_pass\n",
-            ],
-        ),
-        ("--shape 1,1,64,260 --backend cutile", 1, ["head_dim: got 260; allowed multiples of 8 up to 256"]),
-    ],
-)
-def test_the_command_explains(words, status, printed, capsys):
-    assert main(["explain", *words.split(), "--arch", "sm90"]) == status
-    said = capsys.readouterr().out
-    assert [text for text in printed if text not in said] == []
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("explain --shape 1,2,3", "allowed four counts B,H,S,D"),
-        ("explain --shape 1,2,64,64 --kv-len -1", "sizes must not be negative"),
-        ("explain --shape 1,3,5,8 --kv-heads 2", "got Hq=3, Hkv=2"),
-        ("compile --backend x", "got 'x'; allowed triton, cutile, cuda"),
-        ("compile --arch sm90,sm75", "got 'sm75'; allowed sm80, sm86"),
-        ("compile --head-dim 64,zwei", "got zwei; allowed whole numbers from 1 on"),
-        ("compile --variant split_q --backend cutile", "variant: got 'split_q'; cutile has split_keys, full, memory"),
-        ("compile --variant nobody", "--variant: got 'nobody', which none of these backends has; allowed offered"),
-        ("compile --shape 1,2,64,64 --head-dim 128", "got 128 with a shape of D=64"),
-        ("compile --shape 1,3,64,64 --kv-heads 2", "got Hq=3, Hkv=2"),
-        ("compile --emit cubin,exe somewhere", "got exe; allowed cubin, ptx, sass, tileir, ttgir"),
-    ],
-)
-def test_wrong_options_are_named(words, message, capsys):
-    try:
-        status = main(words.split())
-    except SystemExit as stop:
-        status = stop.code
-    assert status
-    assert message in f"{status} {capsys.readouterr().err}"
-
-
-# ---------------------------------------------------------------- who is asked why
 
 
 def triton_of(arches):

@@ -1,0 +1,129 @@
+"""The command `multiattn`: what explain prints, and the flags that its commands share."""
+
+import pytest
+
+import multiattn
+from multiattn.__main__ import main
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "printed"),
+    [
+        (
+            "--shape 2,16,1024,128 --kv-heads 4 --causal",
+            0,
+            [
+                "B=2 Hq=16 Hkv=4 Sq=1024 Skv=1024 D=128 bf16 causal forward on sm90",
+                *(f"\n{backend} forward, variant " for backend in multiattn.BACKENDS),
+                *("\nauto takes ", "  config: tile_m=", "  why: ", "  workspace: "),
+            ],
+        ),
+        (
+            "--shape 2,16/4,1024,128 --causal --verbose",
+            0,
+            [
+                *(f"\n{backend} forward, variant " for backend in multiattn.BACKENDS),
+                *("\nauto takes ", "cuda forward takes wgmma", "variant split_q", "  rejected: rule tile_m="),
+            ],
+        ),
+        ("--shape 1,2,128,64 --direction both", 0, [" full forward on sm90", " full backward on sm90"]),
+        (
+            "--shape 2,32,4096,64 --direction backward",
+            0,
+            [
+                "\ncutile backward, variant atomic: ",
+                "\n  deterministic=True: variant two_pass, ",
+                "\ncuda backward, variant wgmma: ",
+                "\n  deterministic=True: variant wgmma_two_pass, ",
+            ],
+        ),
+        ("--shape 1,1,64,260 --backend cutile", 1, ["head_dim: got 260; allowed multiples of 8 up to 256"]),
+        ("--shape 1,1,64,20", 1, ['auto takes none; backend="reference" runs it', "give scale=20**-0.5"]),
+        ("--shape 1,2,64,64 --backend cuda --variant split_kv", 0, ["\ncuda forward, variant split_kv: "]),
+        *(
+            (f"--shape 2,8/2,1/512,64 {words}", 0, [told, "\nauto takes "])
+            for words, told in (
+                ("--softcap 30", " score="),
+                ("--window 128:0 --sinks", " window:128:0 sinks "),
+                ("--cache 16 --causal", " cache: pages of 16 "),
+                ("--cache --softcap 30 --sinks --direction both", " cache: dense forward"),
+                ("--block 128x64 --alibi", " blocks=128x64 "),
+                ("--packed --bias", "packed B=2 Hq=8 Hkv=2 Tq=2 Tkv=1024"),
+            )
+        ),
+    ],
+)
+def test_the_command_explains(words, status, printed, capsys):
+    assert main(["explain", *words.split(), "--arch", "sm90"]) == status
+    said = capsys.readouterr().out
+    assert [text for text in printed if text not in said] == []
+
+
+def test_an_explanation_is_read_at_one_look(capsys):
+    assert main(["explain", "--shape", "2,16,4096,128", "--causal", "--arch", "h100"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 25
+    assert lines[1].startswith("auto takes ")
+    assert not any("rejected" in line for line in lines)
+
+
+def test_the_commands_take_one_set_of_flags(capsys):
+    for command in ("explain", "compile", "roofline", "tune", "ncu"):
+        with pytest.raises(SystemExit) as stop:
+            main([command, "--help"])
+        assert stop.value.code == 0
+        said = capsys.readouterr().out
+        flags = "--shape B,H[/Hkv],S[/Skv],D --kv-heads --kv-len --dtype --causal --window --scale --softcap --alibi"
+        for flag in (
+            *flags.split(),
+            *["--bias", "--sinks", "--block", "--packed", "--cache", "--arch", "--direction", "--backend"],
+        ):
+            assert flag in said or (command, flag) in {("roofline", "--backend"), ("tune", "--arch")}, (command, flag)
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"multiattn {multiattn.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("explain --shape 1,2,3", "got '1,2,3'; allowed B,H,S,D or B,H/Hkv,S/Skv,D"),
+        ("explain --shape 1,2/1,64,64 --kv-heads 2", "--kv-heads: got 2 with a shape that has its own"),
+        ("explain --shape 1,2,64,64 --arch h300", "got 'h300'; allowed cpu, sm80"),
+        (
+            "explain --shape 1,2,64,64 --cache --bias",
+            "--bias: got it; allowed --cache, --softcap, --sinks: fmha_kvcache",
+        ),
+        ("explain --shape 1,2,64,64 --packed --block 64", "--block: got it; allowed --packed"),
+        ("explain --shape 1,2,64,64 --cache --direction backward", "allowed forward: a cache has no gradient"),
+        ("tune --shape 1,2,64,64 --softcap 30", "--softcap: got it; allowed plain problems: calls with features run"),
+        ("ncu --shape 1,2,64,64 --backend cuda --sinks", "--sinks: got it; allowed plain problems"),
+        ("roofline --device h200 --shape 1,2,64,64 --block 64", "--block: got it; allowed --packed, --cache"),
+        ("roofline --device h200 --shape 1,2,64,64 --seq 64", "--seq: got it with --shape"),
+        ("compile --shape 1,2,64,64 --causal --mask full", "--mask: got it with --causal"),
+        ("explain --shape 1,2,64,64 --kv-len -1", "sizes must not be negative"),
+        ("explain --shape 1,3,5,8 --kv-heads 2", "got Hq=3, Hkv=2"),
+        ("compile --backend x", "got 'x'; allowed triton, cutile, cuda"),
+        ("compile --arch sm90,sm75", "got 'sm75'; allowed cpu, sm80, sm86"),
+        ("compile --arch sm90,cpu", "got 'cpu'; allowed sm80, sm86"),
+        ("compile --head-dim 64,zwei", "got zwei; allowed whole numbers from 1 on"),
+        ("compile --variant split_q --backend cutile", "variant: got 'split_q'; cutile has split_keys, full, memory"),
+        ("compile --variant nobody", "--variant: got 'nobody', which none of these backends has; allowed offered"),
+        ("compile --shape 1,2,64,64 --head-dim 128", "got 128 with a shape of D=64"),
+        ("compile --shape 1,3,64,64 --kv-heads 2", "got Hq=3, Hkv=2"),
+        ("compile --emit cubin,exe somewhere", "got exe; allowed cubin, ptx, sass, tileir, ttgir"),
+    ],
+)
+def test_wrong_options_are_named(words, message, capsys):
+    try:
+        status = main(words.split())
+    except SystemExit as stop:
+        status = stop.code
+    assert status
+    assert message in f"{status} {capsys.readouterr().err}"
+
+
+# ---------------------------------------------------------------- who is asked why
