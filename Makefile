@@ -39,6 +39,7 @@ prose: setup
 
 types: setup
 	$(BIN)/mypy
+	$(BIN)/mypy tests/typed_calls.py
 
 suite: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q
