@@ -305,10 +305,10 @@ def explain(
         target = arch_by_name(arch)
         given = (k, v, window, scale, softcap, alibi_slopes, bias, sinks, score_mod, block_mask, cu_seqlens_q)
         if causal or any(it is not None for it in (*given, seqlens_kv)):
-            raise TypeError("explain(Problem) takes q alone, as the Problem has its own mask, scale, scores and sinks")
+            raise TypeError("explain(Problem) takes q alone, as the Problem has its own mask, scale, scores, sinks")
         problem = q
     elif k is None or v is None:
-        raise TypeError("explain needs q, k and v, or one Problem")
+        raise TypeError(f"explain needs q, k and v, or one Problem; got no {'k' if k is None else 'v'}; give it, too")
     else:
         packing = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         changes = (softcap, alibi_slopes, bias, score_mod)
@@ -341,7 +341,7 @@ def _refuse_given(named: Mapping[str, object], why: str) -> None:
     """TypeError for an argument that is not None."""
     for name, value in named.items():
         if value is not None:
-            raise TypeError(f"{name}: got {type(value).__name__}; allowed None {why}")
+            raise TypeError(f"{name}: got {type(value).__name__}; allowed None {why}; leave it out")
 
 
 def backends(device: torch.device | str | None = None) -> Mapping[str, tuple[Reason, ...]]:
@@ -353,7 +353,7 @@ def backends(device: torch.device | str | None = None) -> Mapping[str, tuple[Rea
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: got {device}; allowed cpu and cuda")
+        raise ValueError(f"device: got {device}; allowed cpu and cuda; backends() asks for what is here")
     if device.type == "cuda" and (reasons := probe_gpu()):
         return dict.fromkeys(BACKENDS, reasons)
     target = detect(device)

@@ -122,7 +122,7 @@ def flex_attention(
         check_inputs(query, key, value, strides=False)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         heads = f"Hq={query.shape[1]}, Hkv={key.shape[1]}"
-        raise ValueError(f"enable_gqa: got False with {heads}; allowed True, or as many heads of key as of query")
+        raise ValueError(f"enable_gqa: got False with {heads}; allowed True, or as many heads of key; set it")
     if kernel_options:
         raise ValueError(f"kernel_options: got {kernel_options}; allowed None: tiles follow from rules, see explain()")
     if return_aux is not None and (return_lse or return_aux.max_scores):

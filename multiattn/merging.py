@@ -68,7 +68,8 @@ def merge_all(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tup
     """
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (list, tuple)):
-            raise TypeError(f"{name} must be a list or tuple of tensors; got {type(parts).__name__}")
+            hint = f"{name}.unbind() makes one of a stack" if isinstance(parts, torch.Tensor) else f"give [*{name}]"
+            raise TypeError(f"{name} must be a list or tuple of tensors; got {type(parts).__name__}; {hint}")
     return merge_named(
         {f"outs[{at}]": it for at, it in enumerate(outs)}, {f"lses[{at}]": it for at, it in enumerate(lses)}
     )

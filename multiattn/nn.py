@@ -83,6 +83,10 @@ class Attention(nn.Module):
             ``[B, Sq, embed_dim]``. Only the projections copy anything, and heads stay where these put them.
         """
         context = x if context is None else context
+        for name, tensor in (("x", x), ("context", context)):
+            if tensor.ndim != 3:
+                got = f"shape {tuple(tensor.shape)}; one sequence is {name}.unsqueeze(0)"
+                raise ValueError(f"{name} must be [B, S, embed_dim]; got {got}")
         out = fmha(
             self._heads(self.q_proj(x)),
             self._heads(self.k_proj(context)),

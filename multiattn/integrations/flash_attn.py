@@ -144,7 +144,8 @@ def flash_attn_qkvpacked_func(
         of_kv = (qkv.shape[2] - num_heads_q) // 2 if qkv.ndim == 4 else 0
         if of_kv < 1 or num_heads_q + 2 * of_kv != qkv.shape[2]:
             got = f"shape {list(qkv.shape)} with num_heads_q={num_heads_q}"
-            raise ValueError(f"qkv: got {got}; allowed [B, S, num_heads_q + 2 * Hkv, D]")
+            allowed = "[B, S, num_heads_q + 2 * Hkv, D], or [B, S, 3, H, D] without num_heads_q"
+            raise ValueError(f"qkv: got {got}; allowed {allowed}")
         q, k, v = qkv.split((num_heads_q, of_kv, of_kv), dim=2)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *options, **others)
@@ -206,7 +207,7 @@ def flash_attn_varlen_func(
     """
     sinks = sinks_of(learnable_sink, s_aux)
     if max_seqlen_q is None:
-        raise TypeError("flash_attn_varlen_func: max_seqlen_q must be an int; got None")
+        raise TypeError("flash_attn_varlen_func: max_seqlen_q must be an int; got None; give the longest length of q")
     if block_table is not None or (seqused_k is not None and k.ndim == 4):
         others = {name: it for name, it in fa3.items() if name not in DESCALES}
         refuse("flash_attn_varlen_func", others, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
@@ -231,7 +232,10 @@ def flash_attn_varlen_func(
         return result_of(found, lse, return_attn_probs, return_softmax_lse)
     refuse("flash_attn_varlen_func", fa3, dropout_p=dropout_p, seqused_k=seqused_k)
     if cu_seqlens_k is None or max_seqlen_k is None:
-        raise TypeError("flash_attn_varlen_func: cu_seqlens_k and max_seqlen_k are needed without a cache; got None")
+        raise TypeError(
+            "flash_attn_varlen_func: cu_seqlens_k and max_seqlen_k are needed without a cache; got None; give both, or "
+            "a block_table with seqused_k"
+        )
     _check(q, k, v, 3, "[T, H, D]")
     options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend)
     found, lse = fmha_varlen(
@@ -295,14 +299,17 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: int, layout:
     """The shapes that would mean another thing once dimensions are swapped; `fmha` checks all others."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != rank:
-            raise ValueError(f"{name} must have rank {rank}, {layout}; got shape {list(tensor.shape)}")
+            hint = "the function with varlen takes packed rows, the other one a batch"
+            raise ValueError(f"{name} must have rank {rank}, {layout}; got shape {list(tensor.shape)}; {hint}")
     if v.shape[-1] != k.shape[-1]:
-        raise NotImplementedError(f"v: got head_dim {v.shape[-1]}; allowed {k.shape[-1]}, that of q and k")
+        allowed = f"{k.shape[-1]}, that of q and k; pad v with zeros, and cut out"
+        raise NotImplementedError(f"v: got head_dim {v.shape[-1]}; allowed {allowed}")
 
 
 def _unpacked(name: str, packed: torch.Tensor, rank: int, count: int, layout: str) -> tuple[torch.Tensor, ...]:
     if packed.ndim != rank or packed.shape[-3] != count:
-        raise ValueError(f"{name}: got shape {list(packed.shape)}; allowed {layout}")
+        hint = "torch.stack(..., dim=-3) makes it"
+        raise ValueError(f"{name}: got shape {list(packed.shape)}; allowed {layout}; {hint}")
     return packed.unbind(dim=-3)
 
 

@@ -123,7 +123,7 @@ def flash_attn_with_kvcache(
         alibi_slopes=alibi_slopes,
     )
     if page_table is not None and block_table is not None:
-        raise TypeError("page_table and block_table are two names of one tensor: got both")
+        raise TypeError("page_table and block_table are two names of one tensor: got both; give one of them")
     _check(q, k_cache, v_cache, is_packed=cu_seqlens_q is not None)
     if torch.is_grad_enabled() and any(it is not None and it.requires_grad for it in (q, k_cache, v_cache, k, v)):
         raise NotImplementedError(f"{_NAME} has no gradient: call it under torch.no_grad()")
@@ -132,14 +132,15 @@ def flash_attn_with_kvcache(
     if cache_batch_idx is not None:  # an entry of a cache without pages is a page of that size
         table = cache_batch_idx.to(torch.int32)[:, None] if table is None else table[cache_batch_idx]
     if cache_seqlens is None and k is not None:
-        raise TypeError("cache_seqlens must say where new keys go; got None")
+        raise TypeError("cache_seqlens must say where new keys go; got None; give the lengths before them, int32 [B]")
     if not isinstance(cache_seqlens, torch.Tensor):
         capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
         length = capacity if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if k is not None or v is not None:
         if k is None or v is None:
-            raise TypeError("k and v must both be given, or neither")
+            got = f"{'no k' if k is None else 'no v'}; leave both out if the cache has the new keys"
+            raise TypeError(f"k and v must both be given, or neither; got {got}")
         cache_seqlens = _append(k_cache, v_cache, k, v, cache_seqlens, table, cu_seqlens_k_new)
     out, lse = attend_cache(
         q,
@@ -174,7 +175,7 @@ def varlen_over_cache(
     """Out and lse of `flash_attn_varlen_func` whose k and v are caches; `seqused_k` or `cu_seqlens_k` has lengths."""
     _check(q, k, v, is_packed=True, names=("k", "v"))
     if seqused_k is None and cu_seqlens_k is None:
-        raise TypeError("flash_attn_varlen_func: lengths of k must be seqused_k or cu_seqlens_k; got neither")
+        raise TypeError("flash_attn_varlen_func: lengths of k must be seqused_k or cu_seqlens_k; got neither; give one")
     lengths = cu_seqlens_k.diff() if seqused_k is None and cu_seqlens_k is not None else seqused_k
     assert lengths is not None
     return attend_cache(q, k, v, lengths, block_table, cu_seqlens_q, max_seqlen_q, **options)
@@ -236,12 +237,15 @@ def _check(
     of_q = ("q", q, 3 if is_packed else 4, layout)
     for name, tensor, rank, its in (of_q, (names[0], k, 4, in_cache), (names[1], v, 4, in_cache)):
         if tensor.ndim != rank:
-            raise ValueError(f"{name} must have rank {rank}, {its}; got shape {list(tensor.shape)}")
+            hint = "one query of each sequence is q.unsqueeze(1)" if name == "q" else "heads come before D"
+            raise ValueError(f"{name} must have rank {rank}, {its}; got shape {list(tensor.shape)}; {hint}")
     head_dim = k.shape[-1]
     if v.shape[-1] != head_dim:
-        raise NotImplementedError(f"{names[1]}: got head_dim {v.shape[-1]}; allowed {head_dim}, that of q and keys")
+        raise NotImplementedError(
+            f"{names[1]}: got head_dim {v.shape[-1]}; allowed {head_dim}, that of q and keys; pad it"
+        )
     if head_dim % HEAD_DIM_MULTIPLE:
-        allowed = f"multiples of {HEAD_DIM_MULTIPLE}, as a cache is never copied"
+        allowed = f"multiples of {HEAD_DIM_MULTIPLE}, as a cache is never copied; make it that wide, with zeros"
         raise NotImplementedError(f"{names[0]}: got head_dim {head_dim}; allowed {allowed}")
 
 
@@ -261,7 +265,8 @@ def _append(
         is_like = new.dtype == cache.dtype and new.device == device and new.shape[len(rows) :] == cache.shape[2:]
         if not is_like or new.shape != k.shape or (cu_seqlens is None and new.shape[0] != batch):
             allowed = f"[{', '.join([*rows, *map(str, cache.shape[2:])])}], {cache.dtype} on {device}"
-            raise ValueError(f"{name}: got {list(new.shape)}, {new.dtype} on {new.device}; allowed {allowed}")
+            hint = f"{name}.to(k_cache) has its dtype and device"
+            raise ValueError(f"{name}: got {list(new.shape)}, {new.dtype} on {new.device}; allowed {allowed}; {hint}")
     is_kept = None
     if cu_seqlens is not None and not torch.compiler.is_compiling() and can_be_read(cu_seqlens):
         check_starts("k_new", cu_seqlens.tolist(), k.shape[0], "k", None)
@@ -290,5 +295,6 @@ def _pages_of(entries: torch.Tensor, pages: int, is_kept: torch.Tensor | None) -
     is_page = entries >= 0
     if entries.device.type == "cpu" and not torch.compiler.is_compiling() and not is_page.all():
         got = entries[~is_page][0].item()
-        raise ValueError(f"page_table: got {got} where new keys go; allowed pages from 0 to {pages - 1}")
+        allowed = f"pages from 0 to {pages - 1}; give each sequence a page before its keys are appended"
+        raise ValueError(f"page_table: got {got} where new keys go; allowed {allowed}")
     return torch.where(is_page, entries, pages).to(torch.int64)

@@ -40,13 +40,15 @@ def refuse(function: str, others: dict[str, Any], **options: Any) -> None:
     """NotImplementedError for an option that no kernel here has, TypeError for one that FlashAttention has not."""
     for name in others:
         if name not in REFUSED and name not in HINTS:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            hint = "the options are FlashAttention's own; multiattn.fmha has more"
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {hint}")
     for name, value in (others | options).items():
         allowed = REFUSED.get(name)
         if name in HINTS or value is None or (isinstance(value, (int, float)) and value == allowed):
             continue
         got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise NotImplementedError(f"{function}: {name}: got {got}; allowed {allowed}")
+        hint = "leave it out, or call FlashAttention's own function"
+        raise NotImplementedError(f"{function}: {name}: got {got}; allowed {allowed}; {hint}")
 
 
 def window_of(window_size: WindowSize) -> Window | None:
@@ -60,7 +62,7 @@ def window_of(window_size: WindowSize) -> Window | None:
 def sinks_of(learnable_sink: torch.Tensor | None, s_aux: torch.Tensor | None) -> torch.Tensor | None:
     """The sinks of a call, by FlashAttention 4's name or by vLLM's."""
     if learnable_sink is not None and s_aux is not None:
-        raise TypeError("learnable_sink and s_aux are two names of one tensor: got both")
+        raise TypeError("learnable_sink and s_aux are two names of one tensor: got both; give one of them")
     return learnable_sink if s_aux is None else s_aux
 
 

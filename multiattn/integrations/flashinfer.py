@@ -69,10 +69,13 @@ def merge_state_in_place(
     """
     merged_v, merged_s = _merged({"v": v, "v_other": v_other}, {"s": s, "s_other": s_other})
     if s.dtype != torch.float32:
-        raise TypeError(f"s.dtype: got {s.dtype}; allowed torch.float32, as the result is written there")
+        allowed = "torch.float32, as the result is written there; call .float() on it"
+        raise TypeError(f"s.dtype: got {s.dtype}; allowed {allowed}")
     if mask is not None:
         if tuple(mask.shape) != (v.shape[0],):
-            raise ValueError(f"mask: got shape {list(mask.shape)}; allowed [{v.shape[0]}], one for each row of v")
+            raise ValueError(
+                f"mask: got shape {list(mask.shape)}; allowed [{v.shape[0]}], one for each row; flatten it"
+            )
         is_merged = mask.to(torch.bool)[:, None]
         merged_v = torch.where(is_merged[:, None], merged_v, v)
         merged_s = torch.where(is_merged, merged_s, s)
@@ -119,8 +122,9 @@ def _check_state(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, ran
         if not isinstance(tensor, torch.Tensor):
             raise not_a_tensor(name, tensor)
     if v.ndim != rank:
-        raise ValueError(f"{v_name} must have rank {rank}, {layout}; got shape {list(v.shape)}")
+        hint = "multiattn.merge takes [B, Hq, Sq, D]"
+        raise ValueError(f"{v_name} must have rank {rank}, {layout}; got shape {list(v.shape)}; {hint}")
     if s.shape != v.shape[:-1]:
         raise ValueError(
-            f"{s_name}: got shape {list(s.shape)}; allowed {list(v.shape[:-1])}, a number for each row of v"
+            f"{s_name}: got shape {list(s.shape)}; allowed {list(v.shape[:-1])}, a number for each row; transpose it"
         )

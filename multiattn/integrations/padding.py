@@ -61,7 +61,8 @@ def fmha_padded(
     """
     (batch, _, seq_q, _), seq_kv = q.shape, k.shape[2]
     if tuple(kv_mask.shape) != (batch, seq_kv):
-        raise ValueError(f"kv_mask: got shape {tuple(kv_mask.shape)}; allowed {(batch, seq_kv)}, [B, Skv]")
+        allowed = f"{(batch, seq_kv)}, [B, Skv]; a mask of scores [B, 1, Sq, Skv] is bias of fmha"
+        raise ValueError(f"kv_mask: got shape {tuple(kv_mask.shape)}; allowed {allowed}")
     options: dict[str, Any] = {
         "causal": causal,
         "window": window,
