@@ -41,5 +41,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names: those of the package's own modules are found by importing them."""
-    return ["__version__", *__all__]
+    """The public names, with packages that have more of them once they are imported."""
+    return ["__version__", *__all__, *globals().keys() & {"aot", "integrations"}]

@@ -146,7 +146,7 @@ def check_packing(
             raise not_a_tensor(name, tensor)
         if tensor.ndim != 3:
             got = f"rank {tensor.ndim} (shape {tuple(tensor.shape)})"
-            hint = "a padded batch [B, H, S, D] goes to fmha, or to fmha_padded with a mask of its keys"
+            hint = "a padded batch goes to fmha, or with a mask of its keys to integrations.padding.fmha_padded"
             raise ValueError(f"{name} must have rank 3, [T, H, D], in a packed batch; got {got}; {hint}")
     assert isinstance(q, torch.Tensor)
     shapes: dict[str, Shape] = {}
