@@ -36,7 +36,7 @@ def test_a_measured_row_has_all_that_the_contract_asks(tmp_path):
     assert row.measured.time_ms == 0.5
     assert row.measured.tflops == pytest.approx(4 * 2 * (48 * 49 // 2) * 16 / 0.5e-3 / 1e12, rel=1e-5)
     assert 0 < row.measured.error_ratio <= 1
-    assert row.plan == {"variant": "eager", "config": None, "why": "given by the caller"}
+    assert row.plan == {"variant": "eager", "config": None, "why": "the variant has no tiles to choose"}
     assert row.command == "python -m bench run --suite smoke"
     assert (row.measured.rounds, row.measured.sample_ms) == (3, 1.0)
     assert row.environment.commit

@@ -88,7 +88,7 @@ def test_addresses_that_are_aligned_otherwise_are_another_call():
         ({"v": torch._neg_view}, ValueError, "v must hold its own values; got a negated view"),
         ({"v": torch.Tensor.to_sparse}, TypeError, "v must be a dense strided tensor; got layout torch.sparse_coo"),
         ({"k": lambda k: k.to("meta")}, ValueError, "q, k and v must be on one device"),
-        ({"k": torch.Tensor.numpy}, TypeError, "k must be a torch.Tensor; got ndarray"),
+        ({"k": torch.Tensor.numpy}, TypeError, "k must be a torch.Tensor; got numpy.ndarray"),
     ],
 )
 def test_what_equals_a_good_call_but_is_wrong_is_refused(given, error, message):

@@ -82,7 +82,7 @@ def test_every_legal_point_has_a_config_for_every_head_dim_or_says_what_is_missi
 def test_wide_heads_run_without_naming_a_variant_forward_only():
     problem = Problem.contiguous(batch=1, heads_q=2, seq_q=100, head_dim=512)
     assert explain(problem, backend="cuda", arch="sm90").variant == TILED.name
-    with pytest.raises(Unsupported, match=r"head_dim: got 512; allowed .* multiples of 8 up to 256"):
+    with pytest.raises(Unsupported, match=r"head_dim: got 512; allowed multiples of 8 up to 256"):
         make_plan(BACKEND, problem, CPU, direction="backward")
     q = torch.randn(1, 1, 16, 512).to(torch.bfloat16)
     with pytest.raises(Unsupported, match=r"triton cannot run[^$]*Can run it: cuda \(variant split_kv"):
