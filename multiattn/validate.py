@@ -105,7 +105,9 @@ def refuse_call(
         got = f"{count + len(extra)} arguments by position, the first of them too many {_short(extra[0])}"
         raise TypeError(f"{told} takes {count} by position; got {got}; options have names, as {meant}=")
     missing = [name for name, value in needed.items() if value is None]
-    raise TypeError(f"{told} needs {', '.join(needed)}; got no {', '.join(missing)}; give each by its name")
+    raise TypeError(
+        f"{told} needs {', '.join(needed)}; got None or nothing for {', '.join(missing)}; give each by its name"
+    )
 
 
 def _short(value: object) -> str:

@@ -42,7 +42,7 @@ def test_autocast_is_that_of_sdpa(dtype, has_hook, monkeypatch):
     assert [it.dtype for it in found] == [dtype, *[torch.float32] * 3]
     torch.testing.assert_close(found, expected, check_dtype=False)
     assert fmha(*inputs).dtype == torch.float32
-    with pytest.raises(TypeError, match=r"q must be a torch\.Tensor"), torch.autocast("cpu"):
+    with pytest.raises(TypeError, match="needs q, k, v; got None"), torch.autocast("cpu"):
         fmha(None, None, None)
 
 

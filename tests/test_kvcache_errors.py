@@ -28,7 +28,7 @@ def zeros(*shape, dtype=INT):
 
 WRONG_TENSORS = [
     (dense, {"q": [0.0]}, TypeError, "q must be a torch.Tensor; got list"),
-    (dense, {"v_cache": None}, TypeError, "needs q, k_cache, v_cache, seqlens_kv; got no v_cache"),
+    (dense, {"v_cache": None}, TypeError, "needs q, k_cache, v_cache, seqlens_kv; got None or nothing for v_cache"),
     (dense, {"k_cache": lambda k: k.to_sparse()}, TypeError, "k_cache must be a dense strided tensor; got layout"),
     (
         dense,

@@ -20,7 +20,7 @@ def good(**changes):
 
 BAD = {
     "q is a list": (good(q=[1.0]), TypeError, "q must be a torch.Tensor; got list"),
-    "v is None": (good(v=None), TypeError, r"fmha\(\) needs q, k, v; got no v"),
+    "v is None": (good(v=None), TypeError, r"fmha\(\) needs q, k, v; got None or nothing for v"),
     "integer dtype": (dict(zip("qkv", tensors(dtype=torch.int32), strict=True)), TypeError, "got torch.int32; allowed"),
     "mixed dtypes": (good(k=tensors(dtype=torch.float16)[1]), TypeError, "share one dtype"),
     "sparse": (good(q=tensors()[0].float().to_sparse()), TypeError, "dense strided"),

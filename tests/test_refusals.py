@@ -179,7 +179,7 @@ CALLS = {
         "a Tensor | takes 3 by position | cu_seqlens_q=",
     ),
     "PyTorch's names": (lambda: multiattn.fmha(query=Q, key=K, value=K), "'query' | unexpected keyword | here it is q"),
-    "no v": (lambda: multiattn.fmha(Q, K), "got no v | needs q, k, v | by its name"),
+    "no v": (lambda: multiattn.fmha(Q, K), "got None or nothing for v | needs q, k, v | by its name"),
     "a typo": (lambda: fmha(casual=True), "'casual' | unexpected keyword | it takes causal"),
     "cache_seqlens": (
         lambda: kvcache(seqlens_kv=..., cache_seqlens=3),
@@ -194,7 +194,10 @@ CALLS = {
         lambda: varlen(max_seqlen_kv=..., max_seqlen_k=3),
         "'max_seqlen_k' | unexpected keyword | here it is max_seqlen_kv",
     ),
-    "no lengths": (lambda: varlen(max_seqlen_q=...), "got no max_seqlen_q | needs q, k, v, cu_seqlens_q | by its name"),
+    "no lengths": (
+        lambda: varlen(max_seqlen_q=...),
+        "got None or nothing for max_seqlen_q | needs q, k, v, cu_seqlens_q | by its name",
+    ),
     "a block mask that is a tensor": (
         lambda: fmha(block_mask=torch.ones(8, 8)),
         "got Tensor | attention.BlockMask | a mask tensor is bias, or make one by create_block_mask",
@@ -253,7 +256,7 @@ CALLS = {
     ),
     "no dout": (
         lambda: multiattn.fmha_backward(Q, K, K, Q, LSE),
-        "got no dout | needs q, k, v, out, lse, dout | by its name",
+        "got None or nothing for dout | needs q, k, v, out, lse, dout | by its name",
     ),
     "lse of another shape": (
         lambda: backward(lse=LSE[..., :4]),
@@ -351,7 +354,7 @@ def test_a_refusal_says_what_came_what_is_allowed_and_what_to_do(name):
 
 
 def test_no_reason_lacks_a_hint():
-    """What no call above can ask for: hints are given wherever a Reason is made."""
+    """Hints are given wherever a Reason is made, for those that no call above can ask for, too."""
     root = registry.__file__.rpartition("plan")[0]
     for path in sorted(Path(root).rglob("*.py")):
         text = path.read_text()
