@@ -259,7 +259,7 @@ def explain(
     deterministic: bool | None = None,
     **unknown: NoReturn,
 ) -> Plan | tuple[Reason, ...]:
-    """The Plan that `fmha` would launch for these arguments, or every reason why it would refuse.
+    """The Plan that `fmha` would launch for these arguments, or the reasons why it would refuse.
 
     With `cu_seqlens_kv` it explains `fmha_varlen`, and with `seqlens_kv` it explains `fmha_kvcache`. `Plan.describe`
     prints a Plan in lines. A problem without queries or without keys has a Plan like any other, but launches no kernel:
