@@ -32,7 +32,8 @@ import torch
 from multiattn.cuda import structs
 from multiattn.plan.backend import Plan
 from multiattn.problem import Problem
-from multiattn.score.expression import ONE, Node, apply, cast, inputs_of, make, read, rebuild, replace, walk
+from multiattn.score.expression import ONE, Node, apply, cast, const, inputs_of, make, read, rebuild, replace, walk
+from multiattn.score.integers import limits, may_wrap
 from multiattn.score.lower import AuxField, LoweredScore, is_zero, lower
 from multiattn.score.printing import DIGEST, INFIX, Language, calls, sign
 
@@ -59,7 +60,9 @@ def _literal(constant: Node) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int):
-        return f"{value}LL" if constant.dtype == "i64" else str(value)
+        suffix = "LL" if constant.dtype == "i64" else ""
+        least = value == limits(constant)[0]  # C++ has no such literal, only the negative of one that is too large
+        return f"({value + 1}{suffix} - 1)" if least else f"{value}{suffix}"
     if math.isfinite(value):
         return f"{value!r}f"
     return "(infinity() - infinity())" if math.isnan(value) else "infinity()" if value > 0 else "(-infinity())"
@@ -82,12 +85,33 @@ def _load(load: Node, indices: Sequence[str], names: Mapping[str, str]) -> str:
     return f"static_cast<{LANGUAGE.types[load.dtype]}>({element})"
 
 
+_WRAPPING: Mapping[str, str] = MappingProxyType({op: f"wrapping_{op}" for op in ("add", "sub", "mul")})
+
+
+def _defined(root: Node) -> Node:
+    """The expression without what C++ leaves undefined: integers that leave their type, divisions by what may be 0."""
+    made: dict[Node, Node] = {}
+    for node in walk(root):
+        op, args = node.op, [made[it] for it in node.args]
+        if may_wrap(node):
+            args = [const(0, node.dtype), *args] if op == "neg" else args
+            op = _WRAPPING["sub" if op == "neg" else op]
+        elif op in ("quotient", "remainder") and args[1].op != "const":
+            op = f"{op}_by_any"
+        made[node] = make(op, node.dtype, tuple(args), node.value)
+    return made[root]
+
+
 LANGUAGE = Language(
     types=MappingProxyType({"f32": "float", "i32": "int32", "i64": "int64", "bool": "bool"}),
     ops=MappingProxyType(
         {
             **INFIX,
             **calls("exp2:exp2_approx log2:log2_approx sqrt:sqrt_approx tanh:tanh_approx floor:floorf abs"),
+            **calls("sqrt_rn sin:sinf cos:cosf"),
+            **{op: f"{op}({{0}}, {{1}})" for op in ("mul_rn", "div_rn", *_WRAPPING.values())},
+            **{f"{op}_by_any": f"{op}({{0}}, {{1}})" for op in ("quotient", "remainder")},
+            "fmod": "fmodf({0}, {1})",
             **{f"{op}:f32": f"{op}_or_nan({{0}}, {{1}})" for op in ("min", "max")},
             **{op: f"{op}({{0}}, {{1}})" for op in ("min", "max")},
             "abs:f32": "fabsf({0})",
@@ -134,8 +158,8 @@ def _with_distances(root: Node) -> Node:
 
 
 def _as_float(node: Node) -> Node | None:
-    """An i32 expression of the key's position as fp32; None where it is no such sum."""
-    if node.dtype != "i32":
+    """An i32 expression of the key's position as fp32; None where it is no such sum, or one that may wrap around."""
+    if node.dtype != "i32" or any(map(may_wrap, walk(node))):
         return None
     if node.op in _MONOTONE and "kv" in inputs_of(node):
         parts = [_as_float(it) if "kv" in inputs_of(it) else cast(it, "f32") for it in node.args]
@@ -212,7 +236,7 @@ def text_of(lowered: LoweredScore, slots: tuple[int, ...] = ()) -> tuple[str, st
 
 
 def _statements(roots: Sequence[Node], names: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    return LANGUAGE.statements([_with_distances(it) for it in roots], names)
+    return LANGUAGE.statements([_defined(_with_distances(it)) for it in roots], names)
 
 
 def _gradients(lowered: LoweredScore, slots: Sequence[int], names: Mapping[str, str]) -> Iterator[str]:

@@ -44,11 +44,14 @@ LANGUAGE = Language(
     ops=MappingProxyType(
         {
             **INFIX,
-            **calls("abs log2 sqrt floor", "ct."),
+            **calls("abs log2 sqrt sqrt_rn:sqrt sin cos floor", "ct."),
             **{f"{op}:f32": f"ct.{op}imum({{0}}, {{1}}, propagate_nan=True)" for op in ("min", "max")},
             **{op: f"ct.{op}imum({{0}}, {{1}})" for op in ("min", "max")},
             "exp2": "ct.exp2({0}, flush_to_zero=True)",
             "div": f"ct.truediv({{0}}, {{1}}, {_APPROX}, flush_to_zero=True)",  # `/` is IEEE's, with a slow path
+            "div_rn": "({0} / {1})",
+            "mul_rn": "ct.bitcast(ct.bitcast({0} * {1}, ct.int32), ct.float32)",  # or it is fused into a sum
+            "fmod": "({0} % {1})",  # of what has no sign
             "neg": "(-{0})",
             "not": "(~{0})",
             "quotient": "({0} // {1})",

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from multiattn.score.expression import BINARY, UNARY, Node, derivative, read, walk
+from multiattn.score.arithmetic import BINARY, UNARY
+from multiattn.score.discrete import decides, decisive, depends_on_score
+from multiattn.score.expression import Node, derivative, read, walk
 from multiattn.score.program import BoundScore
 
 _OPS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
@@ -25,6 +27,9 @@ _OPS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
         "or": torch.bitwise_or,
         "xor": torch.bitwise_xor,
         "not": torch.logical_not,
+        "mul_rn": torch.mul,
+        "div_rn": torch.div,
+        "sqrt_rn": torch.sqrt,
     }
 )
 
@@ -116,19 +121,34 @@ def evaluate(
 ) -> torch.Tensor:
     """An expression of a program, or of its form for kernels, broadcast from `inputs`.
 
-    Floating-point numbers are of `compute_dtype`. `inputs` has the numbers that a kernel takes, too, where they occur.
+    Floating-point numbers are of `compute_dtype`; but those of positions and captured numbers alone are fp32, as in
+    PyTorch, wherever their last bit decides. `inputs` has the numbers that a kernel takes, too, where they occur.
     """
     device = next(iter(inputs.values())).device
     types: Mapping[str, torch.dtype] = {
         "f32": compute_dtype, "i32": torch.int32, "i64": torch.int64, "bool": torch.bool
     }  # fmt: skip
+    short = {it for it in decisive(root) if not depends_on_score(it)}
+    widest = torch.promote_types(compute_dtype, torch.float32)
+
+    def dtype_of(node: Node) -> torch.dtype:
+        is_short_leaf = node in short and node.op in ("const", "scalar", "cast", "load")
+        return widest if is_short_leaf else types[node.dtype]
 
     def leaf(value: Any, node: Node) -> torch.Tensor:
-        return torch.tensor(value, dtype=types[node.dtype], device=device)
+        return torch.tensor(value, dtype=dtype_of(node), device=device)
+
+    def arguments(node: Node) -> list[torch.Tensor]:
+        if compute_dtype == torch.float32:
+            return [values[it] for it in node.args]
+        floats = [it for it in node.args if it.dtype == "f32"]
+        is_short = node in short or (decides(node) and short.issuperset(floats))
+        dtype = torch.float32 if is_short else compute_dtype
+        return [values[it].to(dtype) if it.dtype == "f32" else values[it] for it in node.args]
 
     values: dict[Node, torch.Tensor] = {}
     for node in walk(root):
-        args = [values[it] for it in node.args]
+        args = arguments(node)
         if node.op == "const":
             values[node] = leaf(node.value, node)
         elif node.op == "scalar":
@@ -136,12 +156,12 @@ def evaluate(
         elif node.op in ("input", "derived"):
             values[node] = inputs[node.value]
         elif node.op == "cast":
-            values[node] = args[0].to(types[node.dtype])
+            values[node] = args[0].to(dtype_of(node))
         elif node.op == "load":
-            values[node] = _element(bound.tensors[node.value], args).to(types[node.dtype])
+            values[node] = _element(bound.tensors[node.value], args).to(dtype_of(node))
         else:
             values[node] = _OPS[node.op](*args)
-    return values[root]
+    return values[root].to(types[root.dtype])
 
 
 def _element(tensor: torch.Tensor, indices: list[torch.Tensor]) -> torch.Tensor:

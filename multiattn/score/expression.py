@@ -10,11 +10,10 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakValueDictionary
 
-DType = Literal["f32", "i32", "i64", "bool"]
-Number = float | int | bool
+from multiattn.score.arithmetic import BITS, COMPARISONS, DType, Number, fold, in_fp32, wrapped
 
 INPUTS: Mapping[str, DType] = MappingProxyType(
     {"score": "f32", "raw": "f32", **dict.fromkeys(("b", "h", "q", "kv", "seq_q", "seq_kv"), "i32")}
@@ -91,64 +90,6 @@ ZERO, ONE = const(0.0), const(1.0)
 # ---------------------------------------------------------------- folding
 
 
-def _quotient(x: int, y: int) -> int:
-    return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
-
-
-UNARY: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
-    {
-        "neg": lambda x: -x,
-        "abs": abs,
-        "exp": math.exp,
-        "exp2": lambda x: 2.0**x,
-        "log": math.log,
-        "log2": math.log2,
-        "sqrt": math.sqrt,
-        "tanh": math.tanh,
-        "sigmoid": lambda x: 1.0 / (1.0 + math.exp(-x)),
-        "floor": lambda x: float(math.floor(x)),
-        "not": lambda x: not x,
-    }
-)
-COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = MappingProxyType(
-    {
-        "lt": lambda x, y: x < y,
-        "le": lambda x, y: x <= y,
-        "eq": lambda x, y: x == y,
-        "ne": lambda x, y: x != y,
-    }
-)
-BINARY: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType(
-    {
-        "add": lambda x, y: x + y,
-        "sub": lambda x, y: x - y,
-        "mul": lambda x, y: x * y,
-        "div": lambda x, y: x / y,
-        "min": min,
-        "max": max,
-        "floordiv": lambda x, y: x // y,  # integers, rounded down as in Python
-        "mod": lambda x, y: x % y,
-        "quotient": lambda x, y: _quotient(x, y),  # integers, rounded to zero as in C
-        "remainder": lambda x, y: x - y * _quotient(x, y),
-        "shr": lambda x, y: x >> y,
-        "and": lambda x, y: x & y,
-        "or": lambda x, y: x | y,
-        "xor": lambda x, y: x ^ y,
-        **COMPARISONS,
-    }
-)
-"""Each operation as Python computes it of numbers; with ``where`` and ``cast``, the whole set."""
-
-
-def fold(op: str, numbers: Sequence[Number]) -> Number | None:
-    """The operation of numbers; None where Python has no result, as of ``1 / 0``."""
-    try:
-        result: Number = (UNARY.get(op) or BINARY[op])(*numbers)
-    except (ArithmeticError, ValueError):
-        return None
-    return result
-
-
 def is_const(node: Node, value: Number) -> bool:
     """True for the constant `value`."""
     return node.op == "const" and bool(node.value == value)
@@ -158,9 +99,12 @@ def cast(x: Node, dtype: DType) -> Node:
     """`x` as a number of another type; a float becomes an integer by cutting off its fraction."""
     if x.dtype == dtype:
         return x
-    if x.op == "const" and not (dtype != "f32" and isinstance(x.value, float) and not math.isfinite(x.value)):
-        return const(x.value, dtype)
-    return make("cast", dtype, (x,))
+    if x.op != "const":
+        return make("cast", dtype, (x,))
+    if x.dtype == "f32" and dtype in BITS:  # what is outside the type is a kernel's to convert
+        cut = math.trunc(in_fp32(x.value)) if math.isfinite(in_fp32(x.value)) else 1 << 64
+        return const(cut, dtype) if wrapped(cut, dtype) == cut else make("cast", dtype, (x,))
+    return const(wrapped(x.value, dtype) if dtype in BITS else x.value, dtype)
 
 
 def where(condition: Node, x: Node, y: Node) -> Node:
@@ -171,15 +115,26 @@ def where(condition: Node, x: Node, y: Node) -> Node:
 
 
 def apply(op: str, *args: Node) -> Node:
-    """An operation of `UNARY` or `BINARY`. What is folded changes no result, the sign of a zero aside."""
+    """An operation of `UNARY` or `BINARY`. What is folded changes no result, the sign of a zero aside.
+
+    Constants are folded in doubles, which a kernel's language rounds once. Integers wrap around.
+    """
     dtype: DType = "bool" if op in COMPARISONS else args[0].dtype
     if all(it.op == "const" for it in args):
         folded = fold(op, [it.value for it in args])
         if folded is not None:
-            return const(folded, dtype)
+            return const(wrapped(int(folded), dtype) if dtype in BITS else folded, dtype)
     simpler = _SIMPLER.get(op)
     found = simpler(*args) if simpler else None
     return found if found is not None else make(op, dtype, args)
+
+
+def apply_in_fp32(op: str, *args: Node) -> Node:
+    """`apply`, with constants folded to what PyTorch gives: each number and each result is one of fp32."""
+    if not all(it.op == "const" and it.dtype == "f32" for it in args):
+        return apply(op, *args)
+    found = apply(op, *(const(in_fp32(it.value)) for it in args))
+    return const(in_fp32(found.value)) if found.op == "const" and found.dtype == "f32" else found
 
 
 def _add(a: Node, b: Node) -> Node | None:
@@ -340,12 +295,28 @@ def _slope_of_abs(node: Node, da: Node) -> Node:
     return where(apply("lt", ZERO, a), da, negative)
 
 
+def _slope_of_fmod(node: Node, da: Node, db: Node) -> Node:
+    a, b = node.args  # a - b * trunc(a / b)
+    return apply("sub", da, _times(db, apply("div", apply("sub", a, node), b)))
+
+
+def _bell(x: Node) -> Node:
+    """The derivative of erf."""
+    return apply("mul", apply("exp", apply("neg", apply("mul", x, x))), const(2.0 / math.sqrt(math.pi)))
+
+
 _SLOPES: Mapping[str, Callable[..., Node]] = MappingProxyType(
     {
         "add": lambda n, da, db: apply("add", da, db),
         "sub": lambda n, da, db: apply("sub", da, db),
-        "mul": lambda n, da, db: apply("add", _times(da, n.args[1]), _times(db, n.args[0])),
-        "div": lambda n, da, db: apply("sub", _over(da, n.args[1]), _times(db, apply("div", n, n.args[1]))),
+        **dict.fromkeys(
+            ("mul", "mul_rn"), lambda n, da, db: apply("add", _times(da, n.args[1]), _times(db, n.args[0]))
+        ),
+        **dict.fromkeys(
+            ("div", "div_rn"),
+            lambda n, da, db: apply("sub", _over(da, n.args[1]), _times(db, apply("div", n, n.args[1]))),
+        ),
+        "fmod": _slope_of_fmod,
         "min": _slope_of_smaller("min"),
         "max": _slope_of_smaller("max"),
         "where": lambda n, dc, da, db: where(n.args[0], da, db),
@@ -355,7 +326,10 @@ _SLOPES: Mapping[str, Callable[..., Node]] = MappingProxyType(
         "exp2": lambda n, da: _times(da, apply("mul", n, const(math.log(2)))),
         "log": lambda n, da: _over(da, n.args[0]),
         "log2": lambda n, da: _over(da, apply("mul", n.args[0], const(math.log(2)))),
-        "sqrt": lambda n, da: _over(da, apply("mul", n, const(2.0))),
+        **dict.fromkeys(("sqrt", "sqrt_rn"), lambda n, da: _over(da, apply("mul", n, const(2.0)))),
+        "sin": lambda n, da: _times(da, apply("cos", n.args[0])),
+        "cos": lambda n, da: _times(da, apply("neg", apply("sin", n.args[0]))),
+        "erf": lambda n, da: _times(da, _bell(n.args[0])),
         "tanh": lambda n, da: _times(da, apply("sub", ONE, apply("mul", n, n))),
         "sigmoid": lambda n, da: _times(da, apply("mul", n, apply("sub", ONE, n))),
     }

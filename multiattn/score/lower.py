@@ -20,10 +20,12 @@ from typing import Any, Literal
 
 import torch
 
+from multiattn.score import integers
+from multiattn.score.arithmetic import BINARY, UNARY
+from multiattn.score.discrete import with_rounding
 from multiattn.score.expression import (
-    BINARY,
     ONE,
-    UNARY,
+    ZERO,
     Node,
     apply,
     cast,
@@ -202,15 +204,16 @@ def lower(program: ScoreProgram, *, approximate: bool = False, apart: bool = Fal
     loads: list[Node] = []
     slopes: list[Node] = []
     if program.mask is not None:
-        mask = kernel_form(program.mask)
+        mask = kernel_form(with_rounding(program.mask))
     if program.score is not None:
-        score = _in_log2(kernel_form(program.score))
+        modified = with_rounding(program.score)
+        score = _in_log2(kernel_form(modified))
         if "raw" not in inputs_of(score):  # a kernel wants as many scores as it gave
             raw = read("raw")
             score = make("where", "f32", (apply("eq", raw, raw), score, score))
-        slope = kernel_form(derivative(program.score, read("score")))
-        loads = [it for it in walk(program.score) if it.op == "load" and it.dtype == "f32"]
-        slopes = [kernel_form(derivative(program.score, it)) for it in loads]
+        slope = kernel_form(derivative(modified, read("score")))
+        loads = [it for it in walk(modified) if it.op == "load" and it.dtype == "f32"]
+        slopes = [kernel_form(derivative(modified, it)) for it in loads]
     hoisted = _hoist([it for it in (score, mask, slope, *slopes) if it is not None])
     return LoweredScore(
         program=program,
@@ -245,15 +248,6 @@ def _is_exclusive(load: Node, loads: Sequence[Node]) -> bool:
     return indices == {"b", "h", "q", "kv"} and [it.value for it in loads].count(load.value) == 1
 
 
-def _truncated(x: Node, y: Node) -> Node:
-    """C's quotient, of natural numbers: of others the languages disagree."""
-    if _is_natural(x) and _is_natural(y):
-        return apply("quotient", x, y)
-    zero = const(0, x.dtype)
-    size = apply("quotient", apply("abs", x), apply("abs", y))
-    return where(apply("ne", apply("lt", x, zero), apply("lt", y, zero)), apply("neg", size), size)
-
-
 def _load(node: Node, indices: Sequence[Node]) -> Node:
     """A load that stays inside its tensor, whatever a tile has beyond the ends of its sequences."""
     inside = []
@@ -264,7 +258,7 @@ def _load(node: Node, indices: Sequence[Node]) -> Node:
         elif is_computed(index):
             size = cast(make("derived", "i32", (), f"tensor{node.value}_size{axis}"), index.dtype)
             zero = const(0, index.dtype)
-            if not _is_natural(index):
+            if not integers.is_natural(index):
                 wrapped = where(apply("lt", index, zero), apply("add", index, size), index)
                 index = apply("max", wrapped, zero)
             inside.append(apply("min", index, apply("sub", size, const(1, index.dtype))))
@@ -326,29 +320,38 @@ def _tanh_of_half(x: Node) -> Node:
     return apply("add", _times(apply("tanh", _times(x, half)), half), half)
 
 
-def _is_natural(node: Node) -> bool:
-    """True for an integer that cannot be negative: a count or a position, and what keeps their sign."""
-    if node.op == "const":
-        return bool(node.value >= 0)
-    keeps = node.op in ("add", "mul", "min", "max", "quotient", "remainder", "shr", "cast")
-    from_integers = keeps and node.dtype != "f32" and all(it.dtype != "f32" and _is_natural(it) for it in node.args)
-    return (node.op == "input" and node.dtype == "i32") or from_integers or node.dtype == "bool"
+def _fmod(x: Node, y: Node) -> Node:
+    """C's remainder of floats, of what has no sign: of others the languages have other ones."""
+    size = make("fmod", "f32", (apply("abs", x), apply("abs", y)))
+    return where(apply("lt", x, ZERO), apply("neg", size), size)
 
 
-def _mod(x: Node, y: Node) -> Node:
-    """Python's remainder, of C's: it has the sign of the divisor."""
-    rest = apply("remainder", x, y)
-    if _is_natural(x) and _is_natural(y):
-        return rest
-    zero = const(0, x.dtype)
-    differ = apply("ne", apply("lt", rest, zero), apply("lt", y, zero))
-    return where(apply("and", apply("ne", rest, zero), differ), apply("add", rest, y), rest)
+def _polynomial(x: Node, coefficients: Sequence[float]) -> Node:
+    """The last coefficient is that of the highest power."""
+    total = const(coefficients[-1])
+    for it in reversed(coefficients[:-1]):
+        total = apply("add", apply("mul", total, x), const(it))
+    return total
 
 
-def _floordiv(x: Node, y: Node) -> Node:
-    if _is_natural(x) and _is_natural(y):
-        return apply("quotient", x, y)
-    return apply("quotient", apply("sub", x, _mod(x, y)), y)
+_ERF_NEAR = (1.12837911, -0.376126260, 0.112835854, -0.0268538110, 0.00518832774, -0.000801019254, 7.85385782e-05)
+"""erf(x) / x as a polynomial in x * x for x up to 1: within 2e-9."""
+_ERF_FAR = (
+    0.000271284905, -1.62963719, -0.913543198, -0.156414945, 0.0363678276, -0.00606590075, 0.000636713832,
+    -3.12875128e-05,
+)  # fmt: skip
+"""log2(1 - erf(x)) as a polynomial in x for x from 1 to `_ERF_IS_ONE`: within 1e-10 of erf. Both are fits to erf."""
+_ERF_IS_ONE = 3.92
+"""From here on the nearest fp32 number of erf is 1."""
+
+
+def _erf(x: Node) -> Node:
+    """erf, which not every language has: a polynomial near 0, and from 1 on 1 minus a power of two."""
+    size = apply("abs", x)
+    near = apply("mul", size, _polynomial(apply("mul", x, x), _ERF_NEAR))
+    far = apply("sub", ONE, apply("exp2", _polynomial(apply("min", size, const(_ERF_IS_ONE)), _ERF_FAR)))
+    result = where(apply("lt", size, ONE), near, far)
+    return where(apply("lt", x, ZERO), apply("neg", result), result)
 
 
 _FORMS: Mapping[str, Callable[..., Node]] = MappingProxyType(
@@ -357,9 +360,12 @@ _FORMS: Mapping[str, Callable[..., Node]] = MappingProxyType(
         "div": _div,
         "exp": _exp,
         "log": lambda x: _times(apply("log2", x), const(math.log(2))),
-        "floordiv": _floordiv,
-        "mod": _mod,
-        "quotient": _truncated,
+        "floordiv": integers.floordiv,
+        "mod": integers.mod,
+        "quotient": integers.quotient,
+        "remainder": integers.remainder,
+        "fmod": _fmod,
+        "erf": _erf,
     }
 )
 _EXACT: Mapping[str, Callable[[Node], Node]] = MappingProxyType({"tanh": _exact_tanh, "sigmoid": _exact_sigmoid})

@@ -95,8 +95,8 @@ TEXT = Language(
     ops=MappingProxyType(
         {
             **INFIX,
-            **calls("neg:- not:! abs exp exp2 log log2 sqrt tanh sigmoid floor"),
-            **{op: f"{op}({{0}}, {{1}})" for op in ("min", "max", "quotient", "remainder")},
+            **calls("neg:- not:! abs exp exp2 log log2 sqrt sqrt_rn sin cos erf tanh sigmoid floor"),
+            **{op: f"{op}({{0}}, {{1}})" for op in ("min", "max", "quotient", "remainder", "fmod", "mul_rn", "div_rn")},
             "floordiv": "({0} // {1})",
             "mod": "({0} % {1})",
             "where": "where({0}, {1}, {2})",

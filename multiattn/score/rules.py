@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from multiattn.score.expression import ONE, ZERO, DType, Node, apply, cast, const, is_const, where
+from multiattn.score.arithmetic import BITS, DType
+from multiattn.score.expression import ONE, ZERO, Node, cast, const, is_const, where
+from multiattn.score.expression import apply_in_fp32 as apply
 
 Get = Callable[..., Node]
 Rule = Callable[..., Node]
@@ -26,13 +28,46 @@ _POWER_MAX = 8
 """The largest integer exponent that is written out as products."""
 
 
+_OF_BOOLS = {"add": "or", "mul": "and", "max": "or", "min": "and"}
+
+
 def _unary(op: str) -> Rule:
     return lambda get, dtype, x, **_: apply(op, get(x, dtype))
+
+
+def _rounding(form: Callable[[Node], Node]) -> Rule:
+    """An operation that gives floats without a fraction, and integers as they are."""
+    return lambda get, dtype, x, **more: form(get(x, dtype), **more) if dtype == "f32" else get(x, dtype)
+
+
+def _floor(x: Node) -> Node:
+    return apply("floor", x)
+
+
+def _ceil(x: Node) -> Node:
+    return apply("neg", apply("floor", apply("neg", x)))
+
+
+def _trunc(x: Node) -> Node:
+    return where(apply("lt", x, ZERO), _ceil(x), _floor(x))
+
+
+def _round(x: Node, decimals: int = 0) -> Node:
+    """The nearest number without a fraction, of two the even one: fp32 has no fraction from 2^23 on."""
+    if decimals:
+        factor = const(10.0 ** abs(decimals))
+        up, down = ("mul", "div") if decimals > 0 else ("div", "mul")
+        return apply(down, _round(apply(up, x, factor)), factor)
+    size, limit = apply("abs", x), const(2.0**23)
+    size = where(apply("lt", size, limit), apply("sub", apply("add", size, limit), limit), size)
+    return where(apply("lt", x, ZERO), apply("neg", size), size)
 
 
 def _binary(op: str) -> Rule:
     def rule(get: Get, dtype: DType, x: Any, y: Any, *, alpha: float = 1) -> Node:
         right = get(y, dtype)
+        if dtype == "bool":
+            return apply(_OF_BOOLS[op], get(x, dtype), right)
         return apply(op, get(x, dtype), right if alpha == 1 else apply("mul", right, const(alpha, dtype)))
 
     return rule
@@ -51,7 +86,7 @@ def _integer(op: str) -> Rule:
 
 def _compare(op: str, *, swapped: bool = False) -> Rule:
     def rule(get: Get, dtype: DType, x: Any, y: Any) -> Node:
-        a, b = get(x), get(y)
+        a, b = _in_type_of(get, y, get(x), x), _in_type_of(get, x, get(y), y)
         wide = next(it for it in _WIDEST if it in (a.dtype, b.dtype))
         if wide == "bool" and op in ("lt", "le"):
             wide = "i32"
@@ -59,6 +94,14 @@ def _compare(op: str, *, swapped: bool = False) -> Rule:
         return apply(op, b, a) if swapped else apply(op, a, b)
 
     return rule
+
+
+def _in_type_of(get: Get, other: Any, node: Node, value: Any) -> Node:
+    """The node of one operand: a Python integer beside a tensor of integers is one of its dtype."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        dtype = get(other).dtype
+        return get(value, dtype) if dtype in BITS else node
+    return node
 
 
 def _logical(op: str) -> Rule:
@@ -74,19 +117,59 @@ def _divide(get: Get, dtype: DType, x: Any, y: Any, *, rounding_mode: str | None
     if rounding_mode is None:
         return apply("div", a, b)
     if dtype != "f32":
-        return apply("floordiv" if rounding_mode == "floor" else "quotient", a, b)
-    ratio = apply("div", a, b)
-    down = apply("floor", ratio)
-    if rounding_mode == "floor":
-        return down
-    return where(apply("lt", ratio, ZERO), apply("neg", apply("floor", apply("neg", ratio))), down)
+        return _of_integers("floordiv" if rounding_mode == "floor" else "quotient", a, b)
+    return _floor_of_quotient(a, b) if rounding_mode == "floor" else _trunc(apply("div", a, b))
+
+
+def _of_integers(op: str, a: Node, b: Node) -> Node:
+    if is_const(b, 0):
+        raise NoRuleError("an integer and 0; allowed any other divisor")
+    return apply(op, a, b)
+
+
+def _floor_of_quotient(a: Node, b: Node) -> Node:
+    """``a // b`` of floats: as in Python, what the remainder leaves, not the floor of the rounded quotient."""
+    rest = apply("fmod", a, b)
+    quotient = apply("div", apply("sub", a, rest), b)
+    quotient = where(_is_of_other_sign(rest, b), apply("sub", quotient, ONE), quotient)
+    down = apply("floor", quotient)
+    down = where(apply("lt", const(0.5), apply("sub", quotient, down)), apply("add", down, ONE), down)
+    return where(apply("eq", b, ZERO), apply("div", a, b), down)
+
+
+def _is_of_other_sign(rest: Node, b: Node) -> Node:
+    """True for a remainder that is not zero, and whose sign is not that of the divisor."""
+    differ = apply("ne", apply("lt", rest, ZERO), apply("lt", b, ZERO))
+    return apply("and", apply("ne", rest, ZERO), differ)
 
 
 def _remainder(get: Get, dtype: DType, x: Any, y: Any) -> Node:
     a, b = get(x, dtype), get(y, dtype)
     if dtype != "f32":
-        return apply("mod", a, b)
-    return apply("sub", a, apply("mul", apply("floor", apply("div", a, b)), b))
+        return _of_integers("mod", a, b)
+    rest = apply("fmod", a, b)
+    return where(_is_of_other_sign(rest, b), apply("add", rest, b), rest)
+
+
+def _fmod(get: Get, dtype: DType, x: Any, y: Any) -> Node:
+    a, b = get(x, dtype), get(y, dtype)
+    return apply("fmod", a, b) if dtype == "f32" else _of_integers("remainder", a, b)
+
+
+def _sign(get: Get, dtype: DType, x: Any) -> Node:
+    it, zero = get(x, dtype), const(0, dtype)
+    if dtype == "bool":
+        return it
+    return where(apply("lt", zero, it), const(1, dtype), where(apply("lt", it, zero), const(-1, dtype), zero))
+
+
+def _shift(get: Get, dtype: DType, x: Any, y: Any) -> Node:
+    """``x >> y``; by as many bits as there are, or by fewer than none, nothing but the sign is left."""
+    if dtype not in BITS:
+        raise NoRuleError(f"{dtype}; allowed integers")
+    it, by, last = get(x, dtype), get(y, dtype), const(BITS[dtype] - 1, dtype)
+    outside = apply("or", apply("lt", by, const(0, dtype)), apply("lt", last, by))
+    return apply("shr", it, where(outside, last, by))
 
 
 def _clamp(get: Get, dtype: DType, x: Any, low: Any = None, high: Any = None) -> Node:
@@ -133,13 +216,23 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "reciprocal": lambda get, dtype, x: apply("div", ONE, get(x, dtype)),
         "floor_divide": lambda get, dtype, x, y: _divide(get, dtype, x, y, rounding_mode="floor"),
         "remainder": _remainder,
+        "fmod": _fmod,
         "minimum": _binary("min"),
         "maximum": _binary("max"),
         "clamp": _clamp,
         "clamp_min": _clamp,
         "clamp_max": lambda get, dtype, x, high: _clamp(get, dtype, x, None, high),
         "relu": _relu,
-        **{op: _unary(op) for op in ("neg", "abs", "exp", "exp2", "log", "log2", "sqrt", "tanh", "sigmoid", "floor")},
+        **{
+            op: _unary(op)
+            for op in ("neg", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "erf", "tanh", "sigmoid")
+        },
+        "abs": lambda get, dtype, x: get(x, dtype) if dtype == "bool" else apply("abs", get(x, dtype)),
+        "floor": _rounding(_floor),
+        "ceil": _rounding(_ceil),
+        "trunc": _rounding(_trunc),
+        "round": _rounding(_round),
+        **dict.fromkeys(("sign", "sgn"), _sign),
         "rsqrt": lambda get, dtype, x: apply("div", ONE, apply("sqrt", get(x, dtype))),
         "log1p": lambda get, dtype, x: apply("log", apply("add", ONE, get(x, dtype))),
         "expm1": lambda get, dtype, x: apply("sub", apply("exp", get(x, dtype)), ONE),
@@ -160,8 +253,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "bitwise_not": lambda get, dtype, x: (
             apply("not", get(x)) if dtype == "bool" else apply("xor", get(x, dtype), const(-1, dtype))
         ),
-        "bitwise_right_shift": _integer("shr"),
-        "__rshift__": _integer("shr"),
+        **dict.fromkeys(("bitwise_right_shift", "__rshift__"), _shift),
         "where": lambda get, dtype, condition, x, y: where(get(condition, "bool"), get(x, dtype), get(y, dtype)),
         "masked_fill": lambda get, dtype, x, condition, value: where(
             get(condition, "bool"), get(value, dtype), get(x, dtype)

@@ -7,14 +7,16 @@ captured tensors; a Python number that the callable captures is a constant of th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multiattn.score.expression import DType, Node, cast, const, load, read, scalar
+from multiattn.score.arithmetic import DType
+from multiattn.score.expression import Node, apply, cast, const, load, read, scalar
+from multiattn.score.integers import range_of
 from multiattn.score.named import ScorePlace
 from multiattn.score.rules import RULES, NoRuleError
 
@@ -33,11 +35,18 @@ READERS = frozenset(
     for name in ("item", "tolist", "numpy", "data_ptr", "__array__", "__bool__", "__int__", "__float__", "__index__")
 )
 """Functions that give Python a number of a tensor."""
-CONTROL_FLOW = "control flow or a number that Python takes from a tensor; allowed torch.where, tensors as they are"
+CONTROL_FLOW = (
+    "control flow, or a number that Python takes from a tensor: one expression serves all scores, so no score has a "
+    "branch of its own; allowed torch.where(condition, x, y) for `if`, & | ~ for `and` `or` `not`, tensors as they are"
+)
+A_MASK = (
+    "a result of bool; allowed a number, the changed score. A mask_mod, which tells what a query sees, goes to "
+    "block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN); or return torch.where(mask, score, -float('inf'))"
+)
 _OPERATIONS = (
-    "arithmetic, comparisons, logic, where, masked_fill, minimum, maximum, clamp, relu, abs, floor, exp, exp2, log, "
-    "log2, sqrt, rsqrt, pow, tanh, sigmoid, integer division, remainder, >>, captured[index], and what PyTorch "
-    "decomposes into these"
+    "arithmetic, comparisons, logic, where, masked_fill, minimum, maximum, clamp, relu, abs, sign, floor, ceil, trunc, "
+    "round, exp, exp2, log, log2, sqrt, rsqrt, pow, sin, cos, tanh, sigmoid, erf, //, %, div, fmod, >>, "
+    "captured[index], and what PyTorch decomposes into these"
 )
 
 
@@ -62,7 +71,11 @@ class Tracer(TorchDispatchMode):
         self._keep: list[torch.Tensor] = []  # an id must not come twice
         self._traced: Callable[..., Any] | None = None
         self._is_own = False  # an operator is this class's, not the callable's
-        self.place = ScorePlace(*(self.stand_in(read(name), torch.int32) for name in ScorePlace._fields))
+
+    @property
+    def place(self) -> ScorePlace:
+        """Stand-ins of where a score is, new ones each time: a callable may write to its own."""
+        return ScorePlace(*(self.stand_in(read(name), torch.int32) for name in ScorePlace._fields))
 
     def stand_in(self, node: Node, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor that stands for a node. Each is an object of its own, by which it is known."""
@@ -95,6 +108,8 @@ class Tracer(TorchDispatchMode):
         if not isinstance(result, torch.Tensor | bool | int | float):
             raise self.refusal(f"a result of {type(result).__name__}; allowed a tensor of one number")
         node = self.node(result)
+        if dtype == "f32" and node.dtype == "bool":
+            raise self.refusal(A_MASK)
         if dtype == "bool" and node.dtype != "bool":
             raise self.refusal(f"a result of {node.dtype}; allowed a bool: does the query see the key?")
         return cast(node, dtype)
@@ -117,6 +132,12 @@ class Tracer(TorchDispatchMode):
             kind: DType = "bool" if isinstance(value, bool) else "f32" if isinstance(value, float) else "i32"
             if kind == "i32" and not -(2**31) <= value < 2**31:
                 kind = "i64"
+            bits = 32 if dtype == "i32" else 64
+            if isinstance(value, int) and dtype != "f32" and not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
+                raise self.refusal(
+                    f"the number {value} among int{bits}; allowed {-(2 ** (bits - 1))} to {2 ** (bits - 1) - 1}. b, h, "
+                    f"q_idx and kv_idx are int32: .long() makes int64 of them, .float() floats"
+                )
             found = const(value, kind)
         elif id(value) in self._nodes:
             found = self._nodes[id(value)]
@@ -165,8 +186,11 @@ class Tracer(TorchDispatchMode):
                 self.node(tensor)  # raises
         namespace, _, name = func._schema.name.partition("::")
         if func._schema.is_mutable:
-            if id(args[0]) not in self._nodes or self._nodes[id(args[0])].op == "load":
-                raise self.refusal(f"{func}, which writes to a captured tensor; allowed operations without an effect")
+            for written in _written(func, args, kwargs):
+                if id(written) not in self._nodes or self._nodes[id(written)].op == "load":
+                    raise self.refusal(
+                        f"{func}, which writes to a captured tensor; allowed operations without an effect"
+                    )
             name = name.removesuffix("_")
         if namespace != "aten" or name not in RULES:
             return self._decomposed(func, args, kwargs)
@@ -176,12 +200,12 @@ class Tracer(TorchDispatchMode):
         like = func(*args, **kwargs, **({"device": "meta"} if not given else {}))
         if like.dim():
             raise self.refusal(f"{func} of shape {tuple(like.shape)}; allowed numbers")
-        rest = {it: value for it, value in kwargs.items() if it not in ("dtype", "non_blocking", "memory_format")}
+        rest = {it: value for it, value in kwargs.items() if it not in _NO_MATTER}
         try:
             node = RULES[name](self.node, self._kind(like.dtype), *args, **rest)
         except NoRuleError as error:
             raise self.refusal(f"{func} of {error}") from None
-        return self._bind(like, node)
+        return self._bind(like, _in_bits(node, like.dtype))
 
     def _kind(self, dtype: torch.dtype) -> DType:
         if dtype not in KINDS:
@@ -236,6 +260,26 @@ class Tracer(TorchDispatchMode):
         if not isinstance(value, torch.Tensor) or id(value) in self._nodes or id(value) in self._parts:
             return value
         return self.index(value, ())
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator writes to."""
+    given = {it.name: value for it, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    names = [it.name for it in func._schema.arguments if it.alias_info is not None and it.alias_info.is_write]
+    return [given[name] for name in names if name in given]
+
+
+_NO_MATTER = frozenset(("dtype", "non_blocking", "memory_format", "out"))
+"""Arguments that are in the result's dtype, or in where it goes."""
+_SHORT = {torch.uint8: (0, 255), torch.int8: (128, 255), torch.int16: (32768, 65535)}
+
+
+def _in_bits(node: Node, dtype: torch.dtype) -> Node:
+    """An integer of fewer than 32 bits, which wraps around as PyTorch's does."""
+    if dtype not in _SHORT or node.op in ("load", "const") or range_of(node) == (0, 1):
+        return node
+    half, ones = (const(it, "i32") for it in _SHORT[dtype])
+    return apply("sub", apply("and", apply("add", node, half), ones), half)
 
 
 class _Functions(TorchFunctionMode):

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 from multiattn.plan.arch import Arch
 from multiattn.problem import Problem
 from multiattn.run.generated import module_of
-from multiattn.score.expression import Node, inputs_of
+from multiattn.score.expression import Node, inputs_of, walk
 from multiattn.score.lower import LoadSlope, LoweredScore, is_zero, lower
 from multiattn.score.printing import INFIX, Language, calls
 from multiattn.score.python import PythonDialect
 from multiattn.triton.staged import DISTANCES, stages_of
 
 _TANH = '"tanh.approx.f32 $0, $1;", "=f,f", [{0}], dtype=tl.float32, is_pure=True, pack=1'
+_MUL_RN = '"mul.rn.f32 $0, $1, $2;", "=f,f,f", [{0}, {1}], dtype=tl.float32, is_pure=True, pack=1'
 _NAN = "propagate_nan=triton.language.PropagateNan.ALL"
 
 
@@ -55,9 +56,12 @@ LANGUAGE = Language(
     ops=MappingProxyType(
         {
             **INFIX,
-            **calls("abs exp2 log2 sqrt floor", "tl."),
+            **calls("abs exp2 log2 sqrt sqrt_rn sin cos floor", "tl."),
             **{f"{op}:f32": f"tl.{op}imum({{0}}, {{1}}, {_NAN})" for op in ("min", "max")},
             **{op: f"tl.{op}imum({{0}}, {{1}})" for op in ("min", "max")},
+            "div_rn": "tl.div_rn({0}, {1})",
+            "mul_rn": "({0} * {1})",
+            "fmod": "({0} % {1})",  # of what has no sign
             "neg": "(-{0})",
             "not": "(~{0})",
             "quotient": "({0} // {1})",
@@ -76,14 +80,23 @@ _TRITON = PythonDialect(
     decorator="@triton.jit",
     constant="tl.constexpr",
 )
+_ON_GPU: Mapping[str, str] = MappingProxyType(
+    {
+        **LANGUAGE.ops,
+        "mul_rn": f"tl.inline_asm_elementwise({_MUL_RN})",  # or it is fused into a sum
+        "fmod": "fmod({0}, {1})",  # Triton's own `%` is right for quotients below 2^24
+    }
+)
+_FMOD = "from triton.language.extra.libdevice import fmod\n"
 _COMPILED = replace(
     _TRITON,
-    language=replace(LANGUAGE, load=_load_on_gpu),
+    language=replace(LANGUAGE, load=_load_on_gpu, ops=_ON_GPU),
     header=f"{_TRITON.header}\nfrom multiattn.triton.kernels.elements import load_in_place\n",
 )
 """Not for the interpreter."""
 _IN_PLACE = replace(
-    _COMPILED, language=replace(LANGUAGE, load=lambda *it: _load(*it).replace("tl.load", "load_in_place", 1))
+    _COMPILED,
+    language=replace(LANGUAGE, load=lambda *it: _load(*it).replace("tl.load", "load_in_place", 1), ops=_ON_GPU),
 )
 """For walks over listed blocks. Where Triton chooses the threads of a load of a value for each key, it may move all
 that is computed of scores to them, too."""
@@ -91,7 +104,7 @@ _GLUON = PythonDialect(
     language=replace(
         LANGUAGE,
         ops=MappingProxyType(
-            {**LANGUAGE.ops, "distance": "distance({0}, {1})", "scaled_distance": "scaled_distance({0}, {1}, {2})"}
+            {**_ON_GPU, "distance": "distance({0}, {1})", "scaled_distance": "scaled_distance({0}, {1}, {2})"}
         ),
     ),
     header="import triton.language\nfrom triton.experimental import gluon\n"
@@ -145,6 +158,8 @@ def text_of(
         values = stages.functions
     compiled = _IN_PLACE if listed else _COMPILED
     dialect = _GLUON if gluon else compiled if lowered.approximate else _TRITON
+    if any(it.op == "fmod" for _, roots in lowered.functions for it in walk(*roots)) and dialect is not _TRITON:
+        dialect = replace(dialect, header=dialect.header + _FMOD)
     return dialect.module(lowered, names, slots, add, values)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from multiattn.score import LoweredScore
 from multiattn.score.expression import Node, apply, const, inputs_of, make, read, rebuild, replace, walk
+from multiattn.score.integers import may_wrap
 
 DISTANCES = ("distance", "scaled_distance")
 """Operations of this language alone: ``f32(rows - keys)``, and its product with a third argument."""
@@ -114,6 +115,8 @@ def _distance(node: Node) -> Node | None:
     if node.op == "abs":
         inside = _distance(node.args[0])
         return None if inside is None else apply("abs", inside.args[0] if inside.op == "neg" else inside)
+    if any(map(may_wrap, walk(node))):
+        return None
     terms = _terms(node)
     keys = [sign for sign, it in terms if it is read("kv")]
     others = [(sign, it) for sign, it in terms if it is not read("kv")]

@@ -46,6 +46,22 @@ def _integers(function: _Rule) -> _Rule:
     return rule
 
 
+def _divided(function: _Rule) -> _Rule:
+    """A quotient or a remainder, rounded down; of an integer by zero it is anything, as on a GPU."""
+
+    def rule(x: Any, y: Any) -> Tile:
+        a, b, dtype = promote(x, y)
+        require(a.dtype != torch.bool, f"{function.__name__} of {dtype}")
+        b = b if b.is_floating_point() else torch.where(b == 0, -1, b)
+        return Tile(function(widen(a), widen(b)).to(a.dtype), dtype)
+
+    return rule
+
+
+def _bitcast(x: Any, dtype: Any) -> Tile:
+    return Tile(as_tile(x).data.contiguous().view(torch_dtype(dtype)), tile_dtype(dtype))
+
+
 def _compare(function: _Rule) -> _Rule:
     def rule(x: Any, y: Any) -> Tile:
         a, b, _ = promote(x, y)
@@ -156,8 +172,8 @@ RULES: dict[str, _Rule] = {
     "sub": _binary(torch.sub),
     "mul": _binary(torch.mul),
     "truediv": _binary(torch.div, force_float=True),
-    "floordiv": _integers(torch.floor_divide),
-    "mod": _integers(torch.remainder),
+    "floordiv": _divided(torch.floor_divide),
+    "mod": _divided(torch.remainder),
     "bitwise_and": _integers(torch.bitwise_and),
     "bitwise_or": _integers(torch.bitwise_or),
     "bitwise_xor": _integers(torch.bitwise_xor),
@@ -173,11 +189,15 @@ RULES: dict[str, _Rule] = {
     "less_equal": _compare(torch.le),
     "equal": _compare(torch.eq),
     "not_equal": _compare(torch.ne),
-    **{name: _unary(getattr(torch, name)) for name in ("exp", "exp2", "log", "log2", "sqrt", "tanh", "floor")},
+    **{
+        name: _unary(getattr(torch, name))
+        for name in ("exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "tanh", "floor")
+    },
     "sum": _reduce(torch.sum),
     "max": _reduce(torch.amax, instead_of_nan=-math.inf),
     "where": _where,
     "astype": _astype,
+    "bitcast": _bitcast,
     "full": _full,
     "zeros": lambda shape, dtype: _full(shape, 0, dtype),
     "ones": lambda shape, dtype: _full(shape, 1, dtype),

@@ -2,6 +2,7 @@
 // cpu/include/multiattn/ptx_math.cuh has the same verbs on the CPU.
 #pragma once
 #include "multiattn/ptx.cuh"
+#include "multiattn/wrapping.cuh"
 
 namespace multiattn {
 
@@ -27,6 +28,31 @@ DEVICE float sqrt_approx(float x) {
   float result;
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
+}
+// Rounded to nearest, denormals included, and a product never fused into a sum.
+DEVICE float div_rn(float x, float y) {
+  float result;
+  asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+DEVICE float mul_rn(float x, float y) {
+  float result;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+DEVICE float sqrt_rn(float x) {
+  float result;
+  asm("sqrt.rn.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+// Of integers, rounded to zero; by zero anything.
+template <class T, class U>
+DEVICE T quotient(T x, U y) {
+  return x / y;
+}
+template <class T, class U>
+DEVICE T remainder(T x, U y) {
+  return x % y;
 }
 // NaN where either is.
 DEVICE float min_or_nan(float a, float b) {
