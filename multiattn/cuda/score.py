@@ -115,6 +115,7 @@ LANGUAGE = Language(
             **{f"{op}:f32": f"{op}_or_nan({{0}}, {{1}})" for op in ("min", "max")},
             **{op: f"{op}({{0}}, {{1}})" for op in ("min", "max")},
             "abs:f32": "fabsf({0})",
+            "abs:i64": "llabs({0})",
             "div": "({0} * reciprocal_approx({1}))",  # `/` is IEEE's, with a slow path
             "neg": "(-{0})",
             "not": "(!{0})",

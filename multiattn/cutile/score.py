@@ -50,7 +50,7 @@ LANGUAGE = Language(
             "exp2": "ct.exp2({0}, flush_to_zero=True)",
             "div": f"ct.truediv({{0}}, {{1}}, {_APPROX}, flush_to_zero=True)",  # `/` is IEEE's, with a slow path
             "div_rn": "({0} / {1})",
-            "mul_rn": "ct.bitcast(ct.bitcast({0} * {1}, ct.int32), ct.float32)",  # or it is fused into a sum
+            "mul_rn": "ct.bitcast(ct.bitcast(ct.mul({0}, {1}), ct.int32), ct.float32)",  # or it is fused into a sum
             "fmod": "({0} % {1})",  # of what has no sign
             "neg": "(-{0})",
             "not": "(~{0})",

@@ -13,15 +13,29 @@ from multiattn.score.discrete import decides, decisive, depends_on_score
 from multiattn.score.expression import Node, derivative, read, walk
 from multiattn.score.program import BoundScore
 
+
+def _of_integers(divide: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A remainder; the least integer by -1 stops the process of a caller of PyTorch's, and any by 1 leaves as much."""
+    return lambda x, y: divide(x, torch.where(y == -1, 1, y))
+
+
+def _quotient(rounding_mode: str) -> Callable[..., torch.Tensor]:
+    def divide(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        by_one = torch.where(y == -1, 1, y)
+        return torch.where(y == -1, -x, torch.div(x, by_one, rounding_mode=rounding_mode))
+
+    return divide
+
+
 _OPS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
     {
         **{op: getattr(torch, op) for op in (*UNARY, *BINARY, "where") if hasattr(torch, op)},
         "min": torch.minimum,
         "max": torch.maximum,
-        "floordiv": torch.floor_divide,
-        "mod": torch.remainder,
-        "quotient": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
-        "remainder": torch.fmod,
+        "floordiv": _quotient("floor"),
+        "mod": _of_integers(torch.remainder),
+        "quotient": _quotient("trunc"),
+        "remainder": _of_integers(torch.fmod),
         "shr": torch.bitwise_right_shift,
         "and": torch.bitwise_and,
         "or": torch.bitwise_or,

@@ -47,12 +47,17 @@ def _integers(function: _Rule) -> _Rule:
 
 
 def _divided(function: _Rule) -> _Rule:
-    """A quotient or a remainder, rounded down; of an integer by zero it is anything, as on a GPU."""
+    """A quotient or a remainder, rounded down; of an integer by zero it is anything, as on a GPU.
+
+    By -1 it is taken of the negative number, as a CPU stops at the least integer by -1.
+    """
 
     def rule(x: Any, y: Any) -> Tile:
         a, b, dtype = promote(x, y)
         require(a.dtype != torch.bool, f"{function.__name__} of {dtype}")
-        b = b if b.is_floating_point() else torch.where(b == 0, -1, b)
+        if not b.is_floating_point():
+            a = torch.where(b == -1, -a, a)
+            b = torch.where((b == 0) | (b == -1), 1, b)
         return Tile(function(widen(a), widen(b)).to(a.dtype), dtype)
 
     return rule

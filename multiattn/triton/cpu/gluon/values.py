@@ -236,6 +236,13 @@ def _divided(x: int, y: int) -> int:
     return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
 
 
+def _possible(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers to divide, without what stops a CPU: by zero the result is anything, as on a GPU, by -1 it is of -x."""
+    if y.is_floating_point():
+        return x, y
+    return torch.where(y == -1, -x, x), torch.where((y == 0) | (y == -1), 1, y)
+
+
 def _larger(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.fmax(x, y) if x.dtype.is_floating_point else torch.maximum(x, y)
 
@@ -249,7 +256,8 @@ _OF_INTEGERS: dict[str, Callable[[Any, Any], Any]] = {
     "and": operator.and_, "or": operator.or_,
 }  # fmt: skip
 _OF_TENSORS: dict[str, Callable[[Any, Any], Any]] = {
-    "floordiv": lambda x, y: torch.div(x, y, rounding_mode="trunc"), "mod": torch.fmod,
+    "floordiv": lambda x, y: torch.div(*_possible(x, y), rounding_mode="trunc"),
+    "mod": lambda x, y: torch.fmod(*_possible(x, y)),
     "maximum": _larger, "minimum": _smaller, "and": operator.and_, "or": operator.or_,
 }  # fmt: skip
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
