@@ -241,6 +241,27 @@ def _constant_scores(sizes: Sizes) -> ScoreMod:
     return lambda s, b, h, q, kv: table[kv]
 
 
+@_score("positions that repeat, and sigmoids of the score: sin, cos, erf, sign")
+def _periodic(sizes: Sizes) -> ScoreMod:
+    phases = sizes.normal(sizes.heads)
+
+    def periodic(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s + torch.sin(0.25 * (q - kv) + phases[h]) + 0.5 * torch.erf(s) * torch.cos(s) + 0.1 * torch.sign(s)
+
+    return periodic
+
+
+@_score("quotients and remainders of floats, cut to integers: an ulp would change them")
+def _rounded(sizes: Sizes) -> ScoreMod:
+    table = sizes.normal(64)
+
+    def rounded(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        distance = (q - kv) / 0.3
+        return s + table[(q / 0.3).int() % 64] + 0.1 * torch.round(distance % 8.2) - 0.01 * (distance // 1.75)
+
+    return rounded
+
+
 @_score("all at once: nodes that are shared, both kinds of gradient")
 def _composite(sizes: Sizes) -> ScoreMod:
     cap = (2 + sizes.normal(grad=False).abs()).requires_grad_()
@@ -327,6 +348,11 @@ def _block_diagonal(sizes: Sizes) -> MaskMod:
 @_mask("a dilated window: remainders of negative numbers")
 def _dilated_window(sizes: Sizes) -> MaskMod:
     return lambda b, h, q, kv: ((q - kv).abs() <= 9) & ((q - kv) % 3 == 0)
+
+
+@_mask("windows whose borders are multiples of a divisor whose reciprocal is too small")
+def _divided_windows(sizes: Sizes) -> MaskMod:
+    return lambda b, h, q, kv: (3 * q / 0.3).floor() // 45 == torch.div(3 * kv, 4.5, rounding_mode="floor")
 
 
 @_mask("a sparse transformer's strided heads: the head decides")

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from score_truth import CPU, SIZES, bound, gradients, scores_of, tolerance, true_mask, true_scores
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import and_masks
 
 from multiattn.score import UntraceableError, bind_score, eager, expression, lower, program
+from multiattn.score.arithmetic import in_fp32
 from multiattn.score.expression import apply, cast, const, derivative, read
 from multiattn.score.lower import LOG2_E
 from parity.callables import CALLABLES
@@ -234,6 +236,43 @@ def test_integer_division_rounds_as_python_does(divisor):
         torch.testing.assert_close(result / LOG2_E, op(table).double().expand(SHAPE))
 
 
+def test_constants_are_folded_as_fp32_and_int32_compute_them():
+    """Numbers that a callable makes are PyTorch's: its arithmetic with them is not that of doubles."""
+
+    def folded(function):
+        node = bind(
+            score_mod=lambda s, b, h, q, kv: function(torch.tensor(0.1), torch.tensor(2**30).int())
+        ).program.score
+        return in_fp32(node.value)
+
+    for function in (
+        lambda x, n: x * 3,
+        lambda x, n: x * 3 - 0.3,
+        lambda x, n: (x * 30).floor(),
+        lambda x, n: 1 / x,
+        lambda x, n: n * 2.0**-20,
+        lambda x, n: (n * 4) + (n + n) // 3 + -(-n - n) % 7 + (n * 2).abs() // 5,
+        lambda x, n: n >> 40,
+        lambda x, n: (x + 0.9).int(),
+        lambda x, n: (x * 10).int(),
+    ):
+        assert folded(function) == function(torch.tensor(0.1), torch.tensor(2**30).int()).float().item()
+
+
+def test_sines_have_derivatives():
+    scores = scores_of(SIZES).requires_grad_()
+
+    def score_mod(s, b, h, q, kv):
+        return torch.sin(s) * torch.cos(2 * s) + torch.erf(s) + F.gelu(s) + torch.fmod(s, 1.5) + s % 0.7 + s.sign()
+
+    found = bind(score_mod=score_mod)
+    (wanted,) = gradients(score_mod(scores, 0, 0, 0, 0), [scores], torch.ones(SHAPE).double())
+    torch.testing.assert_close(eager.slope(found, scores.detach()), wanted)
+    inputs = kernel_inputs(found, scores.detach(), 1.0)
+    lowered = eager.evaluate(lower(found.program).slope, found, inputs, torch.float64)
+    torch.testing.assert_close(lowered, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_folding_keeps_what_is_not_a_number():
     score = read("score")
     assert apply("mul", score, const(0.0)) is not const(0.0)
@@ -245,16 +284,37 @@ def test_folding_keeps_what_is_not_a_number():
 # ---------------------------------------------------------------- refusals
 
 VECTOR, MATRIX, NUMBER = torch.rand(4), torch.rand(4, 4), torch.tensor(2.0)
+VISIBLE = torch.ones(28, dtype=torch.bool)
 
 
 REFUSED = {
-    "if": (lambda s, b, h, q, kv: s if q > kv else -s, "control flow"),
-    "and": (lambda s, b, h, q, kv: torch.where(q > kv and kv > 2, s, 0.0), "control flow"),
+    "if": (lambda s, b, h, q, kv: s if q > kv else -s, r"control flow.*torch\.where\(condition, x, y\) for `if`"),
+    "and": (lambda s, b, h, q, kv: torch.where(q > kv and kv > 2, s, 0.0), "control flow.*& | ~ for `and`"),
     "item": (lambda s, b, h, q, kv: s + VECTOR[h].item(), "item: control flow"),
     "float of a captured number": (lambda s, b, h, q, kv: s * float(NUMBER), "__float__: control flow"),
     "tolist": (lambda s, b, h, q, kv: s * VECTOR.tolist()[0], "tolist"),
     "a loop over positions": (lambda s, b, h, q, kv: s + len(range(q)), "__index__"),
-    "erf": (lambda s, b, h, q, kv: torch.erf(s), "aten.erf"),
+    "lgamma": (lambda s, b, h, q, kv: torch.lgamma(s), "aten.lgamma"),
+    "a mask_mod": (lambda s, b, h, q, kv: q >= kv, r"a result of bool; .*block_mask=create_block_mask.*torch.where\("),
+    "a mask by a table": (lambda s, b, h, q, kv: VISIBLE[kv], "a result of bool"),
+    "division by 0": (lambda s, b, h, q, kv: s + q // 0, "an integer and 0"),
+    "remainder by 0": (lambda s, b, h, q, kv: s + kv % 0, "an integer and 0"),
+    "writing by out": (lambda s, b, h, q, kv: torch.add(s, q, out=NUMBER), "writes to a captured tensor"),
+    **{
+        f"int32 {name}": (function, r"2147483648.* among int32; allowed -2147483648 to 2147483647.*\.long\(\)")
+        for name, function in {
+            "+": lambda s, b, h, q, kv: s + (q + 2147483648),
+            "*": lambda s, b, h, q, kv: s * ((q * 21474836480) % 7),
+            "%": lambda s, b, h, q, kv: s + q % 2147483648,
+            "//": lambda s, b, h, q, kv: s + q // 2147483648,
+            "<": lambda s, b, h, q, kv: torch.where(q < 2147483648, s, 0.0),
+            "==": lambda s, b, h, q, kv: torch.where(kv == 2147483648, s, 0.0),
+            "clamp": lambda s, b, h, q, kv: s + q.clamp(max=2147483648),
+            "masked_fill": lambda s, b, h, q, kv: s + q.masked_fill(q > kv, 2147483648),
+            "full_like": lambda s, b, h, q, kv: s + torch.full_like(q, 2147483648),
+            "&": lambda s, b, h, q, kv: s + (q & 2147483648),
+        }.items()
+    },
     "random numbers": (lambda s, b, h, q, kv: s + torch.rand(()), "aten.rand"),
     "a whole tensor": (lambda s, b, h, q, kv: s + VECTOR, r"VECTOR, a tensor of shape \(4,\), as a whole"),
     "computed from a whole tensor": (lambda s, b, h, q, kv: s + (VECTOR * 2)[h], "VECTOR"),
@@ -292,6 +352,33 @@ def test_a_mask_of_numbers_is_refused():
         bind(mask_mod=lambda b, h, q, kv: q - kv)
 
 
+def test_int64_takes_numbers_beyond_int32():
+    found = bind(score_mod=lambda s, b, h, q, kv: s * 0 + (q.long() * 3_000_000_000) % 7 + (kv.float() < 2**40))
+    wanted = (torch.arange(20)[:, None] * 3_000_000_000) % 7 + 1 + torch.zeros(28)
+    torch.testing.assert_close(eager.modified(found, torch.zeros(SHAPE)), wanted.expand(SHAPE))
+
+
+def test_operations_write_to_what_they_are_told():
+    """``out=`` and in-place operations change the score's name, and no position of the mask_mod that comes after."""
+
+    def score_mod(s, b, h, q, kv):
+        torch.add(s, kv, out=s)
+        torch.mul(s, 2.0, out=s)
+        q.add_(1)
+        return s + q
+
+    found = bind(score_mod=score_mod, mask_mod=lambda b, h, q, kv: q >= kv)
+    query, key = torch.arange(20)[:, None], torch.arange(28)
+    assert torch.equal(eager.modified(found, torch.zeros(SHAPE)), (2.0 * key + query + 1).expand(SHAPE))
+    assert torch.equal(eager.visible(found, SHAPE, CPU).expand(SHAPE), (query >= key).expand(SHAPE))
+
+
+def test_numbers_that_a_callable_makes_are_read_under_a_fake_mode():
+    with FakeTensorMode():
+        found = bind(score_mod=lambda s, b, h, q, kv: s * torch.tensor(0.25) + torch.tensor(3))
+    assert value_of(found) == 3.25
+
+
 def test_an_error_of_the_callable_passes_through():
     with pytest.raises(ZeroDivisionError):
         bind(score_mod=lambda s, b, h, q, kv: s * (1 / 0))
@@ -309,10 +396,13 @@ def traces(monkeypatch):
     return counted
 
 
-def value(score_mod, **options):
+def value_of(found):
     """The modified score of 1 at the first place."""
-    found = bind(score_mod=score_mod, **options)
     return eager.modified(found, torch.ones(1, 1, 1, 1, dtype=torch.float64)).item() if found else 1.0
+
+
+def value(score_mod, **options):
+    return value_of(bind(score_mod=score_mod, **options))
 
 
 GLOBAL = 2.0

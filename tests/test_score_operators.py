@@ -1,7 +1,6 @@
 """Operators of score_mod: each one, in each language, gives what PyTorch gives."""
 
 import pytest
-import torch
 from score_sweep import SWEEPS, differing
 
 BACKENDS = ("reference", "triton", "cutile", "cuda")

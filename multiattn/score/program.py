@@ -193,16 +193,15 @@ def trace_program(
 ) -> tuple[ScoreProgram, tuple[torch.Tensor, ...]]:
     """The program of these, and the tensors that it loads from, by slot; see `bind_score`."""
     tracer = Tracer(device)
-    place = tracer.place
     score = read("score")
     if has_softcap:
-        score = tracer.trace(named.softcap, tracer.stand_in(score), place, tracer.scalar("softcap"), dtype="f32")
+        score = tracer.trace(named.softcap, tracer.stand_in(score), tracer.place, tracer.scalar("softcap"), dtype="f32")
     for modification, tensor in named_tensors.items():
         if tensor is not None:
-            score = tracer.trace(modification, tracer.stand_in(score), place, tensor, dtype="f32")
+            score = tracer.trace(modification, tracer.stand_in(score), tracer.place, tensor, dtype="f32")
     if score_mod is not None:
-        score = tracer.trace(score_mod, tracer.stand_in(score), *place[:4], dtype="f32")
-    mask = tracer.trace(mask_mod, *place[:4], dtype="bool") if mask_mod is not None else None
+        score = tracer.trace(score_mod, tracer.stand_in(score), *tracer.place[:4], dtype="f32")
+    mask = tracer.trace(mask_mod, *tracer.place[:4], dtype="bool") if mask_mod is not None else None
     program = ScoreProgram(
         score=None if score is read("score") else score,
         mask=None if mask is None or (mask.op == "const" and mask.value) else mask,

@@ -53,14 +53,16 @@ def _trunc(x: Node) -> Node:
 
 
 def _round(x: Node, decimals: int = 0) -> Node:
-    """The nearest number without a fraction, of two the even one: fp32 has no fraction from 2^23 on."""
+    """The nearest number without a fraction, of two the even one."""
     if decimals:
         factor = const(10.0 ** abs(decimals))
         up, down = ("mul", "div") if decimals > 0 else ("div", "mul")
         return apply(down, _round(apply(up, x, factor)), factor)
-    size, limit = apply("abs", x), const(2.0**23)
-    size = where(apply("lt", size, limit), apply("sub", apply("add", size, limit), limit), size)
-    return where(apply("lt", x, ZERO), apply("neg", size), size)
+    down, half = apply("floor", x), const(0.5)
+    rest = apply("sub", x, down)
+    is_odd = apply("ne", apply("mul", apply("floor", apply("mul", down, half)), const(2.0)), down)
+    up = apply("or", apply("lt", half, rest), apply("and", apply("eq", rest, half), is_odd))
+    return where(up, apply("add", down, ONE), down)
 
 
 def _binary(op: str) -> Rule:
@@ -260,9 +262,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         **dict.fromkeys(("_to_copy", "to", "clone", "alias", "detach", "lift_fresh", "lift_fresh_copy"), _same),
         "scalar_tensor": _same,
-        "full": lambda get, dtype, size, value, **_: const(value, dtype),
-        "full_like": lambda get, dtype, x, value, **_: const(value, dtype),
-        "new_full": lambda get, dtype, x, size, value, **_: const(value, dtype),
+        "full": lambda get, dtype, size, value, **_: get(value, dtype),
+        "full_like": lambda get, dtype, x, value, **_: get(value, dtype),
+        "new_full": lambda get, dtype, x, size, value, **_: get(value, dtype),
         **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), _filled(0)),
         **dict.fromkeys(("ones", "ones_like", "new_ones"), _filled(1)),
     }

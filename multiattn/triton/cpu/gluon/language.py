@@ -111,6 +111,10 @@ def _fdiv(x: Any, y: Any, ieee_rounding: Any = False) -> Value:
     return made(binary("truediv", lift(x), y))
 
 
+def _fmod(x: Any, y: Any) -> Value:
+    return made(binary("mod", lift(x), y))
+
+
 def _cdiv(x: Any, y: Any) -> Any:
     return (x + (y - 1)) // y
 
@@ -234,7 +238,7 @@ PARTS: dict[str, Any] = {
     "cast": lambda input, dtype, fp_downcast_rounding=None, bitcast=False: values.cast(input, dtype, bitcast=bitcast),
     "where": values.select, "add": _operation("add"), "sub": _operation("sub"), "mul": _operation("mul"),
     "maximum": _extreme("maximum", torch.maximum), "minimum": _extreme("minimum", torch.minimum), "clamp": _clamp,
-    "abs": _abs, "fma": _fma, "fdiv": _fdiv, "div_rn": _fdiv, "cdiv": _cdiv,
+    "abs": _abs, "fma": _fma, "fdiv": _fdiv, "div_rn": _fdiv, "cdiv": _cdiv, "fmod": _fmod,
     "exp": functools.partial(unary, torch.exp), "exp2": functools.partial(unary, torch.exp2),
     "log": functools.partial(unary, torch.log), "log2": functools.partial(unary, torch.log2),
     "sqrt": functools.partial(unary, torch.sqrt), "sqrt_rn": functools.partial(unary, torch.sqrt),
