@@ -241,6 +241,20 @@ def _constant_scores(sizes: Sizes) -> ScoreMod:
     return lambda s, b, h, q, kv: table[kv]
 
 
+@_score("all at once: nodes that are shared, both kinds of gradient")
+def _composite(sizes: Sizes) -> ScoreMod:
+    cap = (2 + sizes.normal(grad=False).abs()).requires_grad_()
+    slopes = sizes.normal(sizes.heads)
+    bias = sizes.normal(sizes.batch, sizes.heads, sizes.seq_q, sizes.seq_kv)
+
+    def composite(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        near = cap * torch.tanh(s / cap) + slopes[h] * (kv - q).abs()
+        s = torch.where((q - kv).abs() <= 10, near, s.clamp(min=-0.5) * 0.5)
+        return s + F.softplus(s) * 0.1 + bias[b, h, q, kv] * (q // 5 == kv // 5)
+
+    return composite
+
+
 @_score("positions that repeat, and sigmoids of the score: sin, cos, erf, sign")
 def _periodic(sizes: Sizes) -> ScoreMod:
     phases = sizes.normal(sizes.heads)
@@ -260,20 +274,6 @@ def _rounded(sizes: Sizes) -> ScoreMod:
         return s + table[(q / 0.3).int() % 64] + 0.1 * torch.round(distance % 8.2) - 0.01 * (distance // 1.75)
 
     return rounded
-
-
-@_score("all at once: nodes that are shared, both kinds of gradient")
-def _composite(sizes: Sizes) -> ScoreMod:
-    cap = (2 + sizes.normal(grad=False).abs()).requires_grad_()
-    slopes = sizes.normal(sizes.heads)
-    bias = sizes.normal(sizes.batch, sizes.heads, sizes.seq_q, sizes.seq_kv)
-
-    def composite(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        near = cap * torch.tanh(s / cap) + slopes[h] * (kv - q).abs()
-        s = torch.where((q - kv).abs() <= 10, near, s.clamp(min=-0.5) * 0.5)
-        return s + F.softplus(s) * 0.1 + bias[b, h, q, kv] * (q // 5 == kv // 5)
-
-    return composite
 
 
 # ---------------------------------------------------------------- masks
@@ -350,11 +350,6 @@ def _dilated_window(sizes: Sizes) -> MaskMod:
     return lambda b, h, q, kv: ((q - kv).abs() <= 9) & ((q - kv) % 3 == 0)
 
 
-@_mask("windows whose borders are multiples of a divisor whose reciprocal is too small")
-def _divided_windows(sizes: Sizes) -> MaskMod:
-    return lambda b, h, q, kv: (3 * q / 0.3).floor() // 45 == torch.div(3 * kv, 4.5, rounding_mode="floor")
-
-
 @_mask("a sparse transformer's strided heads: the head decides")
 def _strided(sizes: Sizes) -> MaskMod:
     return lambda b, h, q, kv: torch.where(h % 2 == 0, q - kv < 4, (q - kv) % 4 == 0) & (q >= kv)
@@ -395,6 +390,11 @@ def _table(sizes: Sizes) -> MaskMod:
 @_mask("bits of positions: xor and shifts, as of an FFT's butterfly")
 def _butterfly(sizes: Sizes) -> MaskMod:
     return lambda b, h, q, kv: (((q ^ kv) & 5) == 0) | ((q ^ kv) >> 2 == 1)
+
+
+@_mask("windows whose borders are multiples of a divisor whose reciprocal is too small")
+def _divided_windows(sizes: Sizes) -> MaskMod:
+    return lambda b, h, q, kv: (3 * q / 0.3).floor() // 45 == torch.div(3 * kv, 4.5, rounding_mode="floor")
 
 
 CALLABLES: tuple[CallableCase, ...] = (

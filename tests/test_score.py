@@ -188,6 +188,15 @@ def test_indices_stay_inside_a_captured_tensor():
         bind(score_mod=lambda s, b, h, q, kv: s + table[kv]).check(batch=2, heads=2, seq_q=20, seq_kv=28)
 
 
+def test_products_of_positions_keep_their_sign_or_are_refused():
+    found = bind(score_mod=lambda s, b, h, q, kv: s + (q * 64) // 7)
+    found.check(batch=2, heads=2, seq_q=1, seq_kv=2**24)
+    with pytest.raises(ValueError, match=r"a sequence of 16777217 .*allowed lengths up to 16777216"):
+        found.check(batch=2, heads=2, seq_q=1, seq_kv=2**24 + 1)
+    bind(alibi_slopes=torch.rand(2)).check(batch=2, heads=2, seq_q=1, seq_kv=2**30)
+    assert "lt" not in {it.op for it in expression.walk(lower(found.program).score)}  # natural numbers need no sign
+
+
 # ---------------------------------------------------------------- digests and nodes
 
 

@@ -380,6 +380,40 @@ def test_approximate_tanh_is_the_gpus_own():
     assert "ex2" not in ptx.decode()
 
 
+def rounded_by_themselves(s, b, h, q, kv):
+    return torch.where((q * 0.7 + 0.3).floor() * (kv / 41).floor() < (q + 0.5).sqrt() % 3.3, s, 0.0)
+
+
+@pytest.mark.parametrize("language", ["triton", "gluon", "cuda"])
+def test_what_decides_is_rounded_by_itself_in_machine_code(language):
+    from multiattn.cuda.compile import make_ptx
+    from multiattn.cuda.score import text_of
+    from multiattn.triton.score import functions_of
+
+    lowered = approximate(score_mod=rounded_by_themselves)
+    fp32 = stand_in(torch.empty(16))
+    if language == "cuda":
+        name, text = text_of(lowered)
+        kernel = (
+            f'{text}\nextern "C" __global__ void f(float* x, int* n, const multiattn::{name}::Aux aux)'
+            f"{{ *x = multiattn::{name}::score(*x, 0, 0, n[0], n[1], 1, 1, aux); }}\n"
+        )
+        ptx = make_ptx(kernel, "sm_90").decode()
+    else:
+        functions = functions_of(lowered, gluon=language == "gluon")
+        sizes = (SIZES.heads, SIZES.seq_q, SIZES.seq_kv)
+        aux = tuple(map(stand_in, lowered.values(bind_score(device=CPU, score_mod=rounded_by_themselves), SCALE)))
+        if language == "gluon":
+            constants = {"FUNCTIONS": functions, "TILE": TILE}
+            ptx = compile_triton(modify_gluon, (fp32, fp32, fp32, aux, (), *sizes), constants, True)
+        else:
+            constants = {"FUNCTIONS": functions, "SWAPPED": False, "TILE": TILE}
+            ptx = compile_triton(modify, (*(fp32,) * 6, aux, (), *sizes), constants, False)
+    assert {"mul.rn.f32", "div.rn.f32", "sqrt.rn.f32"} <= set(re.findall(r"(?:mul|div|sqrt)\.[\w.]+", ptx))
+    assert "div.full" not in ptx
+    assert "sqrt.approx" not in ptx
+
+
 def test_two_programs_never_share_a_name_in_tritons_cache():
     """Its key has a function of a constant by module and name alone."""
     from multiattn.triton.score import functions_of

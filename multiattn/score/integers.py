@@ -11,7 +11,7 @@ from multiattn.score.arithmetic import BITS
 from multiattn.score.expression import Node, apply, cast, const, walk, where
 
 LONGEST = 2**24
-"""Positions, batch entries and heads are taken to be below. See `ScoreProgram.multiplies` for what is longer."""
+"""The largest position that counts here. Longer sequences are refused where a program multiplies integers."""
 
 Range = tuple[int, int]
 

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from multiattn.score import named
+from multiattn.score.arithmetic import BITS
 from multiattn.score.expression import Node, read, walk
 from multiattn.score.fingerprint import Fingerprint, UnknownError
+from multiattn.score.integers import LONGEST
 from multiattn.score.printing import TEXT
 from multiattn.score.trace import Tracer
 from multiattn.score.transforms import apart, requires_grad
@@ -75,6 +77,11 @@ class ScoreProgram:
         """All loads of both expressions, each once."""
         return tuple(it for it in walk(*self.roots) if it.op == "load")
 
+    @functools.cached_property
+    def multiplies(self) -> bool:
+        """True if it has products of integers, whose sign is known of positions below `LONGEST` alone."""
+        return any(it.op == "mul" and it.dtype in BITS for it in walk(*self.roots))
+
     def sum_of(self, slot: int, scores: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """The gradient of a tensor of this shape, of one for each score ``[B, Hq, Sq, Skv]``; see `why_not_apart`."""
         (load,) = (it for it in self.loads if it.value == slot)
@@ -117,7 +124,15 @@ class BoundScore(NamedTuple):
         return tuple(slot for slot, it in enumerate(self.tensors) if slot in used and requires_grad(it))
 
     def check(self, *, batch: int, heads: int, seq_q: int, seq_kv: int) -> None:
-        """ValueError for a tensor that is too small to be indexed by a batch entry, a head or a position of these."""
+        """ValueError for a tensor that is too small to be indexed by a batch entry, a head or a position of these.
+
+        Also for longer sequences than products of positions are computed for.
+        """
+        if max(seq_q, seq_kv) > LONGEST and self.program.multiplies:
+            raise ValueError(
+                f"a sequence of {max(seq_q, seq_kv)} with a score_mod or mask_mod that multiplies integers; allowed "
+                f"lengths up to {LONGEST}, or products of floats: q_idx.float()"
+            )
         sizes = {"b": batch, "h": heads, "q": seq_q, "kv": seq_kv}
         for load in self.program.loads:
             shape = tuple(self.tensors[load.value].shape)
