@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from multiattn.score.expression import DType, Node, walk
+from multiattn.score.arithmetic import DType
+from multiattn.score.expression import Node, walk
 
 INFIX: Mapping[str, str] = MappingProxyType(
     {op: f"({{0}} {sign} {{1}})" for op, sign in {

@@ -56,8 +56,8 @@ def _round(x: Node, decimals: int = 0) -> Node:
     """The nearest number without a fraction, of two the even one."""
     if decimals:
         factor = const(10.0 ** abs(decimals))
-        up, down = ("mul", "div") if decimals > 0 else ("div", "mul")
-        return apply(down, _round(apply(up, x, factor)), factor)
+        there, back = ("mul", "div") if decimals > 0 else ("div", "mul")
+        return apply(back, _round(apply(there, x, factor)), factor)
     down, half = apply("floor", x), const(0.5)
     rest = apply("sub", x, down)
     is_odd = apply("ne", apply("mul", apply("floor", apply("mul", down, half)), const(2.0)), down)
