@@ -15,7 +15,7 @@ from multiattn.score.program import BoundScore
 
 
 def _of_integers(divide: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A remainder; the least integer by -1 stops the process of a caller of PyTorch's, and any by 1 leaves as much."""
+    """A remainder of integers. PyTorch's own stops the process at the least one by -1; by 1 as much is left."""
     return lambda x, y: divide(x, torch.where(y == -1, 1, y))
 
 

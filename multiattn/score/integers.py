@@ -7,6 +7,8 @@ PyTorch: a sign counts as known only where the expression provably stays in its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from multiattn.score.arithmetic import BITS
 from multiattn.score.expression import Node, apply, cast, const, walk, where
 
@@ -157,7 +159,5 @@ def _down(x: Node, y: Node) -> Node:
     return apply("xor", apply("quotient", apply("xor", x, signs), y), signs)
 
 
-def _in_64_bits(form: object, x: Node, y: Node) -> Node:
-    assert callable(form)
-    wide: Node = form(cast(x, "i64"), cast(y, "i64"))
-    return cast(wide, "i32")
+def _in_64_bits(form: Callable[[Node, Node], Node], x: Node, y: Node) -> Node:
+    return cast(form(cast(x, "i64"), cast(y, "i64")), "i32")
