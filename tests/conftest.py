@@ -19,6 +19,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """Let Python end as always: what is frozen is not freed, and libtriton reports what outlives it."""
+    gc.unfreeze()
+
+
 def forget_calls():
     calls._forward.clear()
     calls._backward.clear()

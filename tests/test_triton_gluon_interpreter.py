@@ -1,6 +1,9 @@
 """The interpreter of Gluon by small kernels: arithmetic, layouts, PTX, shared memory, TMA, partitions."""
 
 import contextlib
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -214,3 +217,22 @@ def test_two_partitions_write_and_meet_at_a_barrier(kind, seed):
 def test_two_partitions_in_each_others_way(second, kind, error, says, seed):
     with pytest.raises(error, match=f"(?s){says}"):
         run(share, 1, torch.empty(513), second, kind, seed=seed)
+
+
+@pytest.mark.nightly  # a process of its own
+def test_libtriton_has_nothing_to_report_when_python_ends():
+    """Neither what tests froze nor what Gluon's layouts lead to outlives Python."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n0",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"{__file__}::test_reductions_and_shapes",
+    ]
+    alone = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_XDIST")}
+    done = subprocess.run(command, env=alone, capture_output=True, text=True, check=False, timeout=120)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert "nanobind" not in done.stdout + done.stderr

@@ -28,6 +28,7 @@ from multiattn.triton.bind import bind, checked_binding, image_of, why_not
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.cpu import interpreter
 from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
+from multiattn.triton.ending import end_quietly
 from multiattn.triton.hashing import hashing
 
 KINDS = ("ttir", "ttgir", "llir", "ptx")
@@ -109,6 +110,8 @@ class Source:
         self._source = make_source(kernel, signature, constexprs, attributes)
         self._options = options.__dict__
         self.is_gluon: bool = kernel.is_gluon()
+        if self.is_gluon:
+            end_quietly()
         self.target = arch.name
         self.key = self._source.hash(), str(self._options), str(self._target)
         """All that the code depends on in a process."""

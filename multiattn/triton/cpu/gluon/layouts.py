@@ -19,6 +19,7 @@ from triton.experimental.gluon.language._layouts import DistributedLayout
 from triton.experimental.gluon.language._semantic import GluonSemantic
 
 from multiattn.triton.cpu.gluon.errors import LayoutError
+from multiattn.triton.ending import end_quietly
 
 Shape = tuple[int, ...]
 THREADS = 32
@@ -41,6 +42,7 @@ def _compiler() -> GluonSemantic[Any]:
     semantic = GluonSemantic(builder)
     semantic.kept = (context, module, function)  # what the builder points to
     atexit.register(_compiler.cache_clear)  # before Python ends: libtriton reports what outlives it
+    end_quietly()
     return semantic
 
 
