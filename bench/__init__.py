@@ -1,4 +1,4 @@
-"""One benchmark matrix over the backends and their peers: ``python -m bench``, ``pytest bench --benchmark-only``."""
+"""One benchmark matrix over the backends and their peers: ``python -m bench``, ``pytest --benchmark-only``."""
 
 import os
 

@@ -1,9 +1,10 @@
-"""``pytest bench --benchmark-only``: pytest-benchmark fed with CUDA event times."""
+"""``pytest --benchmark-only``: pytest-benchmark fed with CUDA event times."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from bench.contenders import Contender, our_providers
 from bench.matrix import SUITES, Cell, Direction
 from bench.peers import PEERS, Provider
-from bench.results import environment
+from bench.results import NO_GPU, environment
 from bench.run import Machine, admit, tensors_and_truth
 from bench.timing import Budget, Contestant, CudaClock, Sample, Timing, warm_up
 
@@ -27,21 +28,38 @@ class EventClock:
 
 
 CLOCK = EventClock()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("bench")
-    group.addoption("--bench-suite", choices=tuple(SUITES), default="floors", help="cells to time")
-    group.addoption("--bench-rounds", type=int, default=Budget().rounds, help="readings of each")
+FOLDER = Path(__file__).parent
+CELLS, HOST = "test_bench.py", "test_host.py"
+UNTIMED = pytest.StashKey[int]()
+"""The number of benchmarks of cells that no GPU is here for."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per cell and contender, those of one cell together: they share its tensors and its truth."""
-    if "backend" in metafunc.fixturenames:
+    if "cell" in metafunc.fixturenames:
         cells = SUITES[metafunc.config.getoption("--bench-suite")]
         pairs = [(cell, name) for cell in cells for name in providers(cell.direction)]
         ids = [f"{it.direction}-D{it.head_dim}-N{it.seq}-{it.attention}-{name}".replace(" ", "-") for it, name in pairs]
         metafunc.parametrize(("cell", "backend"), pairs, ids=ids)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of cells and the host, what this machine can time: cells on a GPU, beside which `python -m bench host` is."""
+    machine = Machine.current()
+    needless = HOST if machine is not None else CELLS
+    left_out = [it for it in items if it.path.parent == FOLDER and it.path.name == needless]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [it for it in items if it not in left_out]
+        if machine is None:
+            config.stash[UNTIMED] = len(left_out)
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str:
+    """One line for all cells that want a GPU."""
+    count = config.stash.get(UNTIMED, 0)
+    return f"{NO_GPU}: {count} benchmarks of cells are left out; timed is what a call costs the host" if count else ""
 
 
 @functools.cache
@@ -52,16 +70,16 @@ def providers(direction: Direction) -> dict[str, Provider]:
 
 
 @pytest.fixture(scope="session")
-def machine() -> Machine | None:
-    return Machine.current()
+def machine() -> Machine:
+    found = Machine.current()
+    assert found is not None  # else no test is left that asks for it
+    return found
 
 
 @pytest.fixture
-def contender(cell: Cell, backend: str, machine: Machine | None) -> Contender:
+def contender(cell: Cell, backend: str, machine: Machine) -> Contender:
     """Made and checked as for the matrix; a skip says why there is no timing."""
     provider = providers(cell.direction)[backend]
-    if machine is None:
-        pytest.skip("; ".join(map(str, provider.why_not(cell, None))))
     tensors, truth = tensors_and_truth(cell, machine.device)
     outcome = admit(provider, cell, tensors, machine, truth)
     if isinstance(outcome, tuple):

@@ -1,4 +1,4 @@
-"""The matrix as benchmarks: ``pytest bench --benchmark-only [--bench-suite standard]``."""
+"""The matrix as benchmarks: ``pytest --benchmark-only [--bench-suite standard]``."""
 
 from typing import Any
 

@@ -185,13 +185,18 @@ def test_without_a_gpu_a_run_compiles_instead(backend, tmp_path, monkeypatch, ca
 
 
 @needs_no_gpu
-def test_pytest_bench_skips_with_its_reason():
-    command = [sys.executable, "-m", "pytest", "bench", "--benchmark-only", "-p", "no:cacheprovider", "-q"]
-    command += ["--bench-suite", "smoke"]
+def test_pytest_collects_benchmarks_alone_and_times_the_host_without_a_gpu():
+    command = [sys.executable, "-m", "pytest", "--benchmark-only", "-p", "no:cacheprovider", "--bench-suite", "smoke"]
+    command += ["--benchmark-max-time", "0.001", "--benchmark-min-rounds", "1"]
     alone = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_XDIST")}
     done = subprocess.run(command, cwd=cli.ROOT, env=alone, capture_output=True, text=True, check=False, timeout=120)
-    assert "gpu: got none on this machine" in done.stdout, done.stdout + done.stderr
-    assert done.returncode == 0
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("gpu: got none on this machine") == 1
+    assert "12 passed, 44 deselected" in done.stdout
+    assert "SKIPPED" not in done.stdout
+    assert "tests/" not in done.stdout
+    for named in ("cuda forward sm90", "fmha with grad", "forward sm80, other tensors", "Median"):
+        assert named in done.stdout, named
 
 
 @needs_no_gpu
