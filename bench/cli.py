@@ -63,15 +63,15 @@ def run_matrix(options: argparse.Namespace) -> int:
     jobs = _jobs(options)
     folder = options.out or results_dir(torch.cuda.get_device_name() if machine is not None else "none")
     store = Store(folder / f"{options.suite}.json", options.suite)
-    rows = [row for job in jobs for row in run(job, machine, store)]
-    print(f"\n{report.text_report(rows)}\n\nWritten: {store.path}")
+    rows = [row for job in jobs for row in run(job, machine, store, quiet=machine is None)]
     if machine is None:
-        print(f"\nNo timing: {NO_GPU}")
+        print(f"No timing: {NO_GPU}. Written: {store.path}")
         if options.no_compile or not asked:
             return 0
         print("\nCompiled for every target instead:\n", flush=True)
         which = ["--backend", ",".join(asked), "--direction", "forward", "--head-dim", "128", "--mask", "causal"]
         return run_multiattn(["compile", *which, "--jobs", str(options.jobs)])
+    print(f"\n{report.text_report(rows)}\n\nWritten: {store.path}")
     ours = [row for row in rows if is_ours(row.contender)]
     idle = idle_backends(ours, asked if options.backend else {row.contender.partition("/")[0] for row in ours})
     print("".join(f"\n{line}" for line in idle))

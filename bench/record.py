@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
-from tqdm import tqdm
 
 from bench.matrix import InputError
 from bench.options import add_jobs
 from bench.record_kernels import Kernel, compile_task, promised_without_spills
 from bench.results import ROOT, dump, read
+from multiattn.bars import Bar
 from multiattn.inspect.mix import GENERATIONS
 from multiattn.inspect.pool import run_isolated
 from multiattn.layout import DTYPES
@@ -359,7 +359,7 @@ def _compile(
     made: dict[Key, Kernels] = {}
     verdicts: list[tuple[str, Plan]] = []
     compiled = run_isolated(compile_task, work, jobs=options.jobs, timeout_s=TIMEOUT_S)
-    for done, outcome in enumerate(tqdm(compiled, total=len(work), desc="compiling", unit="rule", disable=None), 1):
+    for done, outcome in enumerate(Bar(compiled, total=len(work), desc="compiling", unit="rule", disable=None), 1):
         plan, kind, texts = outcome.item[0], "failed", [outcome.error]
         if outcome.result is not None:
             made[key_of(plan)] = outcome.result
@@ -367,7 +367,7 @@ def _compile(
             versions = {"recorded_with": told, "made_with": compiler(plan.backend)}
             kind, texts = compare(before(plan).kernels_of(plan), outcome.result, **versions)
         verdicts.append((kind, plan))
-        with tqdm.external_write_mode():
+        with Bar.external_write_mode():
             print("".join(f"{kind}: {' '.join(key_of(plan))}: {text}\n" for text in texts), end="", flush=True)
         if done % 50 == 0:
             print(f"[{done}/{len(work)}]", flush=True)

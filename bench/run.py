@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from bench.contenders import Contender, Ours, RefusedError, Truths, check, named, plan_data, truth_of
 from bench.decode_cells import DecodeCell
@@ -21,6 +20,7 @@ from bench.matrix import Cell, Direction, Tensors, cell_flops, tflops
 from bench.peers import PEERS, Provider
 from bench.results import LOST_DEVICE, Environment, Measured, Row, Store, environment, gpu_arch
 from bench.timing import Budget, Call, Contestant, CudaClock, Timing, measure
+from multiattn.bars import Bar
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan.arch import Arch
 from multiattn.plan.support import Reason, Unsupported
@@ -116,7 +116,7 @@ def run(
     waiting = [it for it in job.cells if job.fresh or not store.finished(it, names, job.regime, setup, job.budget)]
     if machine is not None and job.jobs > 1 and any(len(waiting) >= PREWARM_CELLS[it.direction] for it in waiting):
         prewarm(job.providers, waiting, jobs=job.jobs)
-    with tqdm(waiting, unit="cell", disable=True if quiet else None) as bar:  # None: silent where there is no terminal
+    with Bar(waiting, unit="cell", disable=True if quiet else None) as bar:  # None: silent where there is no terminal
         for cell in bar:
             bar.set_postfix_str(cell.key)
             rows = _run_cell(job, cell, machine, store, setup)
@@ -293,6 +293,6 @@ def prewarm(providers: Sequence[Provider], cells: Sequence[Cell], *, jobs: int) 
     arch = gpu_arch()
     wanted = [(it.name, cell) for it in providers for cell in cells if not it.why_not(cell, arch)]
     made = run_isolated(warm, wanted, jobs=jobs, timeout_s=120.0, keep=device_works)
-    for outcome in tqdm(made, total=len(wanted), desc="compiling ahead", unit="kernel", disable=None):
+    for outcome in Bar(made, total=len(wanted), desc="compiling ahead", unit="kernel", disable=None):
         if outcome.error:
-            tqdm.write(f"compiling ahead: {', '.join(map(str, outcome.item))}: {outcome.error.splitlines()[0]}")
+            Bar.write(f"compiling ahead: {', '.join(map(str, outcome.item))}: {outcome.error.splitlines()[0]}")

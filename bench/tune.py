@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from tabulate import tabulate
-from tqdm import tqdm
 
 from bench import options as shared
 from bench.contenders import Ours, RefusedError, Truths, check, truth_of
@@ -25,6 +24,7 @@ from bench.results import NO_GPU, ROOT, Row, Store
 from bench.run import Job, Machine, run
 from bench.timing import Budget
 from bench.tuned_lines import print_lines
+from multiattn.bars import Bar
 from multiattn.inspect.facts import read_plan
 from multiattn.inspect.options import count
 from multiattn.plan import backend as registry
@@ -139,7 +139,7 @@ def sweep(options: argparse.Namespace) -> int:
         if not wanted:
             raise InputError(f"--variant: got {', '.join(options.variant)}; {backend} has none of them")
         checked = checking.check_all(check_candidate, wanted, jobs=options.jobs, timeout_s=options.timeout)
-        seen = tqdm(checked, total=len(wanted), desc=backend, unit="candidate")
+        seen = Bar(checked, total=len(wanted), desc=backend, unit="candidate")
         failures = {outcome.item: outcome.error for outcome in seen}
         name = f"tune_{backend}"
         kept = Store((options.out or ROOT / "out" / "tune") / f"{name}.json", name)

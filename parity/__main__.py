@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 from tabulate import tabulate
-from tqdm import tqdm
 
 from multiattn import progress
+from multiattn.bars import Bar
 from multiattn.inspect.options import count, some_of
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, REFERENCE
 from parity.cases import matching, suite
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     order = {case.name: index for index, case in enumerate(cases)}
     reports: list[CaseReport] = []
     seconds = 0.1 if sys.stderr.isatty() else 10  # in a log, a line now and then
-    bar = tqdm(total=len(cases), unit="case", mininterval=seconds, maxinterval=seconds)
+    bar = Bar(total=len(cases), unit="case", mininterval=seconds, maxinterval=seconds)
     with _one_bar(), bar:
         for case_report in run_cases(cases, contenders, device, jobs=options.jobs):
             reports.append(case_report)
@@ -103,7 +103,7 @@ def _tell_at_once(case_report: CaseReport) -> None:
     """Name what broke while the run goes on: should a kernel hang later, this much is known."""
     for result in case_report.results:
         if result.status in ("failed", "error"):
-            tqdm.write(f"{result.who} {result.status} on {result.case}", file=sys.stderr)
+            Bar.write(f"{result.who} {result.status} on {result.case}", file=sys.stderr)
 
 
 def _print(report: Report) -> None:

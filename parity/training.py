@@ -22,9 +22,9 @@ import torch
 from tabulate import tabulate
 from torch import nn
 from torch.nn import functional
-from tqdm import tqdm
 
 from multiattn import fmha, reference
+from multiattn.bars import Bar
 from multiattn.layout import DTYPES
 from multiattn.plan.backend import BACKENDS, REFERENCE, BackendName
 from multiattn.progress import DELAY_S
@@ -161,7 +161,7 @@ def train(setup: Setup, attend: Attend, device: torch.device) -> list[float]:
     model.to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=setup.learning_rate)
     losses = []
-    for _ in tqdm(range(setup.steps + 1), desc="training", unit="step", delay=DELAY_S, leave=False, disable=None):
+    for _ in Bar(range(setup.steps + 1), desc="training", unit="step", delay=DELAY_S, leave=False, disable=None):
         logits = model(text[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
         losses.append(loss.detach())

@@ -13,6 +13,7 @@ import torch
 
 import multiattn
 from multiattn import progress
+from multiattn.bars import Bar
 from multiattn.plan.arch import ARCHS, CPU
 from multiattn.plan.backend import get, make_plan
 from multiattn.problem import Problem
@@ -312,3 +313,17 @@ def test_without_any_setup_of_logging_a_caller_reads_it_on_stderr():
     first, last = done.stderr.splitlines()
     assert first.endswith(" s so far")
     assert last.startswith("multiattn: testing: done in ")
+
+
+def test_a_bar_tells_an_estimate_when_enough_is_known():
+    """The first of 200 items takes 30 s to start, and each later one a second: never is an hour told."""
+    bar, now = Bar(total=200, file=io.StringIO(), mininterval=0), [0.0]
+    bar.start_t, bar._time = 0.0, lambda: now[0]
+    said = []
+    for seconds in (30.0, *[1.0] * 20):
+        now[0] += seconds
+        bar.update()
+        said.append(str(bar))
+    assert [("<" in it) for it in said] == [False] * 10 + [True] * 11
+    assert "11/200 [00:40<03:09" in said[10]
+    assert "21/200 [00:50<02:59" in said[20]

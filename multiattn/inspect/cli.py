@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tqdm import tqdm
-
 import multiattn
+from multiattn.bars import Bar
 from multiattn.inspect import build, emit, remarks, tables
 from multiattn.inspect.build import Compilation, Request
 from multiattn.inspect.options import (
@@ -97,7 +96,7 @@ def _compile(wanted: Sequence[Request], options: argparse.Namespace) -> int:
 def compile_all(wanted: Sequence[Request], *, jobs: int, timeout_s: float = TIMEOUT_S) -> list[Compilation]:
     """Compile requests, and print a line for each as it ends."""
     entries = []
-    with tqdm(total=len(wanted), desc="compiling", unit="plan", disable=None) as bar:  # None: silent in a log
+    with Bar(total=len(wanted), desc="compiling", unit="plan", disable=None) as bar:  # None: silent in a log
         for entry in build.build(wanted, jobs=jobs, timeout_s=timeout_s):
             entries.append(entry)
             with bar.external_write_mode():

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tqdm import tqdm
-
 from multiattn import aot
 from multiattn.aot import manifest
+from multiattn.bars import Bar
 from multiattn.inspect.build import Request, print_idle
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan import backend as registry
@@ -39,7 +38,7 @@ def run(wanted: Sequence[Request], kinds: Sequence[str], folder: Path, *, jobs: 
     for request in wanted:
         if reasons := request.refused:
             print(f"{request}: {'; '.join(map(str, reasons))}")
-    with tqdm(total=len(possible), desc="compiling", unit="plan", disable=None) as bar:  # None: silent in a log
+    with Bar(total=len(possible), desc="compiling", unit="plan", disable=None) as bar:  # None: silent in a log
         for outcome in run_isolated(export, possible, jobs=jobs, timeout_s=timeout_s):
             if outcome.result is None:
                 failed, told = True, outcome.error

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
+from multiattn.bars import Bar
 from multiattn.inspect.options import (
     add_backends,
     add_problem,
@@ -109,7 +109,7 @@ def _tune_all(works: Sequence[Work], kept: Tuning, bench: Bench, path: Path, opt
     seconds = _told(_estimate(works, kept, bench, options))
     print(f"{bench.gpu}: {total} candidates of {names}, about {seconds}", flush=True)
     done = 0
-    with tqdm(total=total, unit="candidate", disable=None) as bar:  # None: silent where there is no terminal
+    with Bar(total=total, unit="candidate", disable=None) as bar:  # None: silent where there is no terminal
 
         def report(outcome: Outcome[Candidate, bool]) -> None:
             bar.set_postfix_str(outcome.item.backend)
