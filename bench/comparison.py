@@ -139,12 +139,12 @@ def over_best_peer(rows: Iterable[Row], direction: Direction) -> dict[str, list[
 
 
 def told(ratios: Sequence[Ratio], cells: int) -> str:
-    """``**1.16** (0.98)``: the mean, the least and where that is; also the number of cells where it is not of all."""
+    """``**1.16** (0.983)``: the mean, the least and where that is; also the number of cells where it is not of all."""
     if not ratios:
         return NOTHING
     least = min(ratios, key=lambda it: it.value)
     some = f", {len(ratios)} cells" if len(ratios) < cells else ""
-    return f"**{mean_of(ratios):.2f}**{mark_of(ratios)} ({least.value:.2f})<br>{least.where}{some}"
+    return f"**{mean_of(ratios):.2f}**{mark_of(ratios)} ({least.value:.3f})<br>{least.where}{some}"
 
 
 def peers_of(timed: Iterable[tuple[str, object]]) -> str:

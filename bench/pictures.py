@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bench.matrix import InputError
+from bench.page.styles import MAIN
 from bench.results import Row, load, one_run
 
 FOLDER = Path("docs") / "pictures"
@@ -26,7 +27,7 @@ DIGEST = re.compile(r"<!-- specification ([0-9a-f]{16}), drawing ([0-9a-f]{16}) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Theme:
-    """Colours of a page's mode. A test holds that they stand out, and that colour-blind readers tell them apart."""
+    """Colours of a page's mode; lines have those of the report. A test holds that they stand out, to every eye."""
 
     text: str
     grid: str
@@ -43,21 +44,19 @@ class Line(NamedTuple):
 
 LINES: Mapping[str, Line] = MappingProxyType(
     {
-        "cuda": Line("multiattn CUDA", (1, 0), "circle"),
-        "triton": Line("multiattn Triton", (1, 0), "square"),
-        "cutile": Line("multiattn cuTile", (1, 0), "triangle-up"),
-        "sdpa-cudnn": Line("cuDNN", (6, 3), "diamond"),
-        "fa4": Line("FlashAttention-4", (6, 3), "cross"),
-        "fa3": Line("FlashAttention-3", (2, 2), "triangle-down"),
+        "cuda": Line("multiattn CUDA", (1, 0), "diamond"),
+        "triton": Line("multiattn Triton", (1, 0), "circle"),
+        "cutile": Line("multiattn cuTile", (1, 0), "square"),
+        "sdpa-cudnn": Line("cuDNN", (6, 3), "triangle-up"),
+        "fa4": Line("FlashAttention-4", (6, 3), "triangle-down"),
+        "fa3": Line("FlashAttention-3", (2, 2), "cross"),
         "flex": Line("FlexAttention", (2, 2), "triangle-left"),
     }
 )
-_ON_LIGHT = ("#087ABE", "#DB6717", "#005A37", "#8A8377", "#111111", "#A03B7C", "#615100")
-_ON_DARK = ("#98CAFF", "#DE9125", "#10B178", "#AFB5BC", "#FFFFFF", "#BB6FB6", "#EEE240")
 THEMES: Mapping[str, Theme] = MappingProxyType(
     {
-        "light": Theme(text="#24292F", grid="#D8DEE4", lines=dict(zip(LINES, _ON_LIGHT, strict=True))),
-        "dark": Theme(text="#E6EDF3", grid="#3D444D", lines=dict(zip(LINES, _ON_DARK, strict=True))),
+        "light": Theme(text="#24292F", grid="#D8DEE4", lines={name: MAIN[name].light for name in LINES}),
+        "dark": Theme(text="#E6EDF3", grid="#3D444D", lines={name: MAIN[name].dark for name in LINES}),
     }
 )
 BACKGROUNDS: Mapping[str, tuple[str, ...]] = MappingProxyType(

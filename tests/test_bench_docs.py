@@ -107,7 +107,7 @@ def test_the_comparison_tells_the_worst_cell_and_where_it_is(tmp_path, monkeypat
     store(tmp_path / "h200", "standard", [fakes.row(*it, cell=cell) for cell in times for it in times[cell].items()])
     found = comparison.compared(tmp_path)
     table = comparison.comparison_block(found)
-    assert f"forward, H200 | 2       | **{(2 * 0.25) ** 0.5:.2f}** (0.25)<br>D128 causal 4k" in table
+    assert f"forward, H200 | 2       | **{(2 * 0.25) ** 0.5:.2f}** (0.250)<br>D128 causal 4k" in table
     assert "cuDNN, FA4" in table
     assert comparison.verdict_block(found).splitlines() == [
         "- **Slower:** forward (H200 0.71).",
@@ -121,7 +121,7 @@ def test_a_ratio_of_a_kernel_that_has_been_replaced_has_a_mark(tmp_path, monkeyp
     rows[0] = replace(rows[0], plan={"variant": "split_q"})
     store(tmp_path / "h200", "standard", rows)
     found = comparison.compared(tmp_path)
-    assert "**2.00**† (2.00)" in comparison.comparison_block(found)
+    assert "**2.00**† (2.000)" in comparison.comparison_block(found)
     assert "forward (H200 2.00†). † Some" in comparison.verdict_block(found)
 
 

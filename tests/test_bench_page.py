@@ -12,12 +12,13 @@ import pytest
 import report_pages
 
 from bench import cli, docs
-from bench.comparison import over_best_peer
+from bench.comparison import Ratio, over_best_peer
 from bench.matrix import SUITES, InputError
 from bench.page import differences, explorers, extras, page, plots, sources, styles, verdict
 from bench.page.data import COLUMNS, cell_data, pack_records, script_json
 from bench.results import RESULTS, dumps, is_ours, load, one_run
 from bench.verdicts import compare
+from multiattn.plan.arch import GPU_ARCHS
 from multiattn.plan.backend import BACKENDS
 from multiattn.plan.support import Reason
 
@@ -116,7 +117,7 @@ def test_the_verdict_has_the_numbers_of_the_docs(folder, suite, kind, monkeypatc
     for name in BACKENDS:
         assert {it.cell: it.value for it in found[name].ratios} == pytest.approx(expected[name])
         assert found[name].mean == docs.geometric_mean(list(expected[name].values()), 2)
-        assert found[name].least == f"{min(expected[name].values()):.2f}"
+        assert found[name].least == f"{min(expected[name].values()):.3f}"
 
 
 @pytest.mark.parametrize("kind", verdict.SUITE_OF)
@@ -133,8 +134,40 @@ def test_a_peer_that_is_the_best_in_one_cell_counts_there_alone():
     ratios = over_best_peer(rows, "forward")["cuda"]
     assert {it.cell: it.value for it in ratios} == {CELLS[0]: 2.0, CELLS[1]: 0.5}
     standing = verdict.Standing(name="cuda", ratios=ratios)
-    assert (standing.mean, standing.least, standing.ahead) == ("1.00", "0.50", 1)
+    assert (standing.mean, standing.least, standing.ahead) == ("1.00", "0.500", 1)
     assert standing.ticks(200, 0.5, 2) == {"behind": [0.0], "ahead": [200.0]}
+
+
+def test_what_is_not_ahead_is_not_told_as_one():
+    ratios = [Ratio(0.998, "here"), Ratio(1.2, "there")]
+    standing = verdict.Standing(name="cuda", ratios=ratios)
+    assert (standing.ahead, standing.least) == (1, "0.998")
+
+
+def test_targets_come_by_their_numbers():
+    found = [it["arch"] for it in extras.targets(sources.recorded())]
+    assert found[: len(GPU_ARCHS)] == list(GPU_ARCHS)
+    assert [int(it[2:]) for it in GPU_ARCHS] == sorted(int(it[2:]) for it in GPU_ARCHS)
+
+
+def test_no_share_of_a_bound_is_above_one(text):
+    """In decode the bound is the stated bandwidth: a kernel that only reads passes the rate of a copy."""
+    shares = [
+        row["tb_per_s"] / row["bound"]["tb_per_s"]
+        if "tb_per_s" in row["bound"]
+        else row["tflops"] / row["bound"]["tflops"]
+        for row in rows_of(data_of(text))
+        if row.get("bound")
+    ]
+    assert len(shares) > 2000
+    assert 0.5 < max(shares) <= 1
+
+
+def test_a_gpu_without_a_card_is_named_and_words_are_explained(text):
+    assert "H100 SXM: decode was not measured beside peers there." in text
+    assert "H100 SXM: forward was not measured" not in text
+    for word in ("cell", "peer", "held out"):
+        assert f"<dt>{word}</dt><dd>" in text
 
 
 def test_nothing_measured_is_lost(text):

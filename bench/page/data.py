@@ -109,8 +109,10 @@ def _short(value: Any) -> Any:
 
 
 def bound_data(cell: Cell, gpu: str) -> dict[str, Any] | None:
-    """The roofline of a cell with a plain mask or a window; the rate of a copy bounds decode instead."""
+    """The roofline of a cell with a plain mask or a window; in decode the stated bandwidth of the memory."""
     known = find_gpu(gpu)
+    if known is not None and isinstance(cell, DecodeCell):
+        return {"tb_per_s": _short(known.gbps / 1000), "busiest": UNITS["memory"]} if cell.has_rate_of_memory else None
     is_plain = cell.feature == "none" and not isinstance(cell, DecodeCell) and cell.direction != "fwdbwd"
     if known is None or not is_plain:
         return None

@@ -17,7 +17,7 @@ from bench.report import describe, notes, provenance
 from multiattn.inspect.build import Compilation
 from multiattn.inspect.facts import Facts
 from multiattn.plan import backend as registry
-from multiattn.plan.arch import by_name
+from multiattn.plan.arch import GPU_ARCHS, by_name
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, make_plan
 from multiattn.plan.support import Unsupported
 from multiattn.problem import Problem
@@ -128,11 +128,11 @@ HEAD_DIMS = (64, 128, 256)
 
 def targets(evidence: Evidence) -> Iterator[dict[str, Any]]:
     """The recorded kernels of each backend's best variant, by direction, head_dim and arch, as docs/targets.md has."""
-    asked = itertools.product(DIRECTIONS, BACKENDS, HEAD_DIMS, evidence.compiled.items())
-    for direction, name, head_dim, (arch, recorded) in asked:
+    arches = [arch for arch in GPU_ARCHS if arch in evidence.compiled]
+    for direction, name, head_dim, arch in itertools.product(DIRECTIONS, BACKENDS, HEAD_DIMS, arches):
         where = {"made": "on record", "direction": direction, "mask": "causal"}
         where |= {"backend": name, "d": str(head_dim), "arch": arch}
-        yield {**where, **_recorded(recorded, name, direction, head_dim, arch)}
+        yield {**where, **_recorded(evidence.compiled[arch], name, direction, head_dim, arch)}
 
 
 def _recorded(found: Record, backend: str, direction: Direction, head_dim: int, arch: str) -> dict[str, Any]:
@@ -150,13 +150,21 @@ def _recorded(found: Record, backend: str, direction: Direction, head_dim: int, 
 
 def compiled_now(entries: Iterable[Compilation]) -> Iterator[dict[str, Any]]:
     """The kernels that this machine compiled just now."""
-    for entry in entries:
+    for entry in sorted(entries, key=_place):
         it = entry.request
         asked = {"made": "just now", "direction": it.direction, "mask": it.problem.mask, "backend": it.backend}
         asked |= {"d": str(it.problem.head_dim), "arch": it.arch}
         spills = sum(kernel.hot_spills for kernel in entry.kernels)
         found = _kernel(entry.main, spills) if entry.ok else _no_kernel([entry.text])
         yield {**asked, **found, "variant": entry.variant, "config": entry.config}
+
+
+def _place(entry: Compilation) -> tuple[int, ...]:
+    """As recorded kernels are sorted."""
+    it = entry.request
+    named = ((DIRECTIONS, it.direction), (BACKENDS, it.backend), (GPU_ARCHS, it.arch))
+    direction, backend, arch = (tuple(names).index(name) for names, name in named)
+    return direction, backend, it.problem.head_dim, arch
 
 
 def _kernel(main: Kernel | Facts, spills: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The colour, mark and dash of each contender, the same in every plot of every page.
+"""The colour, mark and dash of each contender, the same in every plot.
 
-Ours are Okabe and Ito's blue, green and vermillion ("Color Universal Design", 2008); the other colours were searched
-for, so that any two of `MAIN` differ for dichromats, too, and each stands out from its background by 3:1. A test holds
-both.
+Ours are near Okabe and Ito's blue, green and vermillion ("Color Universal Design", 2008); the other colours were
+searched for, so that any two of `MAIN` differ for dichromats, too, and each stands out from its background by 3:1.
+Tests of the page and of the pictures hold both.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Style:
 
 
 MAIN = {
-    "triton": Style(light="#0072b2", dark="#56b4e9"),
-    "cutile": Style(light="#009e73", dark="#00a277", shape="square"),
+    "triton": Style(light="#006eb2", dark="#5ec0ec"),
+    "cutile": Style(light="#00a370", dark="#009577", shape="square"),
     "cuda": Style(light="#d55e00", dark="#f0a000", shape="diamond"),
     "sdpa-cudnn": Style(light="#16181d", dark="#fbf7f2", shape="triangle-up", dash=DASHES[1]),
     "fa4": Style(light="#b45cf5", dark="#bf45ff", shape="triangle-down", dash=DASHES[2]),
     "fa3": Style(light="#6e2c0c", dark="#a5560c", shape="cross", dash=DASHES[3]),
     "cudnn": Style(light="#4b0a80", dark="#c3c2ac", shape="triangle-right", dash=DASHES[4]),
     "flashinfer": Style(light="#8a8fa8", dark="#6a65a0", shape="triangle-left", dash=DASHES[5]),
-    "flex": Style(light="#1f14c8", dark="#8cf24e", shape="cross", dash=DASHES[1]),
+    "flex": Style(light="#1f14c8", dark="#89f75b", shape="cross", dash=DASHES[1]),
 }
 """Contenders that stand beside each other in many plots."""
 

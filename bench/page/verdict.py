@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.comparison import AUTO, Ratio, mean_of, over_best_peer
@@ -33,8 +33,8 @@ class Standing:
 
     @property
     def least(self) -> str:
-        """The least ratio."""
-        return f"{self.least_ratio.value:.2f}"
+        """The least ratio; of three digits, as 0.998 is not ahead."""
+        return f"{self.least_ratio.value:.3f}"
 
     @property
     def ahead(self) -> int:
@@ -92,6 +92,12 @@ def boards(evidence: Evidence) -> dict[str, list[Board]]:
     return found
 
 
+def unmeasured(found: Mapping[str, Sequence[Board]]) -> dict[str, list[str]]:
+    """The GPUs of other directions that a direction has no board of."""
+    gpus = dict.fromkeys(it.gpu for its in found.values() for it in its)
+    return {kind: [gpu for gpu in gpus if gpu not in {it.gpu for it in its}] for kind, its in found.items()}
+
+
 def _speaks(source: Source, whole: Collection[str]) -> bool:
     """True for floors of this machine, and of a GPU that has nothing else."""
     return source.suite == FLOORS and (source.here or source.gpu not in whole)
@@ -112,6 +118,21 @@ def machine_line(evidence: Evidence) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+WORDS = {
+    "cell": "One problem on one GPU: head dim, length, mask, heads, batch, dtype and direction.",
+    "contender": "Whoever is timed in a cell: our backends and variants, and peers.",
+    "peer": "Somebody else's attention, timed in turns with ours. The best peer is the fastest one of the cell.",
+    "held out": "Cells that no tile size was tuned on. They show whether a choice holds for other shapes.",
+    "auto": "What a call runs that names no backend.",
+    "back to back": "Launches queued behind each other: the device never waits for the host.",
+    "roofline": "The least time by the GPU's stated rates of tensor cores, exponentials and memory.",
+    "stated bandwidth": "The memory's rate in the data sheet.",
+    "a copy's rate": "That of a copy in the same turns. It is no bound: one that only reads can be faster.",
+    "budget": "The error that a case allows, derived from that of plain attention in the same dtype.",
+}
+"""A glossary of the page."""
 
 
 def parity_lines(evidence: Evidence) -> list[tuple[bool, str]]:

@@ -67,6 +67,7 @@ const length = (n) => (n % 1024 === 0 ? `${n / 1024}k` : `${n}`);
 const inBytes = (row) => row.tb_per_s !== null && row.cell.work !== "prefill chunk";
 const rateOf = (row) => (inBytes(row) ? row.tb_per_s : row.tflops);
 const unitOf = (row) => (inBytes(row) ? "TB/s" : "TFLOPS");
-/** What bounds a rate: the roofline, or in decode the rate of a copy. */
-const boundOf = (row) => (inBytes(row) ? row.copy_tb_per_s : (row.bound?.tflops ?? null));
+/** What bounds a rate: the roofline, or in decode the stated bandwidth of the memory. A copy, which writes as much as
+ *  it reads, is no bound for who reads: see the panel. */
+const boundOf = (row) => (inBytes(row) ? row.bound?.tb_per_s : row.bound?.tflops) ?? null;
 const spreadOf = (row) => (row.high_ms - row.low_ms) / row.time_ms;

@@ -176,7 +176,7 @@ class Explorer {
     const found = new Map();
     for (const row of this.drawn) if (row.timed && boundOf(row) !== null) found.set(this.order(along, row), row);
     const made = [...found].map(([xo, row]) => {
-      const whose = inBytes(row) ? "a copy" : "roofline";
+      const whose = inBytes(row) ? "stated bandwidth" : "roofline";
       const why = inBytes(row) ? "" : `, set by ${row.bound.busiest}`;
       const told = `${whose}: ${figure(boundOf(row))} ${unitOf(row)}${why}`;
       return { x: shown(along, valueOf(row, along)), xo, y: boundOf(row), told };

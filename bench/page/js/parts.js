@@ -135,6 +135,7 @@ function parityPart(records) {
 // ---------------------------------------------------------------- targets
 
 function targetsPart(records) {
+  const backends = inOrder(distinct(records.map((it) => it.backend)));
   const short = (it) =>
     it.registers === null
       ? (it.why[0]?.split(":")[0] ?? "none")
@@ -154,9 +155,9 @@ function targetsPart(records) {
           const told = `${it.registers} registers, ${it.spills} spills in hot loops`;
           return {
             x: it.arch,
-            xo: it.at,
+            xo: Number(it.arch.replace(/\D/g, "")),
             y: `${it.backend} D ${it.d}`,
-            yo: it.at,
+            yo: 10000 * backends.indexOf(it.backend) + Number(it.d),
             fill,
             ink: inkOn(fill),
             label: short(it),

@@ -35,7 +35,9 @@ function planPart(plan) {
   const more = [["deterministic", plan.deterministic === undefined ? "" : plan.deterministic ? "yes" : "no"]];
   if (plan.workspace_bytes !== undefined) more.push(["workspace", `${plan.workspace_bytes} bytes`]);
   const settings = config.length ? [el("h4", {}, "Config"), facts(config)] : [];
-  return part("Plan", facts([["variant", plan.variant], ["why", plan.why], ...more]), ...settings);
+  const isDated = /\d{4}-\d\d-\d\d/.test(plan.why ?? ""); // of when the rule was written: this figure may be newer
+  const why = isDated ? "why, with figures of that date" : "why";
+  return part("Plan", facts([["variant", plan.variant], [why, plan.why], ...more]), ...settings);
 }
 
 function reasonsPart(reasons) {
@@ -50,7 +52,8 @@ function timesPart(row) {
   if (!row.timed) return null;
   const bytes = row.peak_extra_bytes;
   const bound = boundOf(row);
-  const boundName = inBytes(row) ? "a copy's rate" : "roofline's bound";
+  const boundName = inBytes(row) ? "stated bandwidth" : "roofline's bound";
+  const copied = row.copy_tb_per_s;
   const busiest = !inBytes(row) && row.bound ? `, set by ${row.bound.busiest}` : "";
   return part(
     "Measured",
@@ -66,6 +69,7 @@ function timesPart(row) {
         boundName,
         bound === null ? "" : `${figure(bound)} ${unitOf(row)}${busiest}; ${percent(rateOf(row) / bound)} of it`,
       ],
+      ["a copy's rate, same turns", copied === null ? "" : `${figure(copied)} TB/s; ${percent(row.tb_per_s / copied)} of it`],
       ["of the stated peak", row.peak_share === null ? "" : percent(row.peak_share)],
       ["error over budget", typeof row.error_ratio === "number" ? row.error_ratio.toFixed(2) : row.error_ratio],
       ["memory beside inputs and outputs", bytes === null ? "" : `${(bytes / 2 ** 20).toFixed(1)} MiB`],
