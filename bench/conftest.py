@@ -45,7 +45,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of cells and the host, what this machine can time: cells on a GPU, beside which `python -m bench host` is."""
+    """Leave out the host on a machine with a GPU, where `python -m bench host` times it, and cells on one without."""
     machine = Machine.current()
     needless = HOST if machine is not None else CELLS
     left_out = [it for it in items if it.path.parent == FOLDER and it.path.name == needless]

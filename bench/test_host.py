@@ -21,7 +21,7 @@ from multiattn.cuda import launch as cuda_launch
 from multiattn.operands import Operands
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
-from multiattn.plan.backend import BACKENDS, DIRECTIONS, Plan, make_plan
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, make_plan
 from multiattn.plan.support import Unsupported
 from multiattn.problem import Problem
 from multiattn.run import compat, counters, driver
@@ -56,13 +56,13 @@ def no_device() -> Iterator[None]:
         yield
 
 
-def plan_of(backend: str, direction: str, arch: str) -> Plan:
+def plan_of(backend: str, direction: Direction, arch: str) -> Plan:
     problem = Problem.of(*CELL.tensors(torch.device("cpu")), causal=True)
     return make_plan(registry.get(backend), problem, by_name(arch), direction=direction, probe=False)
 
 
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["fmha", "fmha with grad"])
-def test_call(needs_grad, benchmark):
+def test_call(needs_grad: bool, benchmark: Any) -> None:
     benchmark.group, benchmark.name = FOUND, "fmha with grad" if needs_grad else "fmha"
     q, k, v = (it.to("meta").requires_grad_(needs_grad) for it in CELL.tensors(torch.device("cpu")))
     benchmark(lambda: multiattn.fmha(q, k, v, causal=True))
@@ -70,7 +70,7 @@ def test_call(needs_grad, benchmark):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_plan(backend, direction, benchmark):
+def test_plan(backend: str, direction: Direction, benchmark: Any) -> None:
     benchmark.group, benchmark.name = MADE, f"{backend} {direction} {ARCH}"
     try:
         plan_of(backend, direction, ARCH)
@@ -81,11 +81,11 @@ def test_plan(backend, direction, benchmark):
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
 @pytest.mark.parametrize("moves", [False, True], ids=["same tensors", "other tensors"])
-def test_launch(arch, moves, benchmark):
+def test_launch(arch: str, moves: bool, benchmark: Any) -> None:
     benchmark.group, benchmark.name = PREPARED, f"forward {arch}, {'other' if moves else 'the same'} tensors"
     plan = plan_of("cuda", "forward", arch)
     tensors = [CELL.tensors(torch.device("cpu")) for _ in range(1 + moves)]
-    each = itertools.cycle([Operands(*it, torch.empty_like(it[0]), torch.empty(it[0].shape[:3])) for it in tensors])
+    each = itertools.cycle([Operands(q, k, v, torch.empty_like(q), torch.empty(q.shape[:3])) for q, k, v in tensors])
     with no_device():
         launch = registry.get("cuda").forward.prepare(plan)
         benchmark(lambda: launch(next(each)))

@@ -12,7 +12,7 @@ else:
     _Bar = tqdm
 
 UNKNOWN = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-"""What a bar shows before it knows a rate."""
+"""The form of a bar that knows no rate yet."""
 LEAST = 4
 """As many items, and a twentieth of all, are needed to tell a rate."""
 

@@ -28,6 +28,7 @@ ALLOWED = {
     "operands": {*_BASES, "validate"},
     "problem": {*_BASES, "validate", "operands"},
     "plan": _DATA,
+    "bars": set(),
     "progress": set(),
     "run": {*_DATA, "plan", "progress"},
     "reference": {*_DATA, "plan", "progress"},
@@ -36,7 +37,7 @@ ALLOWED = {
     **dict.fromkeys(multiattn.BACKENDS, _LANGUAGE),
     "api": {*_DATA, "plan", "run", "varlen", "kvcache", "signatures"},
     "aot": {*_DATA, "plan", "run"},
-    "inspect": {*_DATA, "plan", "run", "aot", "cuda", "progress", "varlen", "kvcache"},  # cuda: `sanitize`
+    "inspect": {*_DATA, "plan", "run", "aot", "cuda", "progress", "bars", "varlen", "kvcache"},  # cuda: `sanitize`
     "flex": {*_DATA, "plan", "api"},
     "integrations": {*_DATA, "plan", "run", "api", "kvcache", "merging", "varlen"},  # and nobody imports these
     "varlen": {*_DATA, "plan", "run", "signatures"},
@@ -44,7 +45,7 @@ ALLOWED = {
     "merging": {"validate"},
     "nn": {*_DATA, "plan", "api"},
     "__init__": {"problem", "plan", "run", "reference", "api", "flex", "kvcache", "merging", "varlen", "nn"},
-    "tune": {*_DATA, "plan", "run", "inspect", "truth"},
+    "tune": {*_DATA, "plan", "run", "inspect", "truth", "bars"},
     "__main__": {"problem", "operands", "plan", "run", "inspect", "tune"},
 }
 LANGUAGES = ("triton", "cuda", "nvidia", "torch.utils.cpp_extension")

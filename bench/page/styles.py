@@ -1,6 +1,6 @@
 """The colour, mark and dash of each contender, the same in every plot.
 
-Ours are near Okabe and Ito's blue, green and vermillion ("Color Universal Design", 2008); the other colours were
+Ours are near Okabe and Ito's blue, green and vermilion ("Color Universal Design", 2008); the other colours were
 searched for, so that any two of `MAIN` differ for dichromats, too, and each stands out from its background by 3:1.
 Tests of the page and of the pictures hold both.
 """
