@@ -101,8 +101,11 @@ def fmha(
         softcap: A positive number: scores become ``softcap * tanh(score / softcap)``. It comes before ALiBi, bias and
             `score_mod`.
         alibi_slopes: fp32 ``[Hq]`` or ``[B, Hq]``: scores lose ``slope * |i + Skv - Sq - j|``.
-        bias: ``[B|1, Hq|1, Sq|1, Skv|1]``, dtype of q or fp32, any strides. It is added to the scores; -inf hides a
-            key.
+        bias: ``[B|1, Hq|1, Sq|1, Skv|1]``, any strides. In the dtype of q or fp32 it is added to the scores; -inf hides
+            a key. A bool one is a mask, as in scaled_dot_product_attention: true is visible, and what is false stays
+            hidden whatever `score_mod` makes of it. A long one that has all queries and keys costs what a block mask
+            does: blocks of 128 x 128 that it hides are left out. One that is broadcast costs an element for each key
+            or query. `fmha_padded` leaves the padding of a batch out.
         score_mod: FlexAttention's ``(score, b, h, q_idx, kv_idx) -> score``, on 0-d tensors. It comes after the three
             above. It runs once, to give an expression (`multiattn.score`) that becomes code of each kernel's language.
         block_mask: FlexAttention's `BlockMask`. Blocks that it leaves out cost nothing. A key must pass this mask as

@@ -10,8 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_compiling, is_exporting
 
 from multiattn.layout import Shape
+from multiattn.validate import fits_broadcast
+
+BLOCK = 128
+"""Queries and keys in a block of the lists that are made of a mask of bools."""
 
 KEYS_OF_QUERIES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 """The lists of a block of queries: of partial blocks of keys how many and which, then of full ones."""
@@ -82,7 +87,7 @@ def read_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[
     size_q, size_kv = block_mask.BLOCK_SIZE
     batch, heads, rows, columns = block_mask.kv_indices.shape
     wanted = -(-q.shape[2] // size_q), -(-k.shape[2] // size_kv)
-    is_broadcast = batch in (1, q.shape[0]) and heads in (1, q.shape[1])
+    is_broadcast = fits_broadcast((batch, heads), q.shape[:2])
     if not is_broadcast or rows < wanted[0] or columns < wanted[1]:
         raise ValueError(
             f"block_mask: got lists {[batch, heads, rows, columns]} of blocks {size_q} x {size_kv}; allowed "
@@ -105,6 +110,63 @@ def read_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[
             raise ValueError(f"block_mask.{name}: got {list(tensor.shape)}; allowed {allowed}")
     mask_mod = block_mask.mask_mod
     return BlockLists(spec, tensors), None if mask_mod is noop_mask else mask_mod
+
+
+def may_hide_blocks(visible: torch.Tensor) -> bool:
+    """True for a bool mask ``[B|1, H|1, Sq|1, Skv|1]`` that is worth the lists of its blocks; a matter of its shape.
+
+    One that is broadcast over queries or keys costs an element for each key or query. One that is no longer than a
+    block has little to leave out, and the queries of a decode step should stay with the kernels that divide keys. In a
+    graph a length that only a run knows counts as a long one, but not in one that is exported: its lists could not be
+    made for one block and for more.
+    """
+    return all(_is_long(size) for size in visible.shape[2:])
+
+
+def _is_long(size: int) -> bool:
+    if is_compiling():
+        from torch.fx.experimental.symbolic_shapes import has_static_value  # imports SymPy
+
+        if not has_static_value(size):
+            return not is_exporting()
+    return size > BLOCK
+
+
+def lists_of(visible: torch.Tensor) -> tuple[BlockLists, MaskMod]:
+    """The lists and the `mask_mod` of a bool mask ``[B|1, H|1, Sq, Skv]``; only blocks that hide a part read it.
+
+    The mask is read once, on its device, and nothing waits for that. A block that the end of a sequence cuts counts as
+    one that hides a part.
+    """
+    batch, heads, seq_q, seq_kv = visible.shape
+    beyond = (0, -seq_kv % BLOCK, 0, -seq_q % BLOCK)
+    whole = torch.nn.functional.pad(visible, beyond) if is_compiling() or any(beyond) else visible  # which copies
+    of_rows = whole.unflatten(3, (-1, BLOCK)).sum(4, dtype=torch.int32)
+    counts = of_rows.unflatten(2, (-1, BLOCK)).sum(3, dtype=torch.int32)
+    full = counts == BLOCK * BLOCK
+    partial = (counts > 0) & ~full
+    listed = [_listed(it) for it in (partial, full, partial.mT, full.mT)]
+    tensors = tuple(it for both in listed for it in both)
+
+    def see(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return visible[b if batch > 1 else 0, h if heads > 1 else 0, i, j]
+
+    return BlockLists(BlockSpec(BLOCK, BLOCK, has_full=True), tensors), see
+
+
+def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many of each row ``[..., R, C]`` are true, and which: those come first."""
+    numbers = blocks.to(torch.int32, memory_format=torch.contiguous_format)
+    order = numbers.argsort(dim=-1, descending=True, stable=True)
+    return numbers.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def blocks_of(visible: torch.Tensor) -> Any:
+    """FlexAttention's `BlockMask` of a bool mask ``[B|1, H|1, Sq, Skv]``, for a call that has a bias beside it."""
+    from torch.nn.attention.flex_attention import BlockMask  # imports SymPy
+
+    lists, see = lists_of(visible)
+    return BlockMask(seq_lengths=tuple(visible.shape[2:]), **lists.named, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=see)
 
 
 def list_arguments(shapes: Mapping[str, Shape], names: Sequence[str]) -> ListArguments:

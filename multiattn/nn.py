@@ -22,7 +22,7 @@ class Attention(nn.Module):
         num_heads: The number of query heads.
         num_kv_heads: The number of key/value heads, a divisor of `num_heads` (GQA, MQA). None is `num_heads`.
         head_dim: The width of a head. None is ``embed_dim / num_heads``.
-        bias: Give the projections a bias.
+        bias: Give the projections a bias. (That of scores is an argument of `forward`.)
         causal, window, scale, softcap, backend: As for `multiattn.fmha`.
         sinks: Learn a sink for each head, at first 0.
         device, dtype: Of the parameters. On a GPU the dtype is fp16 or bf16, or fp32 under `torch.autocast`.
@@ -72,12 +72,16 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias, **made)
         self.sinks = nn.Parameter(torch.zeros(num_heads, **made)) if sinks else None
 
-    def forward(self, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, context: torch.Tensor | None = None, *, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attention of x to context, or to itself.
 
         Args:
             x: ``[B, Sq, embed_dim]``.
             context: ``[B, Skv, embed_dim]``, from which keys and values are made. None is x.
+            bias: The `bias` of `multiattn.fmha`, a mask or numbers: ``[B|1, num_heads|1, Sq|1, Skv|1]``. A mask of
+                tokens ``[B, Skv]`` is ``mask[:, None, None]``.
 
         Returns:
             ``[B, Sq, embed_dim]``. Only the projections copy anything, and heads stay where these put them.
@@ -95,6 +99,7 @@ class Attention(nn.Module):
             window=self.window,
             scale=self.scale,
             softcap=self.softcap,
+            bias=bias,
             sinks=self.sinks,
             backend=self.backend,
         )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from multiattn.block_mask import BlockSpec, MaskMod, read_block_mask
+from multiattn.block_mask import BlockSpec, MaskMod, lists_of, may_hide_blocks, read_block_mask
 from multiattn.layout import Layout, Shape, row_major
 from multiattn.mask import Band, Window, band_of
 from multiattn.packed import Packing
@@ -322,7 +322,9 @@ def with_score(
     """The same with the modification of scores that a call asks for. TypeError or ValueError, naming what came.
 
     `lengths` are the number of sequences and the most queries and keys of one; None for those of q and k. `checked`: q,
-    k and v have been.
+    k and v have been. A bool `bias` becomes the lists of a block mask where its shape says that this pays
+    (`may_hide_blocks`), and a score of -inf where it does not, in a packed batch, and beside a `block_mask`: the same
+    for every backend.
     Dynamo can trace neither the checks nor what traces callables; it gets the program as a constant.
     """
     if softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None:
@@ -333,8 +335,13 @@ def with_score(
     batch, seq_q, seq_kv = lengths or (operands.q.shape[0], operands.q.shape[2], operands.k.shape[2])
     check_modification(operands.q, (batch, seq_q, seq_kv), softcap, alibi_slopes, bias, score_mod)
     lists, mask_mod = (None, None) if block_mask is None else read_block_mask(block_mask, operands.q, operands.k)
+    visible = None
+    if bias is not None and bias.dtype == torch.bool:
+        visible, bias = bias, None
+        if lists is None and lengths is None and may_hide_blocks(visible):
+            (lists, mask_mod), visible = lists_of(visible), None
     if compiling:
-        captured, options = _record(operands.q, options, softcap, alibi_slopes, bias, score_mod, mask_mod)
+        captured, options = _record(operands.q, options, softcap, alibi_slopes, bias, score_mod, visible, mask_mod)
     else:
         score = bind_score(
             device=operands.q.device,
@@ -342,6 +349,7 @@ def with_score(
             alibi_slopes=alibi_slopes,
             bias=bias,
             score_mod=score_mod,
+            visible=visible,
             mask_mod=mask_mod,
         )
         captured, options = () if score is None else score.tensors, options.with_score(score)
@@ -357,13 +365,14 @@ def _record(
     alibi_slopes: torch.Tensor | None,
     bias: torch.Tensor | None,
     score_mod: ScoreMod | None,
+    visible: torch.Tensor | None,
     mask_mod: MaskMod | None,
 ) -> tuple[tuple[torch.Tensor, ...], Options]:
     """Captured tensors, and the options of the program that loads from them, where a graph is made."""
-    recorder = Recorder(q.device, [it for it in (alibi_slopes, bias) if it is not None])
+    recorder = Recorder(q.device, [it for it in (alibi_slopes, bias, visible) if it is not None])
     score = None if score_mod is None else recorder.record(score_mod, has_score=True)
     mask = None if mask_mod is None else recorder.record(mask_mod, has_score=False)
-    given = softcap is not None, alibi_slopes is not None, bias is not None
+    given = softcap is not None, alibi_slopes is not None, bias is not None, visible is not None
     text, places, used = program_of(str(q.device), *given, score, mask, recorder.captured_specs())
     captured = tuple([recorder.captured[place] for place in places])
     wanted = tuple(slot for slot in used if captured[slot].requires_grad)

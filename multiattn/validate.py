@@ -29,7 +29,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 OUR_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "is_causal": "causal; it is aligned at the bottom right",
-        "attn_mask": "bias, which is added to scores, or block_mask",
+        "attn_mask": "bias, bool (true is visible) or added to the scores, [B|1, Hq|1, Sq|1, Skv|1]",
+        "attention_mask": "bias=mask[:, None, None, :].bool() for [B, Skv], where true is a token, or fmha_padded, "
+        "which leaves the padding out",
+        "key_padding_mask": "bias=~mask[:, None, None, :] for [B, Skv], where true is padding, or fmha_padded, which "
+        "leaves the padding out",
+        "mask": "bias, bool (true is visible) or added to the scores, [B|1, Hq|1, Sq|1, Skv|1]; for the padding of a "
+        "batch there is fmha_padded",
+        "kv_mask": "bias=mask[:, None, None, :], bool; only fmha_padded has a kv_mask",
         "attn_bias": "bias",
         "dropout_p": "nothing: there is no dropout",
         "dropout": "nothing: there is no dropout",
@@ -285,20 +292,33 @@ def check_modification(
     (batch, seq_q, seq_kv), heads = lengths, q.shape[1]
     if alibi_slopes is not None:
         _check_captured("alibi_slopes", alibi_slopes, q, (torch.float32,))
-        if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
-            got, allowed = tuple(alibi_slopes.shape), f"({heads},) and ({batch}, {heads})"
-            hint = "give one slope for each head of q, flat"
-            raise ValueError(f"alibi_slopes: got shape {got}; allowed {allowed}; {hint}")
+        its = tuple(alibi_slopes.shape)
+        if its != (heads,) and its != (batch, heads):
+            allowed = f"({heads},) and ({batch}, {heads}); give one slope for each head of q, flat"
+            raise ValueError(f"alibi_slopes: got shape {its}; allowed {allowed}")
     if bias is not None:
-        _check_captured("bias", bias, q, (q.dtype, torch.float32))
+        _check_captured("bias", bias, q, (q.dtype, torch.float32, torch.bool))
         sizes = (batch, heads, seq_q, seq_kv)
-        if bias.ndim != 4 or any(it not in (1, size) for it, size in zip(bias.shape, sizes, strict=True)):
+        if bias.ndim != 4 or not fits_broadcast(bias.shape, sizes):
             allowed = f"[B|1, Hq|1, Sq|1, Skv|1] with {sizes}"
-            hint = "; insert dimensions of size 1, as bias[:, None, None, :] for [B, Skv]" if bias.ndim < 4 else ""
-            raise ValueError(f"bias: got shape {tuple(bias.shape)}; allowed {allowed}{hint}")
+            raise ValueError(f"bias: got shape {tuple(bias.shape)}; allowed {allowed}{_with_four(bias, sizes)}")
     if score_mod is not None and not callable(score_mod):
         hint = "a tensor to add to scores is bias" if isinstance(score_mod, torch.Tensor) else "(s, b, h, i, j) -> s"
         raise TypeError(f"score_mod must be callable or None; got {type(score_mod).__name__}; {hint}")
+
+
+def fits_broadcast(shape: Sequence[int], sizes: Sequence[int]) -> bool:
+    """True if every dimension is 1 or has its size; by ==, as `in` has Dynamo take a number for none of its symbols."""
+    return all(it == 1 or it == size for it, size in zip(shape, sizes, strict=True))
+
+
+def _with_four(bias: torch.Tensor, sizes: tuple[int, int, int, int]) -> str:
+    """How a bias of fewer dimensions gets four, where its shape tells."""
+    batch, _, seq_q, seq_kv = sizes
+    if bias.ndim == 2 and tuple(bias.shape) == (batch, seq_kv) != (seq_q, seq_kv):
+        return "; bias[:, None, None, :] is one of each key, and fmha_padded takes [B, Skv] as it is"
+    ways = {2: "bias[None, None] is [Sq, Skv] of all heads", 3: "bias[:, None] is [B, Sq, Skv] of all heads"}
+    return f"; {ways[bias.ndim]}" if bias.ndim in ways else ""
 
 
 def _check_captured(name: str, tensor: object, q: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -306,9 +326,9 @@ def _check_captured(name: str, tensor: object, q: torch.Tensor, dtypes: tuple[to
         raise not_a_tensor(name, tensor, "a torch.Tensor or None")
     if tensor.dtype not in dtypes or tensor.layout != torch.strided:
         allowed = " or ".join(map(str, dict.fromkeys(dtypes)))
-        raise TypeError(
-            f"{name}: got {tensor.dtype}, layout {tensor.layout}; allowed dense {allowed}; call .float() on it"
-        )
+        is_mask = torch.bool in dtypes and not (tensor.is_floating_point() or tensor.is_complex())
+        hint = f"a mask of zeros and ones is bias={name}.bool()" if is_mask else "call .float() on it"
+        raise TypeError(f"{name}: got {tensor.dtype}, layout {tensor.layout}; allowed dense {allowed}; {hint}")
     if tensor.device != q.device:
         raise ValueError(f"{name} must be on the device of q, {q.device}; got {tensor.device}; {_MOVE}")
 

@@ -110,7 +110,8 @@ def fmha_varlen(
         max_seqlen_kv: The same for k and v.
         causal, window, scale, softcap, score_mod, sinks, variant, return_lse, deterministic: As for `multiattn.fmha`.
         alibi_slopes: fp32 ``[Hq]`` or ``[B, Hq]``.
-        bias: ``[B|1, Hq|1, max_seqlen_q|1, max_seqlen_kv|1]``, otherwise as for `multiattn.fmha`.
+        bias: ``[B|1, Hq|1, max_seqlen_q|1, max_seqlen_kv|1]``, otherwise as for `multiattn.fmha`. A bool one costs an
+            element for each score here, as a number does.
         block_mask: None. Packed batches take no block mask.
         backend: As for `multiattn.fmha`.
 

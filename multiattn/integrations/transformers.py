@@ -27,15 +27,13 @@ from torch.compiler import is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from multiattn.block_mask import blocks_of
 from multiattn.integrations.padding import dense, fmha_padded, hiding_bias, packed
 from multiattn.integrations.transformers_paged import NAME, attend_paged, register_continuous_batching
 from multiattn.kvcache import fmha_kvcache
 from multiattn.plan.backend import BACKENDS
 
 __all__ = ["NAME", "attend", "blocks_of", "make_mask", "register", "register_continuous_batching"]
-
-BLOCK = 128
-"""Queries and keys in a block of the masks that `blocks_of` makes."""
 
 FORCING_MASKS = ("falcon", "doge", "dots3_note", "diffusion_gemma", "mistral_large4")
 """Models that have a mask made in every case, to put another beside it; no argument tells that from a static cache."""
@@ -384,30 +382,3 @@ def _attend_masked(
 
 def _as_bias(bias: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return bias if bias.dtype in (q.dtype, torch.float32) else bias.to(q.dtype)
-
-
-def blocks_of(visible: torch.Tensor) -> Any:
-    """FlexAttention's `BlockMask` of a bool mask ``[B|1, H|1, Sq, Skv]``; only blocks that hide a part read it."""
-    from torch.nn.attention.flex_attention import BlockMask  # imports SymPy
-
-    batch, heads, seq_q, seq_kv = visible.shape
-    beyond = (0, -seq_kv % BLOCK, 0, -seq_q % BLOCK)
-
-    def reduced(value: bool) -> torch.Tensor:
-        blocks = torch.nn.functional.pad(visible, beyond, value=value).unflatten(-1, (-1, BLOCK))
-        blocks = blocks.unflatten(-3, (-1, BLOCK))
-        found: torch.Tensor = blocks.all(-1).all(-2) if value else blocks.any(-1).any(-2)
-        return found
-
-    full = reduced(True)
-    partial_ = reduced(False) & ~full
-
-    def see(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
-        return visible[b if batch > 1 else 0, h if heads > 1 else 0, i, j]
-
-    lists = [
-        it.to(torch.int32)
-        for blocks in (partial_, full)
-        for it in (blocks.sum(-1), blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True))
-    ]
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=see, seq_lengths=(seq_q, seq_kv))

@@ -6,7 +6,7 @@ arguments of a kernel.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,5 +41,14 @@ def alibi(s: torch.Tensor, at: ScorePlace, slopes: torch.Tensor) -> torch.Tensor
 
 def bias(s: torch.Tensor, at: ScorePlace, bias: torch.Tensor) -> torch.Tensor:
     """Adds ``[B|1, Hq|1, Sq|1, Skv|1]``; a dimension of one element is broadcast."""
-    index = (at.b, at.h, at.q, at.kv)
-    return s + bias[tuple(0 if size == 1 else it for size, it in zip(bias.shape, index, strict=True))]
+    return s + bias[_element(bias, at)]
+
+
+def hide(s: torch.Tensor, at: ScorePlace, visible: torch.Tensor) -> torch.Tensor:
+    """-inf where a bool ``[B|1, Hq|1, Sq|1, Skv|1]`` is false, whatever the score; broadcast as a bias is."""
+    return s.masked_fill(~visible[_element(visible, at)], -torch.inf)
+
+
+def _element(tensor: torch.Tensor, at: ScorePlace) -> tuple[Any, ...]:
+    """The index of a score's own element."""
+    return tuple(0 if size == 1 else it for size, it in zip(tensor.shape, at, strict=False))

@@ -155,9 +155,12 @@ def bind_score(
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     score_mod: Callable[..., Any] | None = None,
+    visible: torch.Tensor | None = None,
     mask_mod: Callable[..., Any] | None = None,
 ) -> BoundScore | None:
-    """The modifications of a call in their order: softcap, ALiBi, bias, `score_mod`, then `mask_mod`; None for none.
+    """The modifications of a call in their order: softcap, ALiBi, bias, `score_mod`, `visible`, then `mask_mod`.
+
+    None is none of them.
 
     Args:
         device: where q is; captured tensors must be there, too.
@@ -165,6 +168,7 @@ def bind_score(
         alibi_slopes: ``[Hq]`` or ``[B, Hq]``: ``s - slope * |i + Skv - Sq - j|``.
         bias: ``[B|1, Hq|1, Sq|1, Skv|1]``, added; -inf hides a key.
         score_mod: FlexAttention's, ``(score, b, h, q_idx, kv_idx) -> score``, of 0-d tensors.
+        visible: bool ``[B|1, Hq|1, Sq|1, Skv|1]``: false hides a key.
         mask_mod: FlexAttention's, ``(b, h, q_idx, kv_idx) -> bool``.
 
     A callable is traced when it, or one that differs only in values of tensors, comes for the first time. Its captured
@@ -175,7 +179,7 @@ def bind_score(
     """
     fingerprint = Fingerprint()
     named_tensors = {named.alibi: alibi_slopes, named.bias: bias}
-    parts: tuple[Any, ...] = (device, softcap is not None, alibi_slopes, bias, score_mod, mask_mod)
+    parts: tuple[Any, ...] = (device, softcap is not None, alibi_slopes, bias, score_mod, visible, mask_mod)
     key: Hashable = None
     try:
         for part in parts:
@@ -188,7 +192,7 @@ def bind_score(
         program, places = found
         tensors = tuple(fingerprint.tensors[place] for place in places)
     else:
-        arguments = device, softcap is not None, named_tensors, score_mod, mask_mod
+        arguments = device, softcap is not None, named_tensors, score_mod, visible, mask_mod
         program, tensors = apart(lambda: trace_program(*arguments))
         places_of = {id(tensor): place for place, tensor in enumerate(fingerprint.tensors)}
         if key is not None and all(id(tensor) in places_of for tensor in tensors):
@@ -204,6 +208,7 @@ def trace_program(
     has_softcap: bool,
     named_tensors: Mapping[Callable[..., Any], torch.Tensor | None],
     score_mod: Callable[..., Any] | None,
+    visible: torch.Tensor | None,
     mask_mod: Callable[..., Any] | None,
 ) -> tuple[ScoreProgram, tuple[torch.Tensor, ...]]:
     """The program of these, and the tensors that it loads from, by slot; see `bind_score`."""
@@ -216,6 +221,8 @@ def trace_program(
             score = tracer.trace(modification, tracer.stand_in(score), tracer.place, tensor, dtype="f32")
     if score_mod is not None:
         score = tracer.trace(score_mod, tracer.stand_in(score), *tracer.place[:4], dtype="f32")
+    if visible is not None:  # after `score_mod`, which might make another number of -inf
+        score = tracer.trace(named.hide, tracer.stand_in(score), tracer.place, visible, dtype="f32")
     mask = tracer.trace(mask_mod, *tracer.place[:4], dtype="bool") if mask_mod is not None else None
     program = ScoreProgram(
         score=None if score is read("score") else score,

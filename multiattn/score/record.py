@@ -44,7 +44,7 @@ class Recorder(TorchFunctionMode):
         self.device = device
         self.captured = list(captured)
         self.least_size = 2
-        """The size of a dimension whose own is not known: the indices that are numbers are below."""
+        """The size that stands for that of a dimension: the indices that are numbers are below."""
         self._name = ""
         self._steps: list[Step] = []
         self._results: list[Any] = []
@@ -61,12 +61,12 @@ class Recorder(TorchFunctionMode):
         return self._name, tuple(self._steps), self._argument(result)
 
     def captured_specs(self) -> tuple[Spec, ...]:
-        """Each captured tensor without its memory, with some size where the real one is a graph's symbol."""
+        """Each captured tensor without its memory, with some size for every dimension but those of one element."""
         return tuple(
             (
                 str(it.device),
                 str(it.dtype).removeprefix("torch."),
-                tuple(1 if size == 1 else int(size) if _is_known(size) else self.least_size for size in it.shape),
+                tuple(1 if size == 1 else self.least_size for size in it.shape),
             )
             for it in self.captured
         )
@@ -152,6 +152,7 @@ def program_of(
     softcap: bool,
     has_alibi: bool,
     has_bias: bool,
+    hides: bool,
     score: Recorded | None,
     mask: Recorded | None,
     specs: Sequence[Spec],
@@ -159,7 +160,7 @@ def program_of(
     """A program as `multiattn.score.serial` writes it, None for none; which captured tensor each slot has, and which
     slots the score depends on.
 
-    `specs` are `Recorder.captured_specs`; the first are of ALiBi's slopes and of bias, where there are any.
+    `specs` are `Recorder.captured_specs`; the first are of ALiBi's slopes, bias and a bool bias, where there are any.
 
     Raises:
         UntraceableError: a callable does what a kernel cannot.
@@ -168,9 +169,11 @@ def program_of(
     def trace() -> tuple[str | None, tuple[int, ...], tuple[int, ...]]:
         # On a device of their own: the result of an operation that the recorder missed is there, too.
         captured = [torch.empty((), dtype=getattr(torch, it[1]), device="meta").expand(it[2]) for it in specs]
-        named = {alibi: captured[0] if has_alibi else None, bias: captured[int(has_alibi)] if has_bias else None}
+        first = iter(captured)
+        named = {name: next(first) if is_there else None for name, is_there in ((alibi, has_alibi), (bias, has_bias))}
+        visible = next(first) if hides else None
         traceable = [None if it is None else _runner(it, captured) for it in (score, mask)]
-        program, tensors = trace_program(torch.device("meta"), softcap, named, *traceable)
+        program, tensors = trace_program(torch.device("meta"), softcap, named, traceable[0], visible, traceable[1])
         if not program.roots:
             return None, (), ()
         place_of = {id(it): place for place, it in enumerate(captured)}
