@@ -1,6 +1,5 @@
 """PyTorch's own attention, and what is built on it, by our kernels; what these refuse, by PyTorch's as before."""
 
-import itertools
 import logging
 import os
 
@@ -117,7 +116,7 @@ def test_results_are_laid_out_as_fakes_promise(layout):
             sdpa.flash_attention_for_cpu_backward,
         ),
     }
-    assert set(calls) == set(itertools.chain(*sdpa.KERNELS.values()))
+    assert set(calls) == {*sdpa.KERNELS["CUDA"], *sdpa.KERNELS["CPU"]}
     for name, (arguments, ours) in calls.items():
         fakes = [
             torch.empty_strided(it.shape, it.stride(), dtype=it.dtype, device="meta") if torch.is_tensor(it) else it
@@ -150,6 +149,24 @@ def test_what_we_refuse_runs_as_before_and_says_why_once(which, caplog):
     finally:
         restore_flash_attention_impl()
     assert [record.getMessage().count(f"refused: {which}: got") for record in caplog.records] == [1, 1]  # each op
+
+
+def test_dropout_on_a_cpu_is_said_once(ran, caplog):
+    """PyTorch then takes an op that is not FlashAttention's, so that other calls of that op must stay silent."""
+
+    def run(dropout_p):
+        torch.manual_seed(0)
+        with sdpa_kernel(SDPBackend.MATH):
+            return results(qkv(), dropout_p=dropout_p)
+
+    quiet = run(0.0)
+    assert not caplog.records
+    told = [run(0.5) for _ in range(2)]
+    restore_flash_attention_impl()
+    assert all(map(torch.equal, (*quiet, *told[0], *told[1]), (*run(0.0), *run(0.5), *run(0.5))))
+    (record,) = caplog.records
+    assert "_scaled_dot_product_attention_math runs PyTorch's own kernel" in record.getMessage()
+    assert "dropout_p: got 0.5; allowed 0.0" in record.getMessage()
 
 
 def test_a_refusal_for_a_backend_is_one_too(ran, caplog):

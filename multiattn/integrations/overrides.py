@@ -42,7 +42,7 @@ def use(backend: str) -> None:
 
 
 class Refused(Exception):  # noqa: N818 - an answer, which `Override` takes
-    """Ours does not run this call. `kind` is the same for refusals that are worth telling once."""
+    """Ours does not run this call. `kind` is the same for refusals that are worth telling once; none is told of ""."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -69,7 +69,7 @@ class Override:
                 raise NotImplementedError(
                     f"aten::{self._op} has no kernel of PyTorch's for {self._key}, and multiattn refused: {refused}"
                 ) from refused
-            if refused.kind not in self._told:
+            if refused.kind and refused.kind not in self._told:
                 self._told.add(refused.kind)
                 log.warning("aten::%s runs PyTorch's own kernel, as multiattn refused: %s", self._op, refused)
         return self._theirs.call_boxed(keys, *args, **kwargs)

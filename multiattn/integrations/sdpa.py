@@ -8,7 +8,7 @@ keys, and plain causal attention to the first keys where there are fewer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -133,6 +133,24 @@ def flash_attention_for_cpu_backward(
     return tuple(map(_sequence_first, (dq, *(F.pad(it, (0, 0, 0, unseen)) if unseen else it for it in of_keys))))
 
 
+def math_for_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    *others: Any,
+    **options: Any,
+) -> NoReturn:
+    """``aten::_scaled_dot_product_attention_math``, which PyTorch takes on a CPU where there is dropout.
+
+    It is never ours. A call with dropout is told, as the ops of a GPU tell it.
+    """
+    if dropout_p != 0.0:
+        options_of_call(query, dropout_p, None)
+    raise Refused("", "it is PyTorch's own mathematics")
+
+
 def _from_top_left(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> tuple[int | None, int]:
     """The right bound of the mask, aligned at the bottom right of so many keys, which are all that are visible."""
     seq_q, seq_kv = q.shape[2], k.shape[2]
@@ -147,6 +165,7 @@ def _sequence_first(result: torch.Tensor) -> torch.Tensor:
 
 
 KERNELS: Kernels = {
+    "AutogradCPU": {"_scaled_dot_product_attention_math": math_for_cpu},
     "CUDA": {
         "_scaled_dot_product_flash_attention": flash_attention,
         "_scaled_dot_product_flash_attention_backward": flash_attention_backward,
