@@ -77,8 +77,8 @@ def flash_attn_with_kvcache(
             unit stride on D. If k is given, the call writes to it.
         v_cache: Like k_cache.
         k: New keys ``[B, Snew, Hkv, D]``, or ``[Tnew, Hkv, D]`` with `cu_seqlens_k_new`. They are put into the cache
-            from place ``cache_seqlens[b]`` of each sequence on, and attended to. The cache must have room for them: the
-            host does not read the lengths, so it cannot check.
+            from place ``cache_seqlens[b]`` of each sequence on, and attended to. The cache must have room for them: a
+            ValueError on a CPU. On a GPU the host does not read the lengths, and the kernel that writes them fails.
         v: New values, like k.
         cache_seqlens: int32 ``[B]`` on the device, or an int for all: the keys of each sequence, without new ones. None
             is as many as the cache has room for.
@@ -280,12 +280,28 @@ def _append(
         sequence = torch.searchsorted(starts[1:], rows_of_k, right=True).clamp(max=batch - 1)
         places = torch.where(is_kept, seqlens[sequence] + rows_of_k - starts[sequence], 0)
         added = starts.diff()
+    _check_room(seqlens, added, page * (1 if table is None else table.shape[1]))
     if table is None:
         entry, row = sequence.expand_as(places), places
     else:
         entry, row = _pages_of(table[sequence, places // page], k_cache.shape[0], is_kept), places % page
     put((k_cache, v_cache), (k, v), entry, row, is_kept)
     return (seqlens + added).to(torch.int32)
+
+
+def _check_room(seqlens: torch.Tensor, added: torch.Tensor | int, room: int) -> None:
+    """ValueError for new keys that a cache on a CPU has no place for."""
+    if seqlens.device.type != "cpu" or type(seqlens) is not torch.Tensor or torch.compiler.is_compiling():
+        return
+    lengths = seqlens + added
+    wrong = (seqlens < 0) | ((lengths > room) & (lengths > seqlens))
+    if wrong.any():
+        sequence = int(wrong.nonzero()[0])
+        before, after = int(seqlens[sequence]), int(lengths[sequence])
+        raise ValueError(
+            f"cache_seqlens: got {before} keys of sequence {sequence} and {after - before} new ones; allowed {room} in "
+            "all, as many as the cache has room for; begin another cache, or give the sequence more pages"
+        )
 
 
 def _pages_of(entries: torch.Tensor, pages: int, is_kept: torch.Tensor | None) -> torch.Tensor:
