@@ -9,6 +9,7 @@ from torch.compiler import is_compiling
 
 from multiattn.api import fmha
 from multiattn.operands import ScoreMod
+from multiattn.told import warn_once
 from multiattn.validate import check_inputs
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def flex_attention(
         score_mod, block_mask, scale: As for `multiattn.fmha`.
         enable_gqa: Let query heads share key/value heads.
         return_lse: Also return the log-sum-exp, fp32 ``[B, Hq, Sq]``.
-        kernel_options: None, because rules choose the tiles here.
+        kernel_options: Ignored, with one warning, because rules choose the tiles here.
         return_aux: The further results to return, in an `AuxOutput`. max_scores is not available.
         backend: One of `multiattn.backends()`, ``"reference"`` or ``"auto"``.
 
@@ -116,7 +117,7 @@ def flex_attention(
         The output; with `return_lse` (out, lse), with `return_aux` (out, AuxOutput).
 
     Raises:
-        ValueError: For heads that differ without `enable_gqa`, for `kernel_options`, and as `multiattn.fmha`.
+        ValueError: For heads that differ without `enable_gqa`, and as `multiattn.fmha`.
     """
     if not is_compiling():  # what is compiled is checked by the op
         check_inputs(query, key, value, strides=False)
@@ -124,7 +125,7 @@ def flex_attention(
         heads = f"Hq={query.shape[1]}, Hkv={key.shape[1]}"
         raise ValueError(f"enable_gqa: got False with {heads}; allowed True, or as many heads of key; set it")
     if kernel_options:
-        raise ValueError(f"kernel_options: got {kernel_options}; allowed None: tiles follow from rules, see explain()")
+        warn_once("flex_attention: kernel_options are ignored: rules choose the tiles here, and explain() says which")
     if return_aux is not None and (return_lse or return_aux.max_scores):
         raise ValueError("return_aux: got max_scores, or return_lse beside it; allowed AuxRequest(lse=...) alone")
     out, lse = fmha(

@@ -168,7 +168,6 @@ def test_it_returns_what_is_asked_for():
 
 BAD = {
     "heads differ": ({"heads_kv": 2}, {}, ValueError, "enable_gqa: got False with Hq=4, Hkv=2"),
-    "kernel_options": ({}, {"kernel_options": {"BLOCK_M": 64}}, ValueError, "kernel_options: got {'BLOCK_M': 64}"),
     "max_scores": ({}, {"return_aux": AuxRequest(max_scores=True)}, ValueError, "return_aux: got max_scores"),
     "no block mask": ({}, {"block_mask": torch.ones(3)}, TypeError, "block_mask must be .*BlockMask; got Tensor"),
     "too few keys": ({"seq_kv": 200}, {"block_mask": blocks()}, ValueError, r"block_mask: got lists \[1, 1, 3, 3\]"),

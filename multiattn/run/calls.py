@@ -21,6 +21,7 @@ from multiattn.plan.choice import BOTH, choose
 from multiattn.problem import problem_of
 from multiattn.run import compat
 from multiattn.run.ahead import Ahead, following
+from multiattn.run.cpu_only import tell_cpu_only
 from multiattn.run.log import logged
 from multiattn.run.tuning import tell_unmeasured, tuning_for
 
@@ -183,6 +184,8 @@ def _choose(operands: Operands, options: Options, *directions: Direction) -> tup
         return choose(problem, CPU, options._replace(backend=REFERENCE, variant=None), *directions)
     arch = detect(device)
     tell_unmeasured(device, arch.name)
+    if options.backend == "auto" and not arch.is_gpu:
+        tell_cpu_only(problem, directions)
     return choose(problem, arch, options, *directions, tuning=tuning_for(device))
 
 

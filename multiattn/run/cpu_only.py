@@ -1,0 +1,50 @@
+"""The warning of calls that run on a CPU, and that every GPU would refuse: `tell_cpu_only`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from multiattn.plan import backend as registry
+from multiattn.plan.arch import CPU
+from multiattn.plan.backend import BACKENDS, Direction
+from multiattn.plan.support import Capability, Reason
+from multiattn.problem import Problem
+from multiattn.told import warn_once
+
+_USUAL = Capability(arches=())
+_CODES = ("dtype", "head_dim")
+_seen: set[str] = set()
+
+
+def tell_cpu_only(problem: Problem, directions: Sequence[Direction]) -> None:
+    """Warn of a dtype or a head_dim that ``backend="auto"`` runs as the reference on a CPU, and that no GPU runs.
+
+    Once for each dtype, and once for head dims.
+    """
+    is_usual = problem.dtype in _USUAL.dtypes and not problem.head_dim % _USUAL.head_dim_multiple
+    key = f"{problem.dtype} {problem.head_dim} {directions}"
+    if key in _seen or (is_usual and problem.head_dim <= _USUAL.head_dim_max):  # asks no backend
+        return
+    _seen.add(key)
+    for direction in directions:
+        if reasons := _refusals(problem, direction):
+            kernel = "every kernel" if direction == "forward" else "every kernel of a gradient"
+            why = "; ".join(map(str, reasons))
+            kinds = [f"{it.code} {it.got if it.code == 'dtype' else ''}" for it in reasons]
+            on_gpu = f"On a GPU {kernel} refuses it: {why}"
+            warn_once(f"backend='auto' runs this on the CPU, as the reference. {on_gpu}", kinds)
+
+
+def _refusals(problem: Problem, direction: Direction) -> tuple[Reason, ...]:
+    """What the kernel that comes nearest refuses of a problem's dtype and head_dim, on any GPU."""
+    each = (
+        tuple(it for it in capability.why_not(problem, CPU) if it.code in _CODES)
+        for capability in _capabilities(direction)
+    )
+    return min(each, key=len, default=())
+
+
+def _capabilities(direction: Direction) -> Iterator[Capability]:
+    """Those of all kernels, the widest heads first."""
+    found = (it.capability for name in BACKENDS for it in registry.get(name).op(direction).variants)
+    return iter(sorted(found, key=lambda it: -it.head_dim_max))
