@@ -10,6 +10,7 @@ import torch
 from multiattn.kvcache import Where, with_cache
 from multiattn.mask import Window
 from multiattn.operands import Operands, Options, ScoreMod, with_score
+from multiattn.plain import plain
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name as arch_by_name
 from multiattn.plan.arch import detect
@@ -21,7 +22,7 @@ from multiattn.problem import Problem, problem_of
 from multiattn.run import compat
 from multiattn.run.autograd import attend, autocast, differentiate, needs_grad, refuse_gradient
 from multiattn.run.tuning import tuning_for
-from multiattn.validate import not_a_tensor, refuse_call, refuses_calls
+from multiattn.validate import not_a_tensor, refuse_call, refuse_dropout, refuses_calls
 from multiattn.varlen import Lengths, pack, with_packing
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ def fmha(
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
+    dropout_p: float = 0,  # no 0.0, for which torch.compile(dynamic=True) has a symbol and compiles twice
+    dropout_seed: int | torch.Tensor | None = None,
     backend: BackendName = "auto",
     variant: str | None = None,
     return_lse: bool = False,
@@ -110,6 +113,8 @@ def fmha(
             above. It runs once, to give an expression (`multiattn.score`) that becomes code of each kernel's language.
         block_mask: FlexAttention's `BlockMask`. Blocks that it leaves out cost nothing. A key must pass this mask as
             well as `causal` and `window`.
+        dropout_p: 0.0. NotImplementedError for another number, because no kernel here drops attention weights.
+        dropout_seed: Ignored while nothing is dropped.
         sinks: ``[Hq]``, any floating-point dtype, differentiable. Each query head gets one more column, which has this
             natural-log logit, is not scaled, and has no value.
         backend: One of `backends()`, ``"reference"``, or ``"auto"``. On a GPU ``"auto"`` is the fastest by recorded
@@ -144,6 +149,8 @@ def fmha(
     """
     if unknown or extra or v is None:
         refuse_call(fmha, extra, unknown, q=q, k=k, v=v)
+    if dropout_p != 0.0:
+        refuse_dropout(dropout_p)
     options = Options.of(
         causal=causal,
         window=window,
@@ -181,6 +188,8 @@ def fmha_backward(
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
+    dropout_p: float = 0,
+    dropout_seed: int | torch.Tensor | None = None,
     backend: BackendName = "auto",
     variant: str | None = None,
     deterministic: bool | None = None,
@@ -189,7 +198,7 @@ def fmha_backward(
     """The gradient of `fmha` from the results of a forward, for callers without autograd.
 
     Args:
-        q, k, v, and all from causal to block_mask, deterministic: As in the call of `fmha`.
+        q, k, v, and all from causal to dropout_seed, deterministic: As in the call of `fmha`.
         out: The output of a forward of any backend, in the dtype and shape of q.
         lse: The log-sum-exp of the same forward, fp32 ``[B, Hq, Sq]``.
         dout: The gradient of out, like it.
@@ -213,6 +222,8 @@ def fmha_backward(
     """
     if unknown or extra or dout is None:
         refuse_call(fmha_backward, extra, unknown, q=q, k=k, v=v, out=out, lse=lse, dout=dout)
+    if dropout_p != 0.0:
+        refuse_dropout(dropout_p)
     options = Options.of(
         causal=causal,
         window=window,
@@ -248,6 +259,8 @@ def explain(
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
+    dropout_p: float = 0,
+    dropout_seed: int | torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -285,6 +298,8 @@ def explain(
     """
     if unknown or extra or q is None:
         refuse_call(explain, extra, unknown, q=q)
+    if dropout_p != 0.0:
+        refuse_dropout(dropout_p)
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
     directions: tuple[Direction, ...] = (direction,)
@@ -319,7 +334,7 @@ def explain(
             named = {"alibi_slopes": alibi_slopes, "bias": bias, "score_mod": score_mod, "block_mask": block_mask}
             named |= {"cu_seqlens_kv": cu_seqlens_kv, "max_seqlen_kv": max_seqlen_kv}
             _refuse_given(named, "with seqlens_kv: fmha_kvcache has no such argument")
-            where = Where(seqlens_kv, page_table, cu_seqlens_q, max_seqlen_q, num_splits)
+            where = Where(seqlens_kv, page_table, cu_seqlens_q, plain(max_seqlen_q), plain(num_splits))
             operands, options = with_cache(q, k, v, options, where, softcap, sinks)
             refuse_gradient(operands)
         elif all(it is None for it in packing):

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling, is_exporting
 
-from multiattn.layout import Shape
-from multiattn.validate import fits_broadcast
+from multiattn.layout import Shape, fits_broadcast
 
 BLOCK = 128
 """Queries and keys in a block of the lists that are made of a mask of bools."""

@@ -11,6 +11,7 @@ from multiattn.mask import Window
 from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import as_batch_of_one
 from multiattn.paged import Cache, check_cache, check_numbers, check_out, check_values
+from multiattn.plain import plain
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend_cached, autocast
 from multiattn.validate import check_modification, refuse_call, refuses_calls
@@ -142,7 +143,7 @@ def fmha_kvcache(
     )
     if compat.autocast_active():
         q, k_cache, v_cache = autocast(q, k_cache, v_cache)
-    where = Where(seqlens_kv, page_table, cu_seqlens_q, max_seqlen_q, num_splits)
+    where = Where(seqlens_kv, page_table, cu_seqlens_q, plain(max_seqlen_q), plain(num_splits))
     operands, options = with_cache(q, k_cache, v_cache, options, where, softcap, sinks, out)
     is_packed = cu_seqlens_q is not None
     own = out if out is None or not is_packed else as_batch_of_one(out)

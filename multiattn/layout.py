@@ -6,7 +6,7 @@ Layout everywhere is ``[B, H, S, D]`` (batch, heads, sequence, head_dim), any st
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -78,3 +78,8 @@ def dense_strides(strides: Strides, shape: Shape) -> Strides:
     _, heads, seq, head_dim = shape
     transposed = (seq * heads * head_dim, head_dim, heads * head_dim)
     return transposed if strides == transposed else contiguous_strides(shape)
+
+
+def fits_broadcast(shape: Sequence[int], sizes: Sequence[int]) -> bool:
+    """True if every dimension is 1 or has its size; by ==, as `in` has Dynamo take a number for none of its symbols."""
+    return all(it == 1 or it == size for it, size in zip(shape, sizes, strict=True))

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from multiattn.plain import as_bool, plain
+
 Kind = Literal["full", "causal", "two_sided"]
 Window = tuple[int | None, int | None]
 """Keys before and after its own that a query sees; None is all of them."""
@@ -117,9 +119,8 @@ def band_of(causal: bool, window: Window | None) -> Band:
 
     `causal` bounds a window on the right.
     """
-    if not isinstance(causal, bool):
-        hint = "a mask is bias or block_mask" if isinstance(causal, torch.Tensor) else "give True or False"
-        raise TypeError(f"causal must be a bool; got {type(causal).__name__}; {hint}")
+    hint = "a mask is bias or block_mask" if isinstance(causal, torch.Tensor) else "give True or False"
+    causal = as_bool(causal, "causal", hint)
     if window is None:
         return CAUSAL if causal else FULL
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -132,6 +133,7 @@ def band_of(causal: bool, window: Window | None) -> Band:
 
 def _bound(name: str, value: Any) -> int | None:
     """A bound of a window, or None; a traced one stays what it is."""
+    value = plain(value)
     if value is None or isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]  # stands for an int until the graph runs
     is_int = isinstance(value, int) or hasattr(value, "__index__")  # Dynamo knows only the former of an int that varies

@@ -14,6 +14,7 @@ from multiattn.layout import Layout, Shape, row_major
 from multiattn.mask import Band, Window, band_of
 from multiattn.packed import Packing
 from multiattn.paged import Cache
+from multiattn.plain import as_bool
 from multiattn.score import BoundScore, LoweredScore, ScoreProgram, bind_score
 from multiattn.score.record import Recorder, program_of
 from multiattn.score.serial import dumps, loads
@@ -63,15 +64,15 @@ class Options(NamedTuple):
         ``True == 1 == 1.0``, so an unchecked value would find the plan of another call. `deterministic` None follows
         `torch.use_deterministic_algorithms`.
         """
-        left, right = None, 0 if causal is True else None
-        if window is not None or type(causal) is not bool:
-            band = band_of(causal, window)
-            left, right = band.left, band.right
+        if window is None and type(causal) is bool:
+            left, right = None, 0 if causal else None
+        else:
+            left, right = band_of(causal, window).window
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        elif not isinstance(deterministic, bool):
-            got = f"{type(deterministic).__name__}; None follows torch.use_deterministic_algorithms"
-            raise TypeError(f"deterministic must be a bool or None; got {got}")
+        elif type(deterministic) is not bool:
+            hint = "None follows torch.use_deterministic_algorithms"
+            deterministic = as_bool(deterministic, "deterministic", hint, "a bool or None")
         if not isinstance(backend, str):
             raise TypeError(f"backend must be a string; got {type(backend).__name__}; name one of multiattn.backends()")
         if variant is not None and not isinstance(variant, str):

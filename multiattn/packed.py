@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from multiattn.layout import Layout, Shape, Strides, row_major
+from multiattn.plain import plain
 from multiattn.validate import not_a_tensor
 
 LIST_FIELDS = ("sequence", "first_row", "offset_q", "len_q", "offset_kv", "len_kv", "tiles", "unused")
@@ -165,7 +166,7 @@ def check_packing(
     if len(set(shapes.values())) > 1:
         hint = "a sequence without rows repeats its start"
         raise ValueError(f"cu_seqlens_q and cu_seqlens_kv must have one shape, [B + 1]; got {shapes}; {hint}")
-    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
+    for name, length in (("max_seqlen_q", plain(max_seqlen_q)), ("max_seqlen_kv", plain(max_seqlen_kv))):
         if isinstance(length, bool) or not isinstance(length, int | torch.SymInt):
             hint = f"; {name}.item() is one" if isinstance(length, torch.Tensor) else ""
             raise TypeError(f"{name} must be an int; got {type(length).__name__}{hint}")

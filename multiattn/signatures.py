@@ -33,6 +33,8 @@ class FmhaOptions(Common, total=False):
     bias: torch.Tensor | None
     score_mod: ScoreMod | None
     block_mask: BlockMask | None
+    dropout_p: float
+    dropout_seed: int | torch.Tensor | None
     deterministic: bool | None
 
 

@@ -12,7 +12,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from multiattn.layout import DTYPE_NAMES, Shape
+from multiattn.layout import DTYPE_NAMES, Shape, fits_broadcast
+from multiattn.plain import plain
 
 LOG2_E = math.log2(math.e)
 
@@ -29,7 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 OUR_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "is_causal": "causal; it is aligned at the bottom right",
-        "attn_mask": "bias, bool (true is visible) or added to the scores, [B|1, Hq|1, Sq|1, Skv|1]",
+        "attn_mask": "bias, bool (true is visible) or added to the scores, [B|1, Hq|1, Sq|1, Skv|1], or block_mask",
         "attention_mask": "bias=mask[:, None, None, :].bool() for [B, Skv], where true is a token, or fmha_padded, "
         "which leaves the padding out",
         "key_padding_mask": "bias=~mask[:, None, None, :] for [B, Skv], where true is padding, or fmha_padded, which "
@@ -38,8 +39,9 @@ OUR_NAMES: Mapping[str, str] = MappingProxyType(
         "batch there is fmha_padded",
         "kv_mask": "bias=mask[:, None, None, :], bool; only fmha_padded has a kv_mask",
         "attn_bias": "bias",
-        "dropout_p": "nothing: there is no dropout",
-        "dropout": "nothing: there is no dropout",
+        "dropout_p": "nothing: a call with a cache drops nothing",
+        "dropout": "dropout_p, which may be 0.0 alone",
+        "attention_dropout": "dropout_p, which may be 0.0 alone",
         "window_size": "window, a pair like this one with None in place of -1",
         "sliding_window": "window; n keys up to the query's own are (n - 1, 0)",
         "enable_gqa": "nothing: k and v may always have fewer heads than q",
@@ -307,11 +309,6 @@ def check_modification(
         raise TypeError(f"score_mod must be callable or None; got {type(score_mod).__name__}; {hint}")
 
 
-def fits_broadcast(shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """True if every dimension is 1 or has its size; by ==, as `in` has Dynamo take a number for none of its symbols."""
-    return all(it == 1 or it == size for it, size in zip(shape, sizes, strict=True))
-
-
 def _with_four(bias: torch.Tensor, sizes: tuple[int, int, int, int]) -> str:
     """How a bias of fewer dimensions gets four, where its shape tells."""
     batch, _, seq_q, seq_kv = sizes
@@ -377,10 +374,24 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     return number
 
 
+def refuse_dropout(dropout_p: object) -> None:
+    """NotImplementedError for a `dropout_p` that drops something; TypeError for one that is no number."""
+    number = plain(dropout_p)
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise TypeError(f"dropout_p must be a float; got {type(dropout_p).__name__}")
+    if number != 0:
+        raise NotImplementedError(
+            f"dropout_p: got {number}; allowed 0.0: no kernel here drops attention weights. Give 0.0 while evaluating, "
+            "set the model's dropout of attention to 0 to train with it, or train with "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+
+
 def as_float(scale: Any, name: str = "scale") -> float:
     """A number as a float, infinite beyond every float; TypeError for what is none. A traced one stays what it is."""
     if isinstance(scale, (torch.SymFloat, torch.SymInt)) or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return scale  # type: ignore[no-any-return]  # stands for a float until the graph runs
+    scale = plain(scale)
     if isinstance(scale, bool) or not isinstance(scale, Real):
         hint = f"; {name}.item() is one, and waits for the device" if isinstance(scale, torch.Tensor) else ""
         raise TypeError(f"{name} must be a float or None; got {type(scale).__name__}{hint}")

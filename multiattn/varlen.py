@@ -10,9 +10,10 @@ from torch.compiler import is_compiling
 from multiattn.mask import Window
 from multiattn.operands import Operands, Options, ScoreMod, with_score
 from multiattn.packed import Packing, as_batch_of_one, check_lengths, check_packing
+from multiattn.plain import plain
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend, autocast, differentiate
-from multiattn.validate import not_a_tensor, refuse_call, refuses_calls
+from multiattn.validate import not_a_tensor, refuse_call, refuse_dropout, refuses_calls
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -86,6 +87,8 @@ def fmha_varlen(
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
+    dropout_p: float = 0,  # no 0.0, for which torch.compile(dynamic=True) has a symbol and compiles twice
+    dropout_seed: int | torch.Tensor | None = None,
     backend: BackendName = "auto",
     variant: str | None = None,
     return_lse: bool = False,
@@ -113,6 +116,7 @@ def fmha_varlen(
         bias: ``[B|1, Hq|1, max_seqlen_q|1, max_seqlen_kv|1]``, otherwise as for `multiattn.fmha`. A bool one costs an
             element for each score here, as a number does.
         block_mask: None. Packed batches take no block mask.
+        dropout_p, dropout_seed: As for `multiattn.fmha`: nothing is dropped.
         backend: As for `multiattn.fmha`.
 
     Returns:
@@ -127,6 +131,8 @@ def fmha_varlen(
     lengths = Lengths(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     if unknown or extra or v is None or lengths.lacks_any:
         refuse_call(fmha_varlen, extra, unknown, q=q, k=k, v=v, **lengths._asdict())
+    if dropout_p != 0.0:
+        refuse_dropout(dropout_p)
     options = Options.of(
         causal=causal,
         window=window,
@@ -168,6 +174,8 @@ def fmha_varlen_backward(
     sinks: torch.Tensor | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
+    dropout_p: float = 0,
+    dropout_seed: int | torch.Tensor | None = None,
     backend: BackendName = "auto",
     variant: str | None = None,
     deterministic: bool | None = None,
@@ -176,7 +184,7 @@ def fmha_varlen_backward(
     """The gradient of `fmha_varlen` from the results of a forward, for callers without autograd.
 
     Args:
-        q, k, v, and all from cu_seqlens_q to max_seqlen_kv, causal to block_mask: As in the call of `fmha_varlen`.
+        q, k, v, and all from cu_seqlens_q to max_seqlen_kv, causal to dropout_seed: As in the call of `fmha_varlen`.
         out: The output of a forward of any backend, ``[Tq, Hq, D]``.
         lse: The log-sum-exp of the same forward, fp32 ``[Hq, Tq]``.
         dout: The gradient of out, like it.
@@ -194,6 +202,8 @@ def fmha_varlen_backward(
     if unknown or extra or dout is None or lengths.lacks_any:
         given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout}
         refuse_call(fmha_varlen_backward, extra, unknown, **given, **lengths._asdict())
+    if dropout_p != 0.0:
+        refuse_dropout(dropout_p)
     options = Options.of(
         causal=causal,
         window=window,
@@ -264,7 +274,7 @@ def with_packing(
     """The same with the modification of scores and the packing that a call asks for."""
     packing = Packing()
     if not (softcap is None and alibi_slopes is None and bias is None and score_mod is None):
-        packing = Packing(lengths.max_seqlen_q, lengths.max_seqlen_kv)
+        packing = Packing(plain(lengths.max_seqlen_q), plain(lengths.max_seqlen_kv))
         of_scores = (lengths.cu_seqlens_q.shape[0] - 1, *packing)
         operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, lengths=of_scores)
     captured = (*operands.captured, lengths.cu_seqlens_q.contiguous(), lengths.cu_seqlens_kv.contiguous())

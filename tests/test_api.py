@@ -363,7 +363,7 @@ def test_a_forward_does_not_mind_who_wants_a_gradient_of_its_scores(backend):
 OTHERS = {
     "is_causal": "here it is causal",
     "attn_mask": "here it is bias, .* or block_mask",
-    "dropout_p": "here it is nothing: there is no dropout",
+    "attention_dropout": "here it is dropout_p, which may be 0.0 alone",
     "window_size": "here it is window",
     "enable_gqa": "here it is nothing: k and v may always have fewer heads",
     "softmax_scale": "here it is scale",

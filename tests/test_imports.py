@@ -14,23 +14,25 @@ import multiattn
 
 ROOT = Path(multiattn.__file__).parent
 # Who may import whom, by the first name below the package; a folder counts as one.
-_BASES = {"layout", "mask", "block_mask", "packed", "paged", "score"}
+_BASES = {"plain", "layout", "mask", "block_mask", "packed", "paged", "score"}
 _DATA = {*_BASES, "validate", "operands", "problem"}
 _LANGUAGE = {*_DATA, "plan", "run", "progress"}
 ALLOWED = {
-    "mask": set(),
+    "plain": set(),
+    "told": set(),
+    "mask": {"plain"},
     "block_mask": {"layout"},
-    "packed": {"layout", "validate"},
+    "packed": {"layout", "plain", "validate"},
     "paged": {"layout", "packed", "validate"},
     "score": set(),
     "layout": set(),
-    "validate": {"layout"},
+    "validate": {"layout", "plain"},
     "operands": {*_BASES, "validate"},
     "problem": {*_BASES, "validate", "operands"},
     "plan": _DATA,
     "bars": set(),
     "progress": set(),
-    "run": {*_DATA, "plan", "progress"},
+    "run": {*_DATA, "plan", "progress", "told"},
     "reference": {*_DATA, "plan", "progress"},
     "signatures": {"mask", "operands", "plan"},
     "truth": {*_DATA, "reference"},
@@ -38,7 +40,7 @@ ALLOWED = {
     "api": {*_DATA, "plan", "run", "varlen", "kvcache", "signatures"},
     "aot": {*_DATA, "plan", "run"},
     "inspect": {*_DATA, "plan", "run", "aot", "cuda", "progress", "bars", "varlen", "kvcache"},  # cuda: `sanitize`
-    "flex": {*_DATA, "plan", "api"},
+    "flex": {*_DATA, "plan", "api", "told"},
     "integrations": {*_DATA, "plan", "run", "api", "kvcache", "merging", "varlen"},  # and nobody imports these
     "varlen": {*_DATA, "plan", "run", "signatures"},
     "kvcache": {*_DATA, "plan", "run", "signatures"},

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from multiattn.mask import Window
+from multiattn.plain import plain
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
 WindowSize = tuple[int | None, int | None] | list[int] | torch.Tensor | None
@@ -43,7 +44,7 @@ def refuse(function: str, others: dict[str, Any], **options: Any) -> None:
             hint = "the options are FlashAttention's own; multiattn.fmha has more"
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {hint}")
     for name, value in (others | options).items():
-        allowed = REFUSED.get(name)
+        allowed, value = REFUSED.get(name), plain(value)
         if name in HINTS or value is None or (isinstance(value, (int, float)) and value == allowed):
             continue
         got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

@@ -28,7 +28,7 @@ def fmha_padded(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    kv_mask: torch.Tensor,
+    kv_mask: torch.Tensor | None,
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
@@ -46,7 +46,7 @@ def fmha_padded(
         k: ``[B, Hkv, Skv, D]``.
         v: Like k.
         kv_mask: ``[B, Skv]``, bool or numbers: nonzero for a token, zero for padding, which no query sees. Tokens of a
-            row count as neighbours, even with padding between them.
+            row count as neighbours, even with padding between them. None is a batch without padding.
         all others: As for `multiattn.fmha`.
 
     Returns:
@@ -59,10 +59,6 @@ def fmha_padded(
         ValueError: As `multiattn.fmha`, for a `kv_mask` of another shape, and for more queries than keys where the call
             depends on positions.
     """
-    (batch, _, seq_q, _), seq_kv = q.shape, k.shape[2]
-    if tuple(kv_mask.shape) != (batch, seq_kv):
-        allowed = f"{(batch, seq_kv)}, [B, Skv]; a mask of scores [B, 1, Sq, Skv] is bias of fmha"
-        raise ValueError(f"kv_mask: got shape {tuple(kv_mask.shape)}; allowed {allowed}")
     options: dict[str, Any] = {
         "causal": causal,
         "window": window,
@@ -73,6 +69,12 @@ def fmha_padded(
         "backend": backend,
         "deterministic": deterministic,
     }
+    if kv_mask is None:
+        return dense(q, k, v, **options)
+    (batch, _, seq_q, _), seq_kv = q.shape, k.shape[2]
+    if tuple(kv_mask.shape) != (batch, seq_kv):
+        allowed = f"{(batch, seq_kv)}, [B, Skv], or None; a mask of scores [B, 1, Sq, Skv] is bias of fmha"
+        raise ValueError(f"kv_mask: got shape {tuple(kv_mask.shape)}; allowed {allowed}")
     kv_mask = kv_mask.to(torch.bool)
     if seq_q == 1:  # a packed copy of all keys would cost more than one query does
         return dense(q, k, v, bias=hiding_bias(kv_mask[:, None, None], q.dtype), **options)
