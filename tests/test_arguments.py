@@ -162,7 +162,7 @@ def test_a_full_cache_takes_no_more_keys(pages, packed):
 
 @pytest.fixture
 def warned(monkeypatch):
-    """What a process is told that has been told nothing."""
+    """The messages of a process that has been told nothing."""
     monkeypatch.setattr(told, "_told", set())
     monkeypatch.setattr(cpu_only, "_seen", set())
     with warnings.catch_warnings(record=True) as found:

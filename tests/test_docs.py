@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -51,3 +52,20 @@ def test_docstrings_begin_in_plain_english(folder):
         if re.match(r"(What|Of|Whether|Which|Who)\b", text)
     ]
     assert found == []
+
+
+SDPA = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "from-sdpa.md").read_text(), re.DOTALL)
+
+
+def test_each_call_of_sdpa_is_the_one_beside_it(monkeypatch):
+    """The blocks of the page, one after the other: each gives `theirs` and `ours`."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    torch.manual_seed(0)
+    names = {}
+    assert len(SDPA) == 15
+    for code in SDPA:
+        names.pop("theirs", None)
+        exec(compile(code, "from-sdpa.md", "exec"), names)
+        torch.testing.assert_close(
+            names["ours"], names["theirs"], rtol=0.02, atol=0.02, msg=lambda it, at=code: it + at
+        )

@@ -36,7 +36,7 @@ def tell_cpu_only(problem: Problem, directions: Sequence[Direction]) -> None:
 
 
 def _refusals(problem: Problem, direction: Direction) -> tuple[Reason, ...]:
-    """What the kernel that comes nearest refuses of a problem's dtype and head_dim, on any GPU."""
+    """The reasons of the kernel that comes nearest against a problem's dtype and head_dim, on any GPU."""
     each = (
         tuple(it for it in capability.why_not(problem, CPU) if it.code in _CODES)
         for capability in _capabilities(direction)
