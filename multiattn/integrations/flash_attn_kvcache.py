@@ -23,6 +23,7 @@ from multiattn.integrations.flash_attn_options import (
 from multiattn.kvcache import fmha_kvcache
 from multiattn.packed import check_starts
 from multiattn.plan.backend import BackendName
+from multiattn.run import values
 from multiattn.run.values import can_be_read
 
 _NAME = "flash_attn_with_kvcache"
@@ -78,7 +79,8 @@ def flash_attn_with_kvcache(
         v_cache: Like k_cache.
         k: New keys ``[B, Snew, Hkv, D]``, or ``[Tnew, Hkv, D]`` with `cu_seqlens_k_new`. They are put into the cache
             from place ``cache_seqlens[b]`` of each sequence on, and attended to. The cache must have room for them: a
-            ValueError on a CPU. On a GPU the host does not read the lengths, and the kernel that writes them fails.
+            ValueError on a CPU, and with ``MULTIATTN_CHECK=1``. Else the host does not read the lengths, and the GPU's
+            kernel that writes new keys fails.
         v: New values, like k.
         cache_seqlens: int32 ``[B]`` on the device, or an int for all: the keys of each sequence, without new ones. None
             is as many as the cache has room for.
@@ -290,8 +292,8 @@ def _append(
 
 
 def _check_room(seqlens: torch.Tensor, added: torch.Tensor | int, room: int) -> None:
-    """ValueError for new keys that a cache on a CPU has no place for."""
-    if seqlens.device.type != "cpu" or type(seqlens) is not torch.Tensor or torch.compiler.is_compiling():
+    """ValueError for new keys that a cache has no place for, where lengths can be read."""
+    if torch.compiler.is_compiling() or not values.can_be_read(seqlens):
         return
     lengths = seqlens + added
     wrong = (seqlens < 0) | ((lengths > room) & (lengths > seqlens))
