@@ -324,7 +324,7 @@ def _check_captured(name: str, tensor: object, q: torch.Tensor, dtypes: tuple[to
     if tensor.dtype not in dtypes or tensor.layout != torch.strided:
         allowed = " or ".join(map(str, dict.fromkeys(dtypes)))
         is_mask = torch.bool in dtypes and not (tensor.is_floating_point() or tensor.is_complex())
-        hint = f"a mask of zeros and ones is bias={name}.bool()" if is_mask else "call .float() on it"
+        hint = "call .bool() on a mask, .float() on numbers to add" if is_mask else "call .float() on it"
         raise TypeError(f"{name}: got {tensor.dtype}, layout {tensor.layout}; allowed dense {allowed}; {hint}")
     if tensor.device != q.device:
         raise ValueError(f"{name} must be on the device of q, {q.device}; got {tensor.device}; {_MOVE}")

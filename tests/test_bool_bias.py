@@ -222,7 +222,11 @@ def test_a_layer_takes_it():
 
 
 WRONG = {
-    "ints": (torch.ones(2, 1, 1, 40, dtype=torch.int64), TypeError, r"torch.int64.*torch.bool; .*bias=bias\.bool\(\)"),
+    "ints": (
+        torch.ones(2, 1, 1, 40, dtype=torch.int64),
+        TypeError,
+        r"torch.int64.*torch.bool; call \.bool\(\) on a mask",
+    ),
     "of tokens": (torch.ones(2, 40, dtype=torch.bool), ValueError, r"\(2, 40\).*bias\[:, None, None, :\].*fmha_padded"),
     "of positions": (torch.ones(24, 40, dtype=torch.bool), ValueError, r"\(24, 40\).*; bias\[None, None\]"),
     "of entries": (torch.ones(2, 24, 40, dtype=torch.bool), ValueError, r"\(2, 24, 40\).*; bias\[:, None\]"),

@@ -23,7 +23,6 @@ from multiattn.integrations.flash_attn_options import (
 from multiattn.kvcache import fmha_kvcache
 from multiattn.packed import check_starts
 from multiattn.plan.backend import BackendName
-from multiattn.run import values
 from multiattn.run.values import can_be_read
 
 _NAME = "flash_attn_with_kvcache"
@@ -293,7 +292,7 @@ def _append(
 
 def _check_room(seqlens: torch.Tensor, added: torch.Tensor | int, room: int) -> None:
     """ValueError for new keys that a cache has no place for, where lengths can be read."""
-    if torch.compiler.is_compiling() or not values.can_be_read(seqlens):
+    if torch.compiler.is_compiling() or not can_be_read(seqlens):
         return
     lengths = seqlens + added
     wrong = (seqlens < 0) | ((lengths > room) & (lengths > seqlens))
