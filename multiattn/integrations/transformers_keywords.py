@@ -1,0 +1,109 @@
+"""Keywords that reach `attend` and change no attention, and the refusal of all that nobody has looked at.
+
+A model hands the keywords of its call down to its attention, mixed with those that are meant for it. One that is
+swallowed may select keys, add sinks or hide a part: the result is then wrong, and nothing says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+OUTPUTS = (
+    "labels",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_hidden_states_before_downsampling",
+    "output_router_logits",
+    "return_dict",
+    "return_loss",
+    "use_cache",
+)
+"""They say what a model gives back."""
+
+APPLIED = (
+    "cache",
+    "cache_offset",
+    "cache_position",
+    "cross_attention_mask",
+    "cycle_offset",
+    "full_text_row_masked_out_mask",
+    "past_key_value",
+    "past_key_values",
+    "position_embeddings",
+    "shared_kv_states",
+    "t_cond",
+)
+"""They are applied before attention, to states, caches and masks."""
+
+INPUTS = (
+    "decoder_attention_mask",
+    "decoder_input_ids",
+    "decoder_inputs_embeds",
+    "decoder_position_ids",
+    "encoder_attention_mask",
+    "encoder_hidden_states",
+    "encoder_outputs",
+    "input_ids",
+    "inputs_embeds",
+    "mm_token_type_ids",
+    "token_type_ids",
+)
+"""They are inputs of another part of the model."""
+
+OTHER_KINDS = ("always_partition", "cu_seqlens", "grid_thw", "max_seqlen", "seq_idx")
+"""They are for other kinds of layers, or were told to attention by other names."""
+
+BATCHING = (
+    "block_table",
+    "k_cache",
+    "logits_indices",
+    "logits_processor_args",
+    "read_index",
+    "v_cache",
+    "write_index",
+)
+"""They come with transformers' continuous batching; `attend` takes the table and the caches."""
+
+HARMLESS = frozenset((*OUTPUTS, *APPLIED, *INPUTS, *OTHER_KINDS, *BATCHING))
+"""Keywords of `attend` that may have any value: eager attention gets them, too, and reads none of them."""
+
+
+def refuse_unknown(keywords: Mapping[str, Any]) -> None:
+    """Refuse keywords that are not `HARMLESS` and not None.
+
+    Raises:
+        NotImplementedError: For `output_attentions`, and for a keyword that nobody has looked at.
+    """
+    for name, given in keywords.items():
+        if name in HARMLESS or given is None:
+            continue
+        if name != "output_attentions":
+            raise NotImplementedError(
+                f"{name}: got {_told(given)}, a keyword that multiattn does not know, and which may change attention; "
+                'allowed None. Leave it out, or use attn_implementation="eager" or "sdpa"'
+            )
+        if given:
+            raise NotImplementedError(
+                "output_attentions: got True, but multiattn never has the attention weights in memory; allowed False. "
+                'Use attn_implementation="eager"'
+            )
+
+
+def refuse_dropout(dropout: float) -> None:
+    """Refuse dropout of attention weights.
+
+    Raises:
+        NotImplementedError: For any but 0.
+    """
+    if dropout:
+        raise NotImplementedError(
+            f"multiattn has no dropout of attention weights; got dropout={dropout}. Set the model's to 0 "
+            "(attention_dropout, attention_probs_dropout_prob or dropout_rate of its config), or call model.eval()"
+        )
+
+
+def _told(given: Any) -> str:
+    shape = getattr(given, "shape", None)
+    return repr(given)[:60] if shape is None else f"a {type(given).__name__} {list(shape)}"

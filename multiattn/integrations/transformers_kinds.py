@@ -1,0 +1,150 @@
+"""Attention of each kind of mask that `multiattn.integrations.transformers.attend` meets."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.compiler import is_compiling
+
+from multiattn.integrations.padding import dense, fmha_padded, hiding_bias, packed
+from multiattn.kvcache import fmha_kvcache
+
+BLOCK = 128
+"""Queries and keys in a block of the masks that `blocks_of` makes."""
+
+
+class Inputs(NamedTuple):
+    """A call, but for its mask."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: torch.Tensor | None
+    """transformers' position_bias."""
+    options: dict[str, Any]
+    """Those of `multiattn.fmha`, but for the mask."""
+
+
+def band_of(is_causal: bool, sliding_window: int | None) -> dict[str, Any]:
+    """`causal` and `window`: transformers' window counts the query's own key, on either side where it is not causal.
+
+    Raises:
+        ValueError: For a window that shows nothing.
+    """
+    if sliding_window is None:
+        return {"causal": is_causal}
+    if sliding_window < 1:
+        raise ValueError(
+            f"sliding_window: got {sliding_window}; allowed None for no window, or at least 1, as a query's own key "
+            "counts. Set the sliding_window of the model's config"
+        )
+    return {"causal": is_causal, "window": (sliding_window - 1, None if is_causal else sliding_window - 1)}
+
+
+def attend_lengths(call: Inputs, lengths: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Causal attention over a static cache; a gradient or a position bias costs a mask of every score."""
+    q, k, v, bias, options = call
+    wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if bias is None and not wants_gradient:
+        options = {name: it for name, it in options.items() if name != "deterministic"}
+        out: torch.Tensor = fmha_kvcache(q, k, v, seqlens_kv=lengths, **options, **band_of(True, window))
+        return out
+    last = lengths[:, None] - q.shape[2] + torch.arange(q.shape[2], device=q.device)
+    behind = last[:, None, :, None] - torch.arange(k.shape[2], device=q.device)
+    return attend_masked(call, behind >= 0 if window is None else (behind >= 0) & (behind < window))
+
+
+def attend_packed(call: Inputs, lengths: tuple[Any, Any, Any, Any], band: dict[str, Any]) -> torch.Tensor:
+    """Attention of sequences one after another; `lengths` are both cu_seqlens, and the longest of each."""
+    q, k, v, bias, options = call
+    if bias is not None:
+        raise NotImplementedError("multiattn: a position_bias of packed sequences is not implemented")
+    batch, _, length, _ = q.shape
+    rows = [it.transpose(1, 2).flatten(0, 1) for it in (q, k, v)]
+    longest = [
+        int(it) if it is not None and not (is_compiling() and isinstance(it, torch.Tensor)) else of.shape[0]
+        for it, of in zip(lengths[2:], rows, strict=False)
+    ]
+    out: torch.Tensor = packed(
+        *rows,
+        cu_seqlens_q=lengths[0].to(torch.int32),
+        cu_seqlens_kv=lengths[1].to(torch.int32),
+        max_seqlen_q=longest[0],
+        max_seqlen_kv=longest[1],
+        **options,
+        **band,
+    )
+    return out.view(batch, length, *out.shape[1:]).transpose(1, 2)
+
+
+def attend_padded(call: Inputs, mask: torch.Tensor | None, band: dict[str, Any]) -> torch.Tensor:
+    """Attention over the first keys that a mask ``[B, n]`` tells of, or over all."""
+    q, k, v, bias, options = call
+    bias = None if bias is None else _as_bias(bias, q)
+    if mask is not None and mask.shape[1] != k.shape[2]:
+        keys = mask.shape[1]
+        k, v, bias = k[:, :, :keys], v[:, :, :keys], None if bias is None else bias[..., :keys]
+    if mask is None or mask.shape[0] == 0:
+        return dense(q, k, v, bias=bias, **options, **band)
+    if bias is None:
+        return fmha_padded(q, k, v, kv_mask=mask, **options, **band)
+    is_token = mask.to(torch.bool)
+
+    def hide(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return torch.where(is_token[b, j], score, -torch.inf)
+
+    return dense(q, k, v, bias=bias, score_mod=hide, **options, **band)
+
+
+def attend_masked(call: Inputs, mask: torch.Tensor, **more: Any) -> Any:
+    """Attention with a mask ``[B|1, H|1, Sq|1, Skv]``: bool, or numbers to add; it tells everything."""
+    q, k, v, bias, options = call
+    options = options | more
+    mask = mask[..., : k.shape[2]]
+    bias = None if bias is None else _as_bias(bias, q)[..., : k.shape[2]]
+    if mask.dtype == torch.bool:
+        if bias is None and mask.shape[2] == 1:
+            return dense(q, k, v, bias=hiding_bias(mask, q.dtype), **options)
+        blocks = blocks_of(mask.expand(-1, -1, q.shape[2], -1))
+        return dense(q, k, v, bias=bias, block_mask=blocks, **options)
+    if bias is None:
+        return dense(q, k, v, bias=_as_bias(mask, q), **options)
+    added = mask.to(torch.float32).expand(q.shape[0], q.shape[1], q.shape[2], -1)
+
+    def add(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return score + added[b, h, i, j]
+
+    return dense(q, k, v, bias=bias, score_mod=add, **options)
+
+
+def _as_bias(bias: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return bias if bias.dtype in (q.dtype, torch.float32) else bias.to(q.dtype)
+
+
+def blocks_of(visible: torch.Tensor) -> Any:
+    """FlexAttention's `BlockMask` of a bool mask ``[B|1, H|1, Sq, Skv]``; only blocks that hide a part read it."""
+    from torch.nn.attention.flex_attention import BlockMask  # imports SymPy
+
+    batch, heads, seq_q, seq_kv = visible.shape
+    rows, columns = (seq_q + BLOCK - 1) // BLOCK, (seq_kv + BLOCK - 1) // BLOCK
+    beyond = (0, columns * BLOCK - seq_kv, 0, rows * BLOCK - seq_q)
+
+    def reduced(value: bool) -> torch.Tensor:
+        blocks = torch.nn.functional.pad(visible, beyond, value=value).unflatten(-1, (columns, BLOCK))
+        blocks = blocks.unflatten(-3, (rows, BLOCK))
+        found: torch.Tensor = blocks.all(-1).all(-2) if value else blocks.any(-1).any(-2)
+        return found
+
+    full = reduced(True)
+    partial_ = reduced(False) & ~full
+
+    def see(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return visible[b if batch > 1 else 0, h if heads > 1 else 0, i, j]
+
+    lists = [
+        it.to(torch.int32)
+        for blocks in (partial_, full)
+        for it in (blocks.sum(-1), blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True))
+    ]
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=see, seq_lengths=(seq_q, seq_kv))
