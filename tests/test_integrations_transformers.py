@@ -13,6 +13,11 @@ import multiattn
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.masking_utils import (  # noqa: E402
+    bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
 from multiattn.integrations.padding import fmha_padded  # noqa: E402
 from multiattn.integrations.transformers import attend, make_mask, register  # noqa: E402
 
@@ -128,13 +133,20 @@ def packed():
     return {"position_ids": positions.expand(BATCH, -1), "use_cache": False}
 
 
+def apart(model):
+    """Logits of `packed` sequences, which gpt-oss's own eager attention does not keep apart."""
+    if model.config.model_type == "gpt_oss" and model.config._attn_implementation == "eager":
+        return torch.cat([model(it, use_cache=False).logits for it in tokens().split([9, LENGTH - 9], 1)], 1)
+    return model(tokens(), **packed()).logits
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_logits_of_padded_and_packed_batches(name):
     masks = padding(left=7), padding(right=7), padding(left=LENGTH)
 
     def logits(model):
         with torch.no_grad():
-            found = [model(tokens()).logits, model(tokens(), **packed()).logits]
+            found = [model(tokens()).logits, apart(model)]
             return found + [model(tokens(), attention_mask=it).logits * it[..., None] for it in masks]
 
     check(decoder(name), logits)
@@ -386,13 +398,16 @@ def test_what_is_not_had_is_refused():
 
 def test_masks_that_hide_nothing_cost_nothing():
     every = torch.ones(BATCH, 5, dtype=torch.bool)
-    assert make_mask(BATCH, 5, 5, attention_mask=every) is None
-    assert make_mask(BATCH, 5, 9, attention_mask=every).shape == (0, 5, 1)  # a static cache
-    assert make_mask(BATCH, 5, 5, local_size=5) is None
-    assert make_mask(BATCH, 5, 5, local_size=4).shape == (0, 5, 4)
+    assert make_mask(BATCH, 5, 5, attention_mask=every).told.shape == (0, 5)
+    assert make_mask(BATCH, 5, 9, attention_mask=every).told.shape == (0, 5)  # a static cache
+    window = {"mask_function": sliding_window_causal_mask_function(4)}
+    assert make_mask(BATCH, 4, 4, local_size=4, **window).window is None
+    assert make_mask(BATCH, 5, 5, local_size=4, **window).window == 4
     with pytest.raises(ValueError, match="attention_mask"):
         make_mask(BATCH, 5, 5, attention_mask=torch.eye(5, dtype=torch.bool).expand(BATCH, 5, 5))
-    assert make_mask(BATCH, 5, 7, allow_is_causal_skip=False, allow_is_bidirectional_skip=True) is None
+    both = {"mask_function": bidirectional_mask_function, "allow_is_causal_skip": False}
+    assert make_mask(BATCH, 5, 7, **both, allow_is_bidirectional_skip=True) is None
+    assert make_mask(BATCH, 5, 7, **both).whole().count_nonzero() == 0  # a model that joins it with another
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (3, None)}, {"window": (2, 2)}])

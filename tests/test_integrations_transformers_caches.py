@@ -10,6 +10,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 import multiattn  # noqa: E402
 import multiattn.integrations.transformers as hook  # noqa: E402
+import multiattn.integrations.transformers_kinds as kinds  # noqa: E402
 import multiattn.integrations.transformers_paged as paged  # noqa: E402
 
 hook.register()
@@ -20,7 +21,7 @@ STEP = {"q_length": 1, "kv_length": 9, "allow_is_causal_skip": False, "device": 
 def calls(monkeypatch):
     """The arguments of each call of `fmha_kvcache`."""
     found = []
-    for module in (hook, paged):
+    for module in (kinds, paged):
 
         def spy(*args, function=module.fmha_kvcache, **options):
             found.append(options)
@@ -74,23 +75,23 @@ def test_compiled_steps_need_no_other_code():
     assert len(compiled) == 1
     nodes = list(compiled[0].graph.nodes)
     assert any("kvcache" in str(it.target) for it in nodes)
-    sizes = [getattr(it.meta.get("example_value"), "shape", ()) for it in nodes]
+    values = [it.meta.get("example_value") for it in nodes]
+    sizes = [getattr(it, "shape", ()) for it in values if type(it) is not hook.LazyMask]
     assert all(len(it) < 4 or it[-1] != 30 for it in sizes)  # no mask of every score
 
 
 def test_masks_of_a_step():
+    """What tells them stays on the device, and has one shape at every step."""
     length = torch.tensor(4)
     mask = hook.make_mask(BATCH, q_offset=length, **STEP)
-    assert mask.dtype == torch.int32
-    assert mask.tolist() == [[[5]]] * BATCH
+    assert (mask.kind, mask.told.tolist(), mask.shape) == ("lengths", [5] * BATCH, (BATCH, 1, 1, 9))
     window = {"mask_function": sliding_window_causal_mask_function(6), "local_size": 6}
-    assert hook.make_mask(BATCH, q_offset=4, **STEP, **window).shape == (BATCH, 1, 6)
+    assert hook.make_mask(BATCH, q_offset=4, **STEP, **window).window == 6
     full = {"q_offset": 20, "kv_offset": 15, **window}
-    assert hook.make_mask(BATCH, **STEP | {"kv_length": 6}, **full).tolist() == [[[6]]] * BATCH
+    mask = hook.make_mask(BATCH, **STEP | {"kv_length": 6}, **full)
+    assert (mask.kind, mask.told.tolist(), mask.window) == ("lengths", [6] * BATCH, None)
     other = {"mask_function": lambda *it: causal_mask_function(*it)}
-    assert hook.make_mask(BATCH, q_offset=length, **STEP, **other).shape[1:] == (1, 1, 9)
-    falcon = {"config": transformers.FalconConfig()}
-    assert hook.make_mask(BATCH, q_offset=length, **STEP, **falcon).shape[1:] == (1, 1, 9)
+    assert hook.make_mask(BATCH, q_offset=length, **STEP, **other).told.shape[1:] == (1, 1, 9)
 
 
 @pytest.mark.parametrize("kind", ["gradient", "bias"])
@@ -101,7 +102,7 @@ def test_lengths_beside_a_gradient_or_a_bias(kind, window):
     bias = torch.randn(1, 4, 2, 9, generator=seed) if kind == "bias" else None
     q.requires_grad_(kind == "gradient")
     lengths = torch.tensor([7, 4], dtype=torch.int32)
-    mask = lengths[:, None, None].expand(-1, -1, window or 1)
+    mask = hook.LazyMask(lengths, "lengths", True, window, (BATCH, 1, 2, 9), torch.float32)
     out, _ = hook.attend(torch.nn.Module(), q, k, v, mask, position_bias=bias)
     band = {"causal": True, "window": None if window is None else (window - 1, None)}
     for row, length in enumerate(lengths):
