@@ -62,6 +62,11 @@ def strides_of(tensor: torch.Tensor) -> Strides:
     return batch, head, row
 
 
+def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its last dimension has unit stride, else a copy that has."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def contiguous_strides(shape: Shape) -> Strides:
     """Strides of (B, H, S) of a contiguous tensor ``[B, H, S, D]``."""
     _, heads, seq, head_dim = (max(size, 1) for size in shape)

@@ -20,6 +20,7 @@ from multiattn.integrations.overrides import (
     ready_backward,
     ready_forward,
 )
+from multiattn.layout import unit_stride
 from multiattn.operands import INPUTS, Operands, Options
 from multiattn.packed import as_batch_of_one
 from multiattn.run.execute import run_backward, run_forward
@@ -122,6 +123,7 @@ def _as_ours(
     options: Options,
 ) -> tuple[Operands, Options]:
     """The operands of a call, and its options with its packing."""
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     if cum_seq_q is None:
         return Operands(_heads_first(q), _heads_first(k), _heads_first(v)), options
     if cum_seq_k is None:

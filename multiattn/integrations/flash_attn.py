@@ -35,6 +35,7 @@ from multiattn.integrations.flash_attn_options import (
     sinks_of,
     window_of,
 )
+from multiattn.layout import unit_stride
 from multiattn.plan.backend import BackendName
 
 __all__ = [
@@ -340,7 +341,7 @@ def _padded(tensor: torch.Tensor) -> torch.Tensor:
     missing = -tensor.shape[-1] % HEAD_DIM_MULTIPLE
     if missing:
         return torch.nn.functional.pad(tensor, (0, missing))
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return unit_stride(tensor)
 
 
 def _like(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

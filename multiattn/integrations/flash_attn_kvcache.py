@@ -21,6 +21,7 @@ from multiattn.integrations.flash_attn_options import (
     window_of,
 )
 from multiattn.kvcache import fmha_kvcache
+from multiattn.layout import unit_stride
 from multiattn.packed import check_starts
 from multiattn.plan.backend import BackendName
 from multiattn.run.values import can_be_read
@@ -201,8 +202,7 @@ def attend_cache(
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and lse of `fmha_kvcache` in FlashAttention's layout; k_cache and v_cache are views."""
-    if q.stride(-1) != 1:
-        q = q.contiguous()
+    q = unit_stride(q)
     is_packed = cu_seqlens_q is not None
     found, lse = fmha_kvcache(
         q if is_packed else q.transpose(1, 2),

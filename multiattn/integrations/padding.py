@@ -13,6 +13,7 @@ import torch
 from torch.compiler import is_compiling
 
 from multiattn.api import fmha
+from multiattn.layout import unit_stride
 from multiattn.mask import Window
 from multiattn.plan.backend import BackendName
 from multiattn.run.autograd import is_transformed
@@ -41,8 +42,9 @@ def fmha_padded(
     """Fused attention of a batch with padding at either end of each row; differentiable once.
 
     Args:
-        q: ``[B, Hq, Sq, D]``. Where the call depends on positions, as with `causal`, `window` or `alibi_slopes`, the
-            queries are the last Sq of the Skv positions. Otherwise they may be those of another sequence.
+        q: ``[B, Hq, Sq, D]``, any strides. Where the call depends on positions, as with `causal`, `window` or
+            `alibi_slopes`, the queries are the last Sq of the Skv positions. Otherwise they may be those of another
+            sequence.
         k: ``[B, Hkv, Skv, D]``.
         v: Like k.
         kv_mask: ``[B, Skv]``, bool or numbers: nonzero for a token, zero for padding, which no query sees. Tokens of a
@@ -77,6 +79,7 @@ def fmha_padded(
         raise ValueError(f"kv_mask: got shape {tuple(kv_mask.shape)}; allowed {allowed}")
     kv_mask = kv_mask.to(torch.bool)
     if seq_q == 1:  # a packed copy of all keys would cost more than one query does
+        q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         return dense(q, k, v, bias=hiding_bias(kv_mask[:, None, None], q.dtype), **options)
     keys = TokenPlaces.of(kv_mask)
     if causal or window is not None or alibi_slopes is not None:

@@ -22,7 +22,7 @@ from multiattn.integrations.overrides import (
     ready_backward,
     ready_forward,
 )
-from multiattn.layout import row_major
+from multiattn.layout import row_major, unit_stride
 from multiattn.operands import Operands, Options
 from multiattn.run.execute import run_backward, run_forward
 
@@ -31,12 +31,14 @@ _Tensors = tuple[torch.Tensor, ...]
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and lse."""
-    operands = Operands(q, k, v)
+    operands = Operands(unit_stride(q), unit_stride(k), unit_stride(v))
     return run_forward(ready_forward(operands, options), operands.inputs)
 
 
 def _differentiate(operands: Operands, options: Options) -> Sequence[torch.Tensor]:
     """dq, dk and dv."""
+    q, k, v = map(unit_stride, operands.inputs[:3])
+    operands = operands._replace(q=q, k=k, v=v)
     return run_backward(ready_backward(operands, options), operands)  # type: ignore[return-value]  # every one is wanted
 
 

@@ -28,10 +28,11 @@ from multiattn.integrations.transformers_kinds import (
     blocks_of,
 )
 from multiattn.integrations.transformers_lazy import LazyMask, lazy_mask
-from multiattn.integrations.transformers_masks import make_mask
+from multiattn.integrations.transformers_masks import Band, make_mask
 from multiattn.integrations.transformers_models import refuse_untested
 from multiattn.integrations.transformers_paged import NAME, attend_paged, register_continuous_batching
-from multiattn.integrations.transformers_selection import attend_selected, packed_by_positions, selected_keys
+from multiattn.integrations.transformers_selection import apart, attend_selected, packed_mask, selected_keys
+from multiattn.layout import unit_stride
 from multiattn.plan.backend import BACKENDS
 
 __all__ = [
@@ -133,20 +134,30 @@ def attend(
     call = Inputs(query, key, value, position_bias, options)
     mask, says_causal = _as_mask(attention_mask, query), _says_causal(module, is_causal)
     selected = selected_keys(module, query, key.shape[2], indices, block_indices)
-    lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if (table := kwargs.get("block_table")) is not None:  # continuous batching
+    table, is_packed = kwargs.get("block_table"), cu_seq_lens_q is not None and cu_seq_lens_k is not None
+    if mask is None and says_causal and not is_packed:
+        mask = _causal_mask(call, sliding_window)
+    if isinstance(mask, LazyMask) and not is_packed:
+        mask = apart(mask, position_ids)
+    if table is not None:  # continuous batching
         assert cu_seq_lens_k is not None
         caches, band = (kwargs["k_cache"], kwargs["v_cache"]), band_of(says_causal is not False, sliding_window)
         out = attend_paged(query, key, value, caches, table, cu_seq_lens_k.to(torch.int32), options | band)
-    elif sinks is not None or selected is not None:
-        out = attend_selected(call, mask, says_causal is True, selected, sinks)
-    elif cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        out = attend_packed(call, lengths, _band_of_lengths(mask, says_causal, sliding_window))
+    elif is_packed:
+        lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        band = _band_of_lengths(mask, says_causal, sliding_window)
+        if selected is not None or sinks is not None:
+            out = attend_selected(call, packed_mask(call, lengths, band), selected, sinks)
+        else:
+            out = attend_packed(call, lengths, band_of(*band))
+    elif selected is not None or sinks is not None:
+        out = attend_selected(call, mask, selected, sinks)
     elif isinstance(mask, LazyMask):
         both_ways = is_causal is False and getattr(module, "is_causal", None) is True
-        out = _attend_lazy(call, mask, mask.causal and not both_ways, position_ids)
+        out = _attend_lazy(call, mask, mask.causal and not both_ways)
     elif mask is None:
-        out = _attend_all(call, says_causal is True, sliding_window, position_ids)
+        _refuse_window(sliding_window, key.shape[2])
+        out = attend_padded(call, None, band_of(False, None))
     elif mask.ndim == 2:
         out = attend_padded(call, mask, band_of(says_causal is True, sliding_window))
     else:
@@ -161,8 +172,7 @@ def _prepared(
     dtype = value.dtype
     if dtype == torch.float32 and torch.is_autocast_enabled(value.device.type):
         dtype = torch.get_autocast_dtype(value.device.type)
-    query, key, value = (it if it.stride(-1) == 1 else it.contiguous() for it in (query, key, value))
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = (unit_stride(it.to(dtype)) for it in (query, key, value))
     batch = max(query.shape[0], key.shape[0])
     if query.shape[0] != key.shape[0]:  # learned queries, or keys, that all sequences share
         query, key, value = (it.expand(batch, -1, -1, -1) for it in (query, key, value))
@@ -212,25 +222,22 @@ def _says_causal(module: torch.nn.Module, is_causal: bool | None) -> bool | None
     )
 
 
-def _band_of_lengths(mask: torch.Tensor | None, says_causal: bool | None, window: int | None) -> dict[str, Any]:
+def _band_of_lengths(mask: torch.Tensor | None, says_causal: bool | None, window: int | None) -> Band:
     """The band of each of the sequences whose lengths are given beside a mask.
 
     Raises:
         ValueError: For a mask of padding, or one of a model's own.
     """
-    if mask is None:
-        return band_of(says_causal is not False, window)
-    if isinstance(mask, LazyMask):
-        if mask.kind == "packed" or (mask.kind == "padding" and mask.told.shape[0] == 0):
-            return band_of(mask.causal, mask.window)
-        if is_compiling() and mask.kind == "visible":  # positions might pack sequences
-            return band_of(says_causal is not False, window)
+    if isinstance(mask, LazyMask) and (mask.kind == "packed" or (mask.kind == "padding" and mask.told.shape[0] == 0)):
+        return mask.causal, mask.window
+    if mask is None or (isinstance(mask, LazyMask) and mask.kind == "visible" and is_compiling()):
+        return says_causal is not False, window  # a compiled function cannot tell whether positions pack sequences
     raise ValueError(
         "cu_seq_lens_q: got lengths beside an attention_mask; allowed either: packed sequences have no padding"
     )
 
 
-def _attend_lazy(call: Inputs, mask: LazyMask, causal: bool, position_ids: torch.Tensor | None) -> torch.Tensor:
+def _attend_lazy(call: Inputs, mask: LazyMask, causal: bool) -> torch.Tensor:
     """Attention with a mask of `make_mask`."""
     told, window = mask.told, mask.window
     if mask.kind == "visible":
@@ -239,41 +246,38 @@ def _attend_lazy(call: Inputs, mask: LazyMask, causal: bool, position_ids: torch
     if mask.kind == "lengths":
         return attend_lengths(call, told, window)
     if mask.kind == "packed":
-        return attend_packed(call, (told[0], told[0], told.shape[0], told.shape[0]), band_of(causal, window))
-    batch, _, seq_q, _ = call.q.shape
-    is_whole = told.shape[0] == 0 and told.shape[1] == seq_q and mask.causal
-    starts = packed_by_positions(mask, position_ids, batch, seq_q) if is_whole else None
-    if starts is not None:
-        call = call._replace(k=call.k[:, :, :seq_q], v=call.v[:, :, :seq_q])
-        if not is_compiling():
-            return attend_packed(call, (starts[0], starts[0], *2 * (starts.shape[0],)), band_of(causal, window))
-        same = starts[:, None, :, None] == starts[:, None, None, :]
-        return attend_masked(call, mask.visible()[..., :seq_q] & same)
+        count = call.q.shape[2]  # keys behind them are unused places of a static cache
+        call = call._replace(k=call.k[:, :, :count], v=call.v[:, :, :count])
+        return attend_packed(call, (told[0], told[0], *2 * (told.shape[0],)), band_of(causal, window))
     return attend_padded(call, told, band_of(causal, window))
 
 
-def _attend_all(
-    call: Inputs, causal: bool, sliding_window: int | None, position_ids: torch.Tensor | None
-) -> torch.Tensor:
-    """Attention with no mask.
+def _causal_mask(call: Inputs, sliding_window: int | None) -> LazyMask:
+    """The mask of a causal call that has none.
 
     Raises:
-        NotImplementedError: For a call whose meaning is not certain.
+        NotImplementedError: For more keys than queries, or fewer, if there are several.
+        ValueError: For a window that is less than 1.
     """
-    seq_q, seq_kv = call.q.shape[2], call.k.shape[2]
-    if causal and 1 < seq_q != seq_kv:
+    (batch, _, seq_q, _), seq_kv = call.q.shape, call.k.shape[2]
+    if 1 < seq_q != seq_kv:
         raise NotImplementedError(
             f"attention_mask: got None for causal attention of {seq_q} queries to {seq_kv} keys; allowed a mask, as "
             "nothing tells which keys the queries are at. Let transformers make it, by create_causal_mask"
         )
-    if not causal and sliding_window is not None and sliding_window < seq_kv:
+    band_of(True, sliding_window)
+    told = torch.empty((0, seq_kv), dtype=torch.bool, device=call.q.device)
+    return lazy_mask(told, "padding", True, sliding_window, (batch, 1, seq_q, seq_kv), call.q.dtype)
+
+
+def _refuse_window(sliding_window: int | None, seq_kv: int) -> None:
+    """Refuse a window that no mask has.
+
+    Raises:
+        NotImplementedError: For a window that would hide a key.
+    """
+    if sliding_window is not None and sliding_window < seq_kv:
         raise NotImplementedError(
             f"sliding_window: got {sliding_window} and no mask for {seq_kv} keys; allowed a mask that has the window, "
             "as eager attention knows none. Let transformers make it, by create_bidirectional_sliding_window_mask"
         )
-    if not causal:
-        return attend_padded(call, None, band_of(False, None))
-    band_of(True, sliding_window)
-    told = torch.empty((0, seq_kv), dtype=torch.bool, device=call.q.device)
-    size = (call.q.shape[0], 1, seq_q, seq_kv)
-    return _attend_lazy(call, lazy_mask(told, "padding", True, sliding_window, size, call.q.dtype), True, position_ids)

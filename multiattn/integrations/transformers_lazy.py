@@ -43,11 +43,11 @@ class LazyMask(torch.Tensor):
     kind: Kind
     causal: bool
     window: int | None
-    packing: tuple[torch.Tensor, torch.Tensor | None] | None
-    """Positions that `attend` has read for this mask, and the starts of the sequences that they pack."""
+    packing: tuple[torch.Tensor, LazyMask | None] | None
+    """Positions that `attend` has read, and the mask of the sequences that they pack; None if they pack none."""
 
     @staticmethod
-    def __new__(
+    def __new__(  # noqa: D102
         cls: type[LazyMask],
         told: torch.Tensor,
         kind: Kind,
@@ -56,9 +56,10 @@ class LazyMask(torch.Tensor):
         size: Sequence[int],
         dtype: torch.dtype,
     ) -> LazyMask:
-        mask: LazyMask = torch.Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=told.device)  # type: ignore[attr-defined]
+        with torch.inference_mode(False):  # a tensor that counts the writes to it and to its views
+            mask: LazyMask = torch.Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=told.device)  # type: ignore[attr-defined]
         mask.told, mask.kind, mask.causal, mask.window = told, kind, causal, window
-        mask.packing, mask._whole, mask._version_then = None, None, 0
+        mask.packing, mask._whole = None, None
         return mask
 
     def __init__(self, *args: Any) -> None:
@@ -88,7 +89,7 @@ class LazyMask(torch.Tensor):
     @property
     def written(self) -> torch.Tensor | None:
         """The whole mask if somebody has written to it, through a view or in place; else None."""
-        return self._whole if self._whole is not None and self._whole._version != self._version_then else None
+        return self._whole if self._version else None
 
     def visible(self) -> torch.Tensor:
         """The mask as bools ``[B, 1, Sq, Skv]``, true where a query sees a key."""
@@ -101,6 +102,7 @@ class LazyMask(torch.Tensor):
             places = torch.arange(batch * seq_q, dtype=torch.int32, device=device)
             sequences = torch.searchsorted(self.told[0].contiguous(), places, right=True).view(batch, 1, seq_q)
             seen = sequences[..., :, None] == sequences[..., None, :]
+            seen = torch.nn.functional.pad(seen, (0, seq_kv - seq_q))
         elif self.kind == "lengths":
             rows = rows + (self.told - seq_q)[:, None, None, None]
             seen = (keys <= rows).expand(batch, 1, seq_q, seq_kv)
@@ -121,15 +123,12 @@ class LazyMask(torch.Tensor):
         """The mask as eager attention adds it; made once, but for a compiled function."""
         if self._whole is not None:
             return self._whole
-        zero = torch.zeros((), dtype=self.dtype, device=self.told.device)
-        if type(self.told) is not torch.Tensor:  # traced
-            return torch.where(self.visible(), zero, torch.finfo(self.dtype).min)
-        with torch.inference_mode(False):  # a tensor that counts its versions
-            told = self.told.clone() if self.told.is_inference() else self.told
-            mask = LazyMask(told, self.kind, self.causal, self.window, self.shape, self.dtype)
-            self._whole = torch.where(mask.visible(), zero.clone(), torch.finfo(self.dtype).min)
-        self._version_then = self._whole._version
-        return self._whole
+        with torch.inference_mode(False):
+            zero = torch.zeros((), dtype=self.dtype, device=self.told.device)
+            whole = torch.where(self.visible(), zero, torch.finfo(self.dtype).min)
+        if type(self.told) is torch.Tensor:
+            self._whole = whole
+        return whole
 
     @classmethod
     def __torch_dispatch__(
@@ -151,11 +150,15 @@ class LazyMask(torch.Tensor):
                 return first
         if func._schema.is_mutable and type(first) is LazyMask and type(first.told) is not torch.Tensor:
             raise NotImplementedError(
-                f"{func}: a compiled function writes to the attention mask that multiattn made; allowed operations that "
-                "make a new tensor. Call .clone() and add 0 to it first, or compile less"
+                f"{func}: a compiled function writes to the attention mask that multiattn made; allowed operations "
+                "that make a new tensor, such as mask + 0"
             )
-        result = func(*tree_map_only(LazyMask, LazyMask.whole, args), **tree_map_only(LazyMask, LazyMask.whole, kwargs))
-        return first if func._schema.is_mutable and type(first) is LazyMask else result
+        args, kwargs = tree_map_only(LazyMask, LazyMask.whole, (args, kwargs))
+        if type(first) is not LazyMask:
+            return func(*args, **kwargs)
+        with torch.inference_mode(False):  # views that count writes
+            result = func(*args, **kwargs)
+        return first if func._schema.is_mutable else result
 
 
 def _is_all(mask: LazyMask, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> bool:

@@ -64,8 +64,8 @@ def make_mask(
         raise ValueError(f"attention_mask: got {got}; allowed [B, Skv] or [B, H, Sq, Skv]")
     if local_size is not None and local_size < 1:
         raise ValueError(
-            f"sliding_window: got {local_size}; allowed None for no window, or at least 1, as a query's own key counts. "
-            "Set the sliding_window of the model's config"
+            f"sliding_window: got {local_size}; allowed None for no window, or at least 1, as a query's own key "
+            "counts. Set the sliding_window of the model's config"
         )
     size, config = (batch_size, 1, q_length, kv_length), kwargs.get("config")
     ids: torch.Tensor | None = None

@@ -8,8 +8,8 @@ import torch
 from torch.compiler import is_compiling
 
 from multiattn.integrations.transformers_kinds import Inputs, attend_masked
-from multiattn.integrations.transformers_lazy import LazyMask
-from multiattn.integrations.transformers_masks import starts_of
+from multiattn.integrations.transformers_lazy import LazyMask, lazy_mask
+from multiattn.integrations.transformers_masks import Band, starts_of
 
 
 def selected_keys(
@@ -48,56 +48,70 @@ def _chosen(indices: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def attend_selected(
-    call: Inputs,
-    mask: torch.Tensor | None,
-    causal: bool,
-    selected: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    call: Inputs, mask: torch.Tensor | None, selected: torch.Tensor | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """Attention with a mask of every score, to selected keys and with `sinks` ``[B, Hq, Sq, n]``, where they are given.
 
-    `causal` tells of keys behind a query where there is no mask.
+    Raises:
+        NotImplementedError: For a padding mask ``[B, n]``, which does not tell of each score.
     """
-    seq_q, seq_kv = call.q.shape[2], call.k.shape[2]
-    shown: torch.Tensor
+    if mask is not None and mask.ndim == 2:
+        raise NotImplementedError(
+            f"attention_mask: got {list(mask.shape)} beside selected keys or sinks of each query; allowed None or "
+            "[B, H, Sq, Skv]"
+        )
     if isinstance(mask, LazyMask):
-        shown = mask.visible()
-    elif mask is not None:
-        shown = mask
-    else:
-        shown = torch.ones(1, 1, seq_q, seq_kv, dtype=torch.bool, device=call.q.device)
-        shown = shown.tril(seq_kv - seq_q) if causal else shown
+        mask = mask.visible()
+    if mask is None:
+        mask = torch.ones((1, 1, 1, call.k.shape[2]), dtype=torch.bool, device=call.q.device)
     if selected is not None:
-        shown = shown & selected if shown.dtype == torch.bool else shown.masked_fill(~selected, -torch.inf)
+        mask = mask & selected if mask.dtype == torch.bool else mask.masked_fill(~selected, -torch.inf)
     if sinks is None:
-        out: torch.Tensor = attend_masked(call, shown)
+        out: torch.Tensor = attend_masked(call, mask)
         return out
-    out, lse = attend_masked(call, shown, return_lse=True)
+    out, lse = attend_masked(call, mask, return_lse=True)
     weight = torch.sigmoid(lse - sinks.to(torch.float32).logsumexp(-1))
     return (out * weight[..., None]).to(out.dtype)
 
 
-def packed_by_positions(mask: LazyMask | None, position_ids: torch.Tensor | None, batch: int, count: int) -> Any:
-    """The sequences that positions ``[B|1, S]`` of a batch without padding pack; None where each row is one.
+def packed_mask(call: Inputs, lengths: tuple[Any, Any, Any, Any], band: Band) -> LazyMask:
+    """The mask of sequences whose lengths are given.
+
+    Raises:
+        NotImplementedError: For queries that are not at the keys.
+    """
+    (batch, _, seq_q, _), seq_kv = call.q.shape, call.k.shape[2]
+    if seq_q != seq_kv or lengths[0].shape != lengths[1].shape:
+        raise NotImplementedError(
+            f"cu_seq_lens_k: got {seq_kv} packed keys of {seq_q} queries beside selected keys or sinks of each query; "
+            "allowed as many as queries"
+        )
+    told = lengths[0].to(torch.int32)[None]
+    return lazy_mask(told, "packed", *band, (batch, 1, seq_q, seq_kv), call.q.dtype)
+
+
+def apart(mask: LazyMask, position_ids: torch.Tensor | None) -> LazyMask:
+    """The mask, or one that keeps the sequences apart that positions ``[B|1, S]`` pack in a causal batch.
 
     As for FlashAttention, a sequence begins where positions are at their least, and here where they fall, too. Reading
-    them waits for the device, once for all layers with this mask.
-
-    Returns:
-        int32 ``[longest, N + 1]``, as a `LazyMask` is told them. In a compiled function, which can read no positions,
-        int64 ``[B, S]``, the sequence of each token.
+    them waits for the device, once for all layers with this mask. A compiled function can read none: there the mask is
+    one of every score.
     """
-    if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] != count or count == 1:
-        return None
-    if not is_compiling() and mask is not None and mask.packing is not None and mask.packing[0] is position_ids:
-        return mask.packing[1]
+    batch, _, seq_q, seq_kv = mask.shape
+    is_whole = mask.kind == "padding" and mask.causal and mask.told.shape[0] == 0 and mask.told.shape[1] == seq_q
+    if not is_whole or position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] != seq_q or seq_q == 1:
+        return mask
+    if not is_compiling() and mask.packing is not None and mask.packing[0] is position_ids:
+        return mask if mask.packing[1] is None else mask.packing[1]
     first = position_ids == position_ids.amin(-1, keepdim=True)
     falls = position_ids.diff(dim=-1) < 0
     first = torch.cat((torch.ones_like(first[:, :1]), first[:, 1:] | falls), -1).expand(batch, -1)
     if is_compiling():
-        return first.cumsum(-1)
-    starts = starts_of(first)
-    found = None if starts.shape[1] == batch + 1 else starts
-    if mask is not None:
-        mask.packing = position_ids, found
-    return found
+        ids = first.cumsum(-1)
+        same = torch.nn.functional.pad(ids[:, None, :, None] == ids[:, None, None, :], (0, seq_kv - seq_q))
+        return lazy_mask(mask.visible() & same, "visible", False, None, (batch, 1, seq_q, seq_kv), mask.dtype)
+    starts, found = starts_of(first), None
+    if starts.shape[1] != batch + 1:
+        found = lazy_mask(starts, "packed", mask.causal, mask.window, (batch, 1, seq_q, seq_kv), mask.dtype)
+    mask.packing = position_ids, found
+    return mask if found is None else found
