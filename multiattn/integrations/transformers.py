@@ -29,7 +29,7 @@ from multiattn.integrations.transformers_kinds import (
 )
 from multiattn.integrations.transformers_lazy import LazyMask, lazy_mask
 from multiattn.integrations.transformers_masks import Band, make_mask
-from multiattn.integrations.transformers_models import refuse_untested
+from multiattn.integrations.transformers_models import refuse_bools, refuse_untested
 from multiattn.integrations.transformers_paged import NAME, attend_paged, register_continuous_batching
 from multiattn.integrations.transformers_selection import apart, attend_selected, packed_mask, selected_keys
 from multiattn.layout import unit_stride
@@ -86,7 +86,7 @@ def attend(
     backend: str = "auto",
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention for transformers' `AttentionInterface`, whose arguments these are; the output is ``[B, Sq, Hq, D]``.
+    """Attention for transformers' `AttentionInterface`, whose arguments these are; the output is ``[B, Sq, Hq, Dv]``.
 
     Args:
         module: The attention layer. With no mask and no `is_causal`, `module.is_causal` decides if it is there.
@@ -98,8 +98,8 @@ def attend(
             a padding mask ``[B, n]``, bool or integers. None is full attention, or causal where that is said.
         dropout: 0.
         scaling: ``1 / sqrt(D)`` by default.
-        is_causal: With no mask, or a padding mask: whether keys behind a query are hidden. False also makes a
-            causal `LazyMask` one of both directions, where `module.is_causal` is True.
+        is_causal: With no mask, or a padding mask ``[B, n]``: whether keys behind a query are hidden. transformers
+            makes its masks after the `is_causal` that a model is called with.
         sliding_window: The keys that a query sees, itself among them, where no mask tells it.
         softcap: As `multiattn.fmha`.
         s_aux: Sinks ``[Hq]``.
@@ -146,23 +146,24 @@ def attend(
     elif is_packed:
         lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         band = _band_of_lengths(mask, says_causal, sliding_window)
-        if selected is not None or sinks is not None:
+        if selected is not None or sinks is not None or position_bias is not None:
             out = attend_selected(call, packed_mask(call, lengths, band), selected, sinks)
         else:
             out = attend_packed(call, lengths, band_of(*band))
     elif selected is not None or sinks is not None:
         out = attend_selected(call, mask, selected, sinks)
     elif isinstance(mask, LazyMask):
-        both_ways = is_causal is False and getattr(module, "is_causal", None) is True
-        out = _attend_lazy(call, mask, mask.causal and not both_ways)
+        out = _attend_lazy(call, mask)
     elif mask is None:
         _refuse_window(sliding_window, key.shape[2])
         out = attend_padded(call, None, band_of(False, None))
     elif mask.ndim == 2:
         out = attend_padded(call, mask, band_of(says_causal is True, sliding_window))
     else:
+        if mask.dtype == torch.bool and not is_compiling():
+            refuse_bools(type(module))
         out = attend_masked(call, mask)
-    return out[..., : head_dim[1]].transpose(1, 2), None
+    return out[..., : head_dim[1]].transpose(1, 2).contiguous(), None
 
 
 def _prepared(
@@ -237,12 +238,11 @@ def _band_of_lengths(mask: torch.Tensor | None, says_causal: bool | None, window
     )
 
 
-def _attend_lazy(call: Inputs, mask: LazyMask, causal: bool) -> torch.Tensor:
+def _attend_lazy(call: Inputs, mask: LazyMask) -> torch.Tensor:
     """Attention with a mask of `make_mask`."""
-    told, window = mask.told, mask.window
-    if mask.kind == "visible":
-        out: torch.Tensor = attend_masked(call, told)
-        return out
+    told, causal, window = mask.told, mask.causal, mask.window
+    if mask.kind == "visible" or (mask.kind == "packed" and call.bias is not None):
+        return attend_selected(call, mask, None, None)
     if mask.kind == "lengths":
         return attend_lengths(call, told, window)
     if mask.kind == "packed":

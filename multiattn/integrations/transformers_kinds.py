@@ -56,10 +56,8 @@ def attend_lengths(call: Inputs, lengths: torch.Tensor, window: int | None) -> t
 
 
 def attend_packed(call: Inputs, lengths: tuple[Any, Any, Any, Any], band: dict[str, Any]) -> torch.Tensor:
-    """Attention of sequences one after another; `lengths` are both cu_seqlens, and the longest of each."""
-    q, k, v, bias, options = call
-    if bias is not None:
-        raise NotImplementedError("multiattn: a position_bias of packed sequences is not implemented")
+    """Attention of sequences one after another, with no bias; `lengths` are cu_seqlens, and the longest of each."""
+    q, k, v, _, options = call
     batch, _, length, _ = q.shape
     rows = [it.transpose(1, 2).flatten(0, 1) for it in (q, k, v)]
     longest = [

@@ -56,17 +56,12 @@ def make_mask(
         None for full attention that nothing is hidden from; else a mask ``[B, 1, Sq, Skv]`` of this dtype.
 
     Raises:
-        ValueError: For an `attention_mask` that is not ``[B, n]``, and a window that is less than 1.
+        ValueError: For an `attention_mask` that is not ``[B, n]``.
         NotImplementedError: For a model that does not call the attention of transformers' `AttentionInterface`.
     """
     if attention_mask is not None and attention_mask.ndim != 2:
         got = f"{attention_mask.dtype} {list(attention_mask.shape)}"
         raise ValueError(f"attention_mask: got {got}; allowed [B, Skv] or [B, H, Sq, Skv]")
-    if local_size is not None and local_size < 1:
-        raise ValueError(
-            f"sliding_window: got {local_size}; allowed None for no window, or at least 1, as a query's own key "
-            "counts. Set the sliding_window of the model's config"
-        )
     size, config = (batch_size, 1, q_length, kv_length), kwargs.get("config")
     ids: torch.Tensor | None = None
     if is_compiling():

@@ -53,6 +53,10 @@ EAGER_ONLY = frozenset(
 """Models of transformers that refuse SDPA and run here: their eager attention reads nothing that `attend` does not."""
 
 
+JOIN_NUMBERS = frozenset(("deepseek_v4",))
+"""Models that join their masks with numbers to add, which turns bools into something else."""
+
+
 @cache
 def refuse_own_attention(config: type) -> None:
     """Refuse the models of a config that make masks and compute attention by code of their own.
@@ -84,6 +88,21 @@ def refuse_untested(attention: type) -> None:
         f"{_name(module)} says that it does not support SDPA, so its attention may be one of its own kind; allowed "
         f'models that support SDPA, and {", ".join(sorted(EAGER_ONLY))}. Use attn_implementation="eager"'
     )
+
+
+@cache
+def refuse_bools(attention: type) -> None:
+    """Refuse a mask of bools for the layers of a model that would not keep it as it is.
+
+    Raises:
+        NotImplementedError: For such a layer.
+    """
+    module = sys.modules.get(attention.__module__)
+    if module is not None and _name(module) in JOIN_NUMBERS:
+        raise NotImplementedError(
+            f"attention_mask: got bools, which {_name(module)} joins with numbers; allowed numbers to add: 0, and the "
+            "lowest of the dtype where a key is hidden"
+        )
 
 
 def _models(module: Any) -> list[type[PreTrainedModel]]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from multiattn.integrations.transformers_kinds import Inputs, attend_masked
+from multiattn.integrations.transformers_kinds import Inputs, attend_masked, band_of
 from multiattn.integrations.transformers_lazy import LazyMask, lazy_mask
 from multiattn.integrations.transformers_masks import Band, starts_of
 
@@ -54,6 +54,7 @@ def attend_selected(
 
     Raises:
         NotImplementedError: For a padding mask ``[B, n]``, which does not tell of each score.
+        ValueError: For a window that shows nothing.
     """
     if mask is not None and mask.ndim == 2:
         raise NotImplementedError(
@@ -61,6 +62,7 @@ def attend_selected(
             "[B, H, Sq, Skv]"
         )
     if isinstance(mask, LazyMask):
+        band_of(mask.causal, mask.window)
         mask = mask.visible()
     if mask is None:
         mask = torch.ones((1, 1, 1, call.k.shape[2]), dtype=torch.bool, device=call.q.device)
@@ -83,8 +85,8 @@ def packed_mask(call: Inputs, lengths: tuple[Any, Any, Any, Any], band: Band) ->
     (batch, _, seq_q, _), seq_kv = call.q.shape, call.k.shape[2]
     if seq_q != seq_kv or lengths[0].shape != lengths[1].shape:
         raise NotImplementedError(
-            f"cu_seq_lens_k: got {seq_kv} packed keys of {seq_q} queries beside selected keys or sinks of each query; "
-            "allowed as many as queries"
+            f"cu_seq_lens_k: got {seq_kv} packed keys of {seq_q} queries beside selected keys, sinks of each query "
+            "or a position_bias; allowed as many as queries"
         )
     told = lengths[0].to(torch.int32)[None]
     return lazy_mask(told, "packed", *band, (batch, 1, seq_q, seq_kv), call.q.dtype)
