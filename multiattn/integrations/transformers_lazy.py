@@ -139,6 +139,8 @@ class LazyMask(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func._can_decompose() and torch.is_inference_mode_enabled():  # as it is in other modes before it comes here
+            return func.decompose(*args, **kwargs)
         first = args[0] if args else None
         if type(first) is LazyMask and first.written is None:
             dtype = kwargs.get("dtype") or first.dtype

@@ -1,0 +1,86 @@
+"""Tensors whose head dim has no unit stride, as a convolution leaves them: every hook copies what the core refuses."""
+
+import pytest
+import torch
+
+import multiattn
+import multiattn.integrations.flash_attn as flash_attn
+from multiattn.integrations.padding import fmha_padded
+
+pytest.importorskip("transformers")
+
+from multiattn.integrations.torch import override
+from multiattn.integrations.transformers import attend
+
+LENGTHS = torch.tensor([0, 4, 9], dtype=torch.int32)
+aten = torch.ops.aten
+
+
+def strided(seed, length=9):
+    """[B, H, S, D], whose last stride is the length."""
+    of = torch.Generator().manual_seed(seed)
+    return torch.randn(1, 2, 16, length, generator=of).to(torch.bfloat16).mT
+
+
+def rows(tensor):
+    return tensor[0].transpose(0, 1)
+
+
+def sdpa(q, k, v):
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+
+
+def sdpa_gradients(q, k, v):
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(out, q, k, v, out, lse, 0.0, True)
+    return torch.cat(grads)
+
+
+def varlen_op(q, k, v):
+    return aten._flash_attention_forward(*map(rows, (q, k, v)), LENGTHS, LENGTHS, 5, 5, 0.0, True, False)[0]
+
+
+def dense_op(q, k, v):
+    given = [it.transpose(1, 2) for it in (q, k, v)]
+    return aten._flash_attention_forward(*given, None, None, 9, 9, 0.0, True, False)[0]
+
+
+def padded(q, k, v):
+    return fmha_padded(q, k, v, kv_mask=torch.arange(9)[None] > 1, causal=True)
+
+
+def padded_step(q, k, v):
+    return fmha_padded(q[:, :, -1:], k, v, kv_mask=torch.arange(9)[None] > 1)
+
+
+HOOKS = {
+    "transformers": lambda q, k, v: attend(torch.nn.Module(), q, k, v, None, is_causal=True)[0],
+    "padded": padded,
+    "padded step": padded_step,
+    "flash_attn": lambda q, k, v: flash_attn.flash_attn_func(*(it.transpose(1, 2) for it in (q, k, v)), causal=True),
+    "flash_attn varlen": lambda q, k, v: flash_attn.flash_attn_varlen_func(
+        *map(rows, (q, k, v)), LENGTHS, LENGTHS, 5, 5, causal=True
+    ),
+    "sdpa": sdpa,
+    "sdpa backward": sdpa_gradients,
+    "flash op": dense_op,
+    "varlen op": varlen_op,
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_every_hook_copies_them(name, caplog):
+    given = [strided(seed) for seed in range(3)]
+    overrides = override()
+    try:
+        found = HOOKS[name](*given)
+        wanted = HOOKS[name](*(it.contiguous() for it in given))
+    finally:
+        overrides.remove()
+    assert torch.equal(found, wanted)
+    assert not caplog.records  # none runs PyTorch's own kernel
+
+
+def test_the_core_says_what_to_do():
+    with pytest.raises(ValueError, match="contiguous"):
+        multiattn.fmha(*(strided(seed) for seed in range(3)))

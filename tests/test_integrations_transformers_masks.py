@@ -1,0 +1,198 @@
+"""Masks that are told in few numbers: beside those of eager attention, and in the hands of models that touch them."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.masking_utils import (  # noqa: E402
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    eager_mask,
+    find_packed_sequence_indices,
+    or_masks,
+    packed_sequence_mask_function,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+import multiattn  # noqa: E402
+from multiattn.integrations.transformers import LazyMask, attend, make_mask  # noqa: E402
+
+BATCH = 2
+POSITIONS = torch.cat((torch.arange(4), torch.arange(3)))[None].expand(BATCH, -1)
+NO_PADDING = torch.zeros(BATCH, dtype=torch.int64)
+
+
+def packed(function):
+    return and_masks(function, packed_sequence_mask_function(find_packed_sequence_indices(POSITIONS)))
+
+
+FUNCTIONS = {
+    "causal": (causal_mask_function, None),
+    "window": (sliding_window_causal_mask_function(3), 3),
+    "own key": (sliding_window_causal_mask_function(1), 1),
+    "nothing": (sliding_window_causal_mask_function(0), 0),
+    "both ways": (bidirectional_mask_function, None),
+    "window both ways": (sliding_window_bidirectional_mask_function(2), 2),
+    "chunks": (chunked_causal_mask_function(4, NO_PADDING), 4),
+    "one chunk": (chunked_causal_mask_function(40, NO_PADDING), 40),
+    "prefix": (or_masks(causal_mask_function, lambda b, h, i, j: (i < 3) & (j < 3)), None),
+    "packed": (packed(causal_mask_function), None),
+    "packed window": (packed(sliding_window_causal_mask_function(2)), 2),
+}
+PLACES = [
+    {"q_length": 7, "kv_length": 7},
+    {"q_length": 1, "kv_length": 7, "q_offset": 6},
+    {"q_length": 3, "kv_length": 9, "q_offset": 2},
+    {"q_length": 7, "kv_length": 12},
+    {"q_length": 1, "kv_length": 5, "q_offset": 9, "kv_offset": 5},
+    {"q_length": 1, "kv_length": 5, "q_offset": torch.tensor(3)},
+    {"q_length": 4, "kv_length": 9, "q_offset": torch.tensor(2)},
+]
+COMPACT = {"causal": 7, "window": 7, "own key": 7, "nothing": 7, "one chunk": 7, "packed": 1, "packed window": 1}
+"""Places at which a mask without padding takes no memory."""
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_each_is_the_mask_of_eager_attention(name):
+    function, size = FUNCTIONS[name]
+    compact = 0
+    for place in PLACES[:1] if name.startswith("packed") else PLACES:
+        for left, right in ((0, 0), (2, 0), (0, 2)):
+            padding = torch.ones(BATCH, int(place.get("q_offset", 0)) + place["q_length"], dtype=torch.bool)
+            padding[0, :left], padding[1, padding.shape[1] - right :] = False, False
+            given = {"attention_mask": padding} if left or right else {}
+            given |= place | {"batch_size": BATCH, "mask_function": function, "local_size": size}
+            wanted = eager_mask(**given, dtype=torch.bfloat16)
+            for skip in (False, True):
+                mask = make_mask(**given, dtype=torch.bfloat16, allow_is_causal_skip=skip)
+                assert mask.shape == wanted.shape
+                assert torch.equal(mask.whole(), wanted)
+                compact += skip and not (left or right) and mask.kind != "visible"
+            if left or right or name.startswith("packed"):
+                continue
+            mask = make_mask(
+                **given, dtype=torch.bfloat16, allow_is_causal_skip=False, allow_is_bidirectional_skip=True
+            )
+            assert mask is None or torch.equal(mask.whole(), wanted)
+    assert compact >= COMPACT.get(name, 0)
+
+
+def one(dtype=torch.float32):
+    padding = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    return make_mask(BATCH, 5, 5, attention_mask=padding, dtype=dtype)
+
+
+KEPT = {
+    "as it is": lambda it: it,
+    "all of it": lambda it: it[:, :, :, :5],
+    "more than it": lambda it: it[:, :, :, :9],
+    "contiguous": lambda it: it.contiguous(),
+    "detached": lambda it: it.detach(),
+    "cloned": lambda it: it.clone(),
+    "copied": copy.deepcopy,
+    "moved": lambda it: it.to("cpu"),
+    "its own dtype": lambda it: it.to(torch.float32),
+}
+TOUCHED = {
+    "flattened": lambda it: it.view(2, -1),
+    "indexed": lambda it: it[:, 0],
+    "last rows": lambda it: it[:, :, -1:],
+    "joined": lambda it: torch.cat((it, it), -1),
+    "joined with another": lambda it: torch.cat((torch.zeros(2, 1, 5, 3), it), -1),
+    "compared": lambda it: it == 0,
+    "as bools": lambda it: it.to(torch.bool),
+    "inverted": lambda it: 1 - it,
+    "of all heads": lambda it: it.expand(2, 4, 5, 5),
+    "padded": lambda it: torch.nn.functional.pad(it, (0, 3)),
+    "convolved": lambda it: torch.nn.functional.conv2d(it, torch.ones(1, 1, 3, 3)),
+    "filled": lambda it: it.masked_fill(torch.eye(5, dtype=torch.bool), -1),
+    "added": lambda it: torch.zeros(2, 4, 5, 5) + it,
+    "of another": lambda it: torch.zeros(2, 1, 5, 5).copy_(it),
+    "rows of the batch": lambda it: it.index_select(0, torch.tensor([1, 0])),
+    "summed": lambda it: it.sum(),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", KEPT | TOUCHED)
+def test_a_model_may_do_anything_with_one(name, inference):
+    with torch.inference_mode(inference):
+        mask = one()
+        plain = torch.where(mask.visible(), 0.0, torch.finfo(torch.float32).min)
+        found = (KEPT | TOUCHED)[name](mask)
+        assert (type(found) is LazyMask) == (name in KEPT)
+        wanted = (KEPT | TOUCHED)[name](plain)
+        assert torch.equal(found.whole() if name in KEPT else found, wanted)
+        assert mask.written is None
+
+
+def hide_a_key(mask):
+    mask[:, :, :, 1] = torch.finfo(mask.dtype).min
+
+
+def hide_by_a_view(mask):
+    mask[:, 0].select(-1, 1).fill_(torch.finfo(mask.dtype).min)
+
+
+def hide_in_place(mask):
+    mask += torch.tensor([0.0, -1e30, 0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("write", [hide_a_key, hide_by_a_view, hide_in_place])
+@pytest.mark.parametrize("inference", [False, True])
+def test_attention_sees_what_a_model_wrote(write, inference):
+    with torch.inference_mode(inference):
+        q, k, v = torch.randn(3, BATCH, 2, 5, 8, generator=torch.Generator().manual_seed(1))
+        mask = make_mask(BATCH, 5, 5)
+        write(mask)
+        out, _ = attend(torch.nn.Module(), q, k, v, mask)
+        visible = make_mask(BATCH, 5, 5).visible() & (torch.arange(5) != 1)
+        bias = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+        torch.testing.assert_close(out.transpose(1, 2), multiattn.reference(q, k, v, bias=bias)[0])
+        assert torch.equal(mask.clone()[..., 1] < -1e29, torch.ones(BATCH, 1, 5, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiled_functions_take_them_and_make_them(inside):
+    """One graph for every length, whether the mask is made ahead or in it, and for a mask that is touched."""
+    torch.compiler.reset()
+    q, k, v = (torch.randn(BATCH, 2, length, 8, generator=torch.Generator().manual_seed(1)) for length in (1, 9, 9))
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def mask_of(length):
+        return make_mask(BATCH, 1, 9, q_offset=length, allow_is_causal_skip=False)
+
+    def step(mask_or_length):
+        mask = mask_of(mask_or_length) if inside else mask_or_length
+        return attend(torch.nn.Module(), q, k, v, mask)[0] + mask[:, :, :, :1].exp()
+
+    compiled = torch.compile(step, fullgraph=True, backend=count)
+    for at in (3, 4, 7):
+        given = torch.tensor(at) if inside else mask_of(torch.tensor(at))
+        wanted = multiattn.reference(q, k[:, :, : at + 1], v[:, :, : at + 1])[0].transpose(1, 2) + 1
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(given), wanted)
+    assert len(graphs) == 1
+
+
+def test_causal_masks_of_many_tokens_cost_nothing():
+    """64 Gi scores, of which a mask would be 64 GiB of bools; its bytes are those that tell it."""
+    length = 1 << 18
+    mask = make_mask(1, length, length)
+    assert mask.shape == (1, 1, length, length)
+    assert mask.told.numel() == 0
+    window = {"mask_function": sliding_window_causal_mask_function(512), "local_size": 512}
+    padding = torch.ones(1, length, dtype=torch.bool)
+    padding[0, :9] = False
+    mask = make_mask(1, length, length, attention_mask=padding, **window)
+    assert (mask.told.numel(), mask.window) == (length, 512)

@@ -1,0 +1,315 @@
+"""Models of transformers that do with masks, keywords and positions what others do not, beside eager attention."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from test_integrations_transformers import BATCH, CACHE, LENGTH, SIZES, build, check, decoder, padding, tokens  # noqa: E402
+from transformers.masking_utils import create_causal_mask  # noqa: E402
+
+import multiattn  # noqa: E402
+import multiattn.integrations.transformers as hook  # noqa: E402
+
+hook.register()
+FIRST = 9
+POSITIONS = torch.cat((torch.arange(FIRST), torch.arange(LENGTH - FIRST)))
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "index_topk": 4,
+}
+
+
+def made(name, head="ForCausalLM", **given):
+    """A model of this name, or a skipped test where the installed transformers has none."""
+    if not hasattr(transformers, f"{name}{head}"):
+        pytest.skip(f"a transformers without {name}{head}")
+    return build(getattr(transformers, f"{name}{head}"), getattr(transformers, f"{name}Config")(**given))
+
+
+def gpt2():
+    return made("GPT2", "LMHeadModel", n_embd=64, n_layer=2, n_head=4, vocab_size=61, n_positions=64)
+
+
+def nllb():
+    sizes = {f"{part}_{name}": it for part in ("encoder", "decoder") for name, it in (("layers", 1), ("ffn_dim", 48))}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_sparse_step": 0}
+    experts = {"num_experts": 2, "expert_capacity": 64, "decoder_sparse_step": 0}
+    return made("NllbMoe", "ForConditionalGeneration", vocab_size=61, d_model=64, **sizes, **heads, **experts)
+
+
+def test_selected_keys_are_the_only_ones():
+    """DeepSeek-V3.2 hands them over as `indices`, where its eager attention has them in its mask."""
+    model = made("DeepseekV32", **SIZES | {"num_key_value_heads": 4}, **LATENT)
+    mask = padding(left=7)
+    check(model, lambda it: [it(tokens()).logits, it(tokens(), attention_mask=mask).logits * mask[..., None]])
+
+
+def test_a_static_cache_of_a_model_that_flattens_masks():
+    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static", "eos_token_id": None}
+    check(gpt2(), lambda it: [it.generate(tokens(), pad_token_id=0, **options)])
+
+
+def test_a_decoder_that_says_it_is_not_causal_is():
+    given = {"input_ids": tokens(), "decoder_input_ids": tokens(11, seed=2), "attention_mask": padding(right=7)}
+    check(nllb(), lambda it: [it(**given).logits])
+
+
+@pytest.mark.parametrize("name", ["GptOss", "Llama"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_sequences_that_positions_pack_are_apart(name, cached):
+    """Each by itself is the truth; gpt-oss makes its masks without positions, and a window counts inside of each."""
+    model = decoder(name)
+    rows = tokens()
+
+    def logits(model):
+        if model.config._attn_implementation == "eager":
+            return [torch.cat([model(it, use_cache=False).logits for it in rows.split([FIRST, LENGTH - FIRST], 1)], 1)]
+        return [model(rows, position_ids=POSITIONS.expand(BATCH, -1), use_cache=cached).logits]
+
+    check(model, logits)
+
+
+def test_rows_may_pack_different_sequences():
+    model, rows = decoder("GptOss"), tokens()
+    positions = torch.stack((POSITIONS, torch.arange(5, 5 + LENGTH)))
+
+    def logits(model):
+        if model.config._attn_implementation == "eager":
+            parts = [model(it, use_cache=False).logits for it in rows[:1].split([FIRST, LENGTH - FIRST], 1)]
+            return [torch.cat(parts, 1), model(rows[1:], position_ids=positions[1:], use_cache=False).logits]
+        both = model(rows, position_ids=positions, use_cache=False).logits
+        return [both[:1], both[1:]]
+
+    check(model, logits)
+
+
+def test_positions_of_padding_and_of_a_cache_pack_nothing():
+    """They restart where a mask says so, or go on behind earlier keys."""
+    model, mask = decoder("GptOss"), padding(left=7)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+
+    def logits(model):
+        found = [model(tokens(), attention_mask=mask, position_ids=positions).logits * mask[..., None]]
+        cache = transformers.DynamicCache(config=model.config)
+        for first, last in ((0, FIRST), (FIRST, LENGTH)):
+            at = torch.arange(first, last)[None]
+            found.append(model(tokens()[:, first:last], position_ids=at, **{CACHE: cache}).logits)
+        return found
+
+    check(model, logits)
+
+
+class Attention(torch.nn.Module):
+    """A decoder's mask and attention, which is all of it that a trace could stumble over."""
+
+    is_causal = True
+
+    def __init__(self, config, knows_positions):
+        super().__init__()
+        self.config, self.knows_positions = config, knows_positions
+
+    def forward(self, states, positions, mask=None):
+        known = {"position_ids": positions if self.knows_positions else None}
+        mask = create_causal_mask(self.config, states, mask, None, **known)
+        heads = states.unflatten(-1, (4, -1)).transpose(1, 2)
+        return hook.attend(self, heads, heads, heads, mask, position_ids=positions)[0]
+
+
+def attention(knows_positions):
+    return Attention(transformers.LlamaConfig(**SIZES, attn_implementation="multiattn"), knows_positions)
+
+
+def states(length=LENGTH):
+    return torch.randn(1, length, 32, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("knows_positions", [False, True])
+def test_compiled_functions_keep_packed_sequences_apart(knows_positions):
+    torch.compiler.reset()
+    layer = attention(knows_positions)
+    found = torch.compile(layer, fullgraph=True, backend="aot_eager")(states(), POSITIONS[None])
+    parts = [layer(it, torch.arange(it.shape[1])[None]) for it in states().split([FIRST, LENGTH - FIRST], 1)]
+    torch.testing.assert_close(found, torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("knows_positions", [False, True])
+def test_attention_exports_with_a_dynamic_length(knows_positions, masked):
+    length = torch.export.Dim("length", min=9, max=60)
+    layer = attention(knows_positions)
+
+    def given(count):
+        mask = (padding(left=5, length=count)[:1],) if masked else ()
+        return states(count), torch.arange(count)[None], *mask
+
+    shapes = ({1: length},) * len(given(9))
+    program = torch.export.export(layer, given(23), dynamic_shapes=shapes).module()
+    torch.testing.assert_close(program(*given(41)), layer(*given(41)))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "GptOss"])
+def test_models_export_with_a_dynamic_length(name, masked, strict):
+    model = decoder(name, num_hidden_layers=1)
+    model.set_attn_implementation("multiattn")
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, mask=None):
+            return self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+
+    length = torch.export.Dim("length", min=9, max=60)
+    given = (tokens(), padding(left=5)) if masked else (tokens(),)
+    program = torch.export.export(Logits(), given, dynamic_shapes=({1: length},) * len(given), strict=strict).module()
+    given = (tokens(41), padding(left=5, length=41)) if masked else (tokens(41),)
+    with torch.no_grad():
+        torch.testing.assert_close(program(*given), Logits()(*given))
+
+
+def test_a_model_with_attention_of_its_own_is_refused():
+    config = transformers.BloomConfig(hidden_size=64, n_layer=1, n_head=4, vocab_size=61)
+    model = transformers.BloomForCausalLM._from_config(config, attn_implementation="multiattn")
+    with pytest.raises(NotImplementedError, match="bloom computes attention by code of its own"):
+        model(tokens())
+
+
+def test_a_model_that_supports_no_sdpa_and_is_not_known_is_refused(monkeypatch):
+    from multiattn.integrations import transformers_models
+
+    model = decoder("GptOss", num_hidden_layers=1)
+    model.set_attn_implementation("multiattn")
+    monkeypatch.setattr(transformers_models, "EAGER_ONLY", frozenset())
+    transformers_models.refuse_untested.cache_clear()
+    with pytest.raises(NotImplementedError, match="gpt_oss says that it does not support SDPA"):
+        model(tokens())
+    transformers_models.refuse_untested.cache_clear()
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, is_causal=None):
+        super().__init__()
+        if is_causal is not None:
+            self.is_causal = is_causal
+
+
+def qkv(seq_q=FIRST, seq_kv=FIRST, heads=4, seed=7):
+    of = torch.Generator().manual_seed(seed)
+    return [torch.randn(BATCH, heads, length, 8, generator=of) for length in (seq_q, seq_kv, seq_kv)]
+
+
+@pytest.mark.parametrize(
+    ("says", "given", "causal"),
+    [(None, None, False), (False, None, False), (True, None, True), (True, False, False), (False, True, True)],
+)
+def test_causality_with_no_mask(says, given, causal):
+    """The keyword says it, else the layer; where nobody does, it is full attention, as eager attention is."""
+    q, k, v = qkv()
+    out, _ = hook.attend(Layer(says), q, k, v, None, is_causal=given)
+    torch.testing.assert_close(out.transpose(1, 2), multiattn.reference(q, k, v, causal=causal)[0])
+
+
+@pytest.mark.parametrize(
+    ("layer", "lengths", "given", "error", "match"),
+    [
+        (Layer(True), (4, 9), {}, NotImplementedError, "4 queries to 9 keys"),
+        (Layer(), (9, 9), {"sliding_window": 4}, NotImplementedError, "sliding_window: got 4 and no mask"),
+        (Layer(True), (9, 9), {"sliding_window": 0}, ValueError, "sliding_window: got 0"),
+        (Layer(), (9, 9), {"chosen": 3}, NotImplementedError, "chosen: got 3"),
+        (Layer(), (9, 9), {"chosen": False}, NotImplementedError, "chosen: got False"),
+        (Layer(), (9, 9), {"chosen": torch.ones(3)}, NotImplementedError, r"chosen: got a Tensor \[3\]"),
+        (Layer(), (9, 9), {"block_indices": torch.zeros(2, 1, 9, 1, dtype=int)}, NotImplementedError, "block_indices"),
+        (Layer(), (9, 9), {"output_attentions": True}, NotImplementedError, "output_attentions"),
+        (Layer(), (9, 9), {"attention_mask": torch.ones(3, 9)}, ValueError, "attention_mask"),
+        (Layer(), (2, 2), {"attention_mask": torch.ones(2, 2, dtype=int)}, ValueError, "attention_mask"),
+    ],
+)
+def test_what_has_no_certain_meaning_is_refused(layer, lengths, given, error, match):
+    with pytest.raises(error, match=match):
+        hook.attend(layer, *qkv(*lengths), given.pop("attention_mask", None), **given)
+
+
+def test_a_window_of_nothing_is_refused_with_packing_too():
+    lengths = torch.tensor([0, 4, 18], dtype=torch.int32)
+    given = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 14, "max_length_k": 14}
+    with pytest.raises(ValueError, match="sliding_window: got 0"):
+        hook.attend(Layer(True), *qkv(), None, sliding_window=0, **given)
+
+
+def test_harmless_keywords_and_none_change_nothing():
+    q, k, v = qkv()
+    plain, _ = hook.attend(Layer(), q, k, v, None)
+    given = dict.fromkeys(sorted(hook.HARMLESS - {"block_table"}), 1) | {"chosen": None, "output_attentions": False}
+    assert torch.equal(hook.attend(Layer(), q, k, v, None, **given)[0], plain)
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "packed", "numbers"])
+def test_sinks_of_each_query(kind):
+    """As one more column of scores that eager attention appends."""
+    q, k, v = qkv()
+    sinks = torch.randn(BATCH, 4, FIRST, 2, generator=torch.Generator().manual_seed(8))
+    added = torch.zeros(FIRST, FIRST)
+    mask, given = None, {}
+    if kind in ("causal", "packed"):
+        mask = hook.make_mask(BATCH, FIRST, FIRST)
+        added = mask.whole()
+    elif kind == "numbers":
+        mask = added = torch.randn(BATCH, 1, FIRST, FIRST, generator=torch.Generator().manual_seed(9))
+    if kind == "packed":
+        lengths = torch.arange(0, BATCH * FIRST + 1, 3, dtype=torch.int32)
+        given = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+        sequence = torch.arange(FIRST) // 3
+        added = added.masked_fill(sequence[:, None] != sequence, -torch.inf)
+    scores = torch.cat((q @ k.mT * 8**-0.5 + added, sinks), -1).softmax(-1)[..., :FIRST]
+    out, _ = hook.attend(Layer(), q, k, v, mask, sinks=sinks, **given)
+    torch.testing.assert_close(out.transpose(1, 2), scores @ v)
+
+
+def test_selected_blocks():
+    """As MiniMax-M3 tells them: blocks of keys of a group of heads, negative where there is none."""
+    q, k, v = qkv()
+    layer = Layer()
+    layer.indexer = torch.nn.Module()
+    layer.indexer.block_size = 4
+    blocks = torch.tensor([[0, 2], [-1, 1]])[None, :, None].expand(BATCH, -1, FIRST, -1)
+    out, _ = hook.attend(layer, q, k, v, None, block_indices=blocks)
+    kept = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 1, 1, 1, 0]], dtype=torch.bool)
+    bias = torch.where(kept.repeat_interleave(2, 0), 0.0, -torch.inf)[None, :, None]
+    torch.testing.assert_close(out.transpose(1, 2), multiattn.reference(q, k, v, bias=bias)[0])
+
+
+def test_a_position_bias_of_packed_sequences():
+    q, k, v = qkv()
+    bias = torch.randn(1, 4, FIRST, FIRST, generator=torch.Generator().manual_seed(8))
+    lengths = torch.tensor([0, 4, 9, 18], dtype=torch.int32)
+    given = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+    out, _ = hook.attend(Layer(True), q, k, v, None, position_bias=bias, **given)
+    for row, first, last in ((0, 0, 4), (0, 4, 9), (1, 0, 9)):
+        part = slice(first, last)
+        its = [it[row : row + 1, :, part] for it in (q, k, v)]
+        wanted = multiattn.reference(*its, bias=bias[:, :, part, part], causal=True)[0]
+        torch.testing.assert_close(out[row : row + 1, part].transpose(1, 2), wanted)
+
+
+def test_queries_that_all_sequences_share_and_values_of_other_sizes():
+    q, k, v = qkv(seq_q=3)
+    wide = torch.cat((v, v), -1)
+    out, _ = hook.attend(Layer(), q[:1], k, wide, None)
+    wanted = multiattn.reference(q[:1].expand(BATCH, -1, -1, -1), k, v)[0]
+    torch.testing.assert_close(out.transpose(1, 2), torch.cat((wanted, wanted), -1))
+    assert out.is_contiguous()
