@@ -29,7 +29,7 @@ from multiattn.integrations.transformers_kinds import (
 )
 from multiattn.integrations.transformers_lazy import LazyMask, lazy_mask
 from multiattn.integrations.transformers_masks import Band, make_mask
-from multiattn.integrations.transformers_models import refuse_bools, refuse_untested
+from multiattn.integrations.transformers_models import is_eager_only, refuse_bools, refuse_untested
 from multiattn.integrations.transformers_paged import NAME, attend_paged, register_continuous_batching
 from multiattn.integrations.transformers_selection import apart, attend_selected, packed_mask, selected_keys
 from multiattn.layout import unit_stride
@@ -89,7 +89,8 @@ def attend(
     """Attention for transformers' `AttentionInterface`, whose arguments these are; the output is ``[B, Sq, Hq, Dv]``.
 
     Args:
-        module: The attention layer. With no mask and no `is_causal`, `module.is_causal` decides if it is there.
+        module: The attention layer. With no mask and no `is_causal`, `module.is_causal` decides if it is there, and the
+            model knows more than eager attention, for which no mask is full attention.
         query: ``[B|1, Hq, Sq, D]``; any strides, as for all tensors. It takes the dtype of value, and all three that of
             autocast, where it is on.
         key: ``[B, Hkv, Skv, D]``.
@@ -119,10 +120,11 @@ def attend(
             not support SDPA and is not known, and calls that have no certain meaning.
         TypeError, ValueError, Unsupported: As `multiattn.fmha`.
     """
+    layer: Any = type(module)
     refuse_dropout(dropout)
     refuse_unknown(kwargs)
     if not is_compiling():
-        refuse_untested(type(module))
+        refuse_untested(layer)
     query, key, value, head_dim = _prepared(query, key, value)
     if scaling is None:
         scaling = head_dim[0] ** -0.5
@@ -135,14 +137,17 @@ def attend(
     mask, says_causal = _as_mask(attention_mask, query), _says_causal(module, is_causal)
     selected = selected_keys(module, query, key.shape[2], indices, block_indices)
     table, is_packed = kwargs.get("block_table"), cu_seq_lens_q is not None and cu_seq_lens_k is not None
-    if mask is None and says_causal and not is_packed:
+    if mask is None and says_causal and not is_packed and (is_causal or not is_eager_only(layer)):
         mask = _causal_mask(call, sliding_window)
     if isinstance(mask, LazyMask) and not is_packed:
         mask = apart(mask, position_ids)
     if table is not None:  # continuous batching
         assert cu_seq_lens_k is not None
-        caches, band = (kwargs["k_cache"], kwargs["v_cache"]), band_of(says_causal is not False, sliding_window)
-        out = attend_paged(query, key, value, caches, table, cu_seq_lens_k.to(torch.int32), options | band)
+        caches, options = (
+            (kwargs["k_cache"], kwargs["v_cache"]),
+            options | band_of(says_causal is not False, sliding_window),
+        )
+        out = attend_paged(query, key, value, caches, table, cu_seq_lens_k.to(torch.int32), options)
     elif is_packed:
         lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         band = _band_of_lengths(mask, says_causal, sliding_window)
@@ -161,7 +166,7 @@ def attend(
         out = attend_padded(call, mask, band_of(says_causal is True, sliding_window))
     else:
         if mask.dtype == torch.bool and not is_compiling():
-            refuse_bools(type(module))
+            refuse_bools(layer)
         out = attend_masked(call, mask)
     return out[..., : head_dim[1]].transpose(1, 2).contiguous(), None
 

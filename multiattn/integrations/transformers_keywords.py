@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import GenerationConfig
+
 OUTPUTS = (
     "labels",
     "logits_to_keep",
@@ -66,7 +68,10 @@ BATCHING = (
 )
 """They come with transformers' continuous batching; `attend` takes the table and the caches."""
 
-HARMLESS = frozenset((*OUTPUTS, *APPLIED, *INPUTS, *OTHER_KINDS, *BATCHING))
+GENERATION = tuple(sorted(it for it in vars(GenerationConfig()) if it != "output_attentions" and it[0] != "_"))
+"""Options of `generate`, which that of some models hands to their forward."""
+
+HARMLESS = frozenset((*OUTPUTS, *APPLIED, *INPUTS, *OTHER_KINDS, *BATCHING, *GENERATION))
 """Keywords of `attend` that may have any value: eager attention gets them, too, and reads none of them."""
 
 

@@ -52,7 +52,8 @@ def attend_lengths(call: Inputs, lengths: torch.Tensor, window: int | None) -> t
         return out
     last = lengths[:, None] - q.shape[2] + torch.arange(q.shape[2], device=q.device)
     behind = last[:, None, :, None] - torch.arange(k.shape[2], device=q.device)
-    return attend_masked(call, behind >= 0 if window is None else (behind >= 0) & (behind < window))
+    out = attend_masked(call, behind >= 0 if window is None else (behind >= 0) & (behind < window))
+    return out
 
 
 def attend_packed(call: Inputs, lengths: tuple[Any, Any, Any, Any], band: dict[str, Any]) -> torch.Tensor:

@@ -8,7 +8,7 @@ the mask means, so a mask that nobody touches costs no memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -45,6 +45,7 @@ class LazyMask(torch.Tensor):
     window: int | None
     packing: tuple[torch.Tensor, LazyMask | None] | None
     """Positions that `attend` has read, and the mask of the sequences that they pack; None if they pack none."""
+    _whole: torch.Tensor | None
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -57,7 +58,7 @@ class LazyMask(torch.Tensor):
         dtype: torch.dtype,
     ) -> LazyMask:
         with torch.inference_mode(False):  # a tensor that counts the writes to it and to its views
-            mask: LazyMask = torch.Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=told.device)  # type: ignore[attr-defined]
+            mask: LazyMask = torch.Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=told.device)
         mask.told, mask.kind, mask.causal, mask.window = told, kind, causal, window
         mask.packing, mask._whole = None, None
         return mask
@@ -65,9 +66,9 @@ class LazyMask(torch.Tensor):
     def __init__(self, *args: Any) -> None:
         pass
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         band = f"causal={self.causal}, window={self.window}"
         return f"LazyMask({self.kind}, {band}, size={list(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
@@ -131,7 +132,7 @@ class LazyMask(torch.Tensor):
         return whole
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -168,9 +169,11 @@ def _is_all(mask: LazyMask, dim: int = 0, start: int | None = None, end: int | N
     return not start and step == 1 and (end is None or end >= mask.shape[dim])
 
 
-@torch.compiler.allow_in_graph
-def lazy_mask(
+def _made(
     told: torch.Tensor, kind: Kind, causal: bool, window: int | None, size: tuple[int, ...], dtype: torch.dtype
 ) -> LazyMask:
-    """A LazyMask, also in a compiled function."""
     return LazyMask(told, kind, causal, window, size, dtype)
+
+
+lazy_mask: Callable[..., LazyMask] = torch.compiler.allow_in_graph(_made)
+"""A LazyMask, whose arguments it takes, also in a compiled function."""

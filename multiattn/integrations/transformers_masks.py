@@ -70,7 +70,8 @@ def make_mask(
             mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, is_chunk
         )
     else:
-        refuse_own_attention(type(config))
+        kind: Any = type(config)
+        refuse_own_attention(kind)
         ids, band = _read(mask_function, kv_offset + kv_length)
         if band is not None and band[1] is not None and band[1] >= kv_length:
             band = (band[0], None)  # a window that shows all

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from multiattn.integrations.transformers_paged import NAME
@@ -88,6 +90,15 @@ def refuse_untested(attention: type) -> None:
         f"{_name(module)} says that it does not support SDPA, so its attention may be one of its own kind; allowed "
         f'models that support SDPA, and {", ".join(sorted(EAGER_ONLY))}. Use attn_implementation="eager"'
     )
+
+
+def _is_eager_only(attention: type) -> bool:
+    module = sys.modules.get(attention.__module__)
+    return module is not None and _name(module) in EAGER_ONLY
+
+
+is_eager_only: Callable[[type], bool] = torch.compiler.assume_constant_result(_is_eager_only)
+"""True for the layers of a model in `EAGER_ONLY`, also in a compiled function."""
 
 
 @cache
