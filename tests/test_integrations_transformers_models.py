@@ -224,6 +224,15 @@ def test_causality_with_no_mask(says, given, causal):
     torch.testing.assert_close(out.transpose(1, 2), multiattn.reference(q, k, v, causal=causal)[0])
 
 
+def test_no_mask_is_full_attention_where_a_model_knows_eager_attention_alone():
+    """BridgeTower's layers say that they are causal, have no mask, and see everything; nor do they support SDPA."""
+    kind = type("Layer", (Layer,), {"__module__": "transformers.models.bridgetower.modeling_bridgetower"})
+    pytest.importorskip(kind.__module__)
+    q, k, v = qkv()
+    out, _ = hook.attend(kind(True), q, k, v, None)
+    torch.testing.assert_close(out.transpose(1, 2), multiattn.reference(q, k, v)[0])
+
+
 @pytest.mark.parametrize(
     ("layer", "lengths", "given", "error", "match"),
     [
