@@ -18,7 +18,6 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_causal_mask_function,
 )
 
-from multiattn.integrations.padding import fmha_padded  # noqa: E402
 from multiattn.integrations.transformers import attend, make_mask, register  # noqa: E402
 
 register()
@@ -408,42 +407,6 @@ def test_masks_that_hide_nothing_cost_nothing():
     both = {"mask_function": bidirectional_mask_function, "allow_is_causal_skip": False}
     assert make_mask(BATCH, 5, 7, **both, allow_is_bidirectional_skip=True) is None
     assert make_mask(BATCH, 5, 7, **both).whole().count_nonzero() == 0  # a model that joins it with another
-
-
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (3, None)}, {"window": (2, 2)}])
-@pytest.mark.parametrize("queries", [1, 4, 9])
-def test_padded_is_attention_of_what_is_left(options, queries):
-    """Each row by itself, without its padding; a row of padding alone is 0."""
-    seed = torch.Generator().manual_seed(4)
-    q, k, v = (torch.randn(4, heads, 9, 8, generator=seed) for heads in (4, 2, 2))
-    q = q[:, :, 9 - queries :].requires_grad_()
-    mask = torch.ones(4, 9, dtype=torch.long)
-    mask[0, :3], mask[1, 7:], mask[2] = 0, 0, 0
-    out = fmha_padded(q, k, v, kv_mask=mask, **options)
-    (grad,) = torch.autograd.grad(out.sum(), q)
-    for row, tokens_of in enumerate(mask.bool()):
-        places = tokens_of[9 - queries :]
-        if options and queries > 1:  # where positions count, queries are tokens too
-            wanted = torch.zeros_like(out[row])
-            wanted[:, places] = multiattn.reference(
-                *(it[row : row + 1, :, of] for it, of in ((q, places), (k, tokens_of), (v, tokens_of))), **options
-            )[0][0]
-        elif queries > 1 or places.all() or not tokens_of.any():
-            some = (it[row : row + 1, :, tokens_of] for it in (k, v))
-            wanted = multiattn.reference(q[row : row + 1], *some, **options)[0][0]
-        else:
-            continue
-        torch.testing.assert_close(out[row], wanted)
-        (wanted_grad,) = torch.autograd.grad(wanted.sum(), q, allow_unused=True)
-        torch.testing.assert_close(grad[row], torch.zeros_like(q[row]) if wanted_grad is None else wanted_grad[row])
-
-
-def test_padded_refuses_what_does_not_fit():
-    q = torch.randn(2, 2, 6, 8)
-    with pytest.raises(ValueError, match="kv_mask"):
-        fmha_padded(q, q, q, kv_mask=torch.ones(2, 5))
-    with pytest.raises(ValueError, match="Sq <= Skv"):
-        fmha_padded(q, q[:, :, :4], q[:, :, :4], kv_mask=torch.ones(2, 4), causal=True)
 
 
 @pytest.mark.nightly
