@@ -55,6 +55,20 @@ def test_selected_keys_are_the_only_ones():
     check(model, lambda it: [it(tokens()).logits, it(tokens(), attention_mask=mask).logits * mask[..., None]])
 
 
+def test_keys_selected_among_other_sequences_are_refused():
+    model, rows = made("DeepseekV32", **SIZES | {"num_key_value_heads": 4}, **LATENT), tokens()[:1]
+    model.set_attn_implementation("multiattn")
+    lengths = torch.tensor([0, FIRST, LENGTH], dtype=torch.int32)
+    given = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "use_cache": False}
+    with pytest.raises(NotImplementedError, match="begin again with each sequence"):
+        model(rows, **given)
+    mask, chosen = hook.make_mask(BATCH, FIRST, FIRST), torch.zeros(BATCH, FIRST, 1, dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match="begin again with each sequence"):
+        hook.attend(Layer(), *qkv(), mask, indices=chosen, position_ids=torch.arange(FIRST)[None] % 4)
+    parts = [model(it, use_cache=False).logits for it in rows.split([FIRST, LENGTH - FIRST], 1)]
+    torch.testing.assert_close(model(rows, position_ids=POSITIONS[None], **given).logits, torch.cat(parts, 1))
+
+
 def test_a_static_cache_of_a_model_that_flattens_masks():
     options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static", "eos_token_id": None}
     check(gpt2(), lambda it: [it.generate(tokens(), pad_token_id=0, **options)])

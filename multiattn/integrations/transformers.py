@@ -31,7 +31,13 @@ from multiattn.integrations.transformers_lazy import LazyMask, lazy_mask
 from multiattn.integrations.transformers_masks import Band, make_mask
 from multiattn.integrations.transformers_models import is_eager_only, refuse_bools, refuse_untested
 from multiattn.integrations.transformers_paged import NAME, attend_paged, register_continuous_batching
-from multiattn.integrations.transformers_selection import apart, attend_selected, packed_mask, selected_keys
+from multiattn.integrations.transformers_selection import (
+    apart,
+    attend_selected,
+    packed_mask,
+    refuse_packing_of_selected,
+    selected_keys,
+)
 from multiattn.layout import unit_stride
 from multiattn.plan.backend import BACKENDS
 
@@ -139,6 +145,8 @@ def attend(
     table, is_packed = kwargs.get("block_table"), cu_seq_lens_q is not None and cu_seq_lens_k is not None
     if mask is None and says_causal and not is_packed and (is_causal or not is_eager_only(layer)):
         mask = _causal_mask(call, sliding_window)
+    if selected is not None and not is_compiling():
+        refuse_packing_of_selected(mask, is_packed, position_ids)
     if isinstance(mask, LazyMask) and not is_packed:
         mask = apart(mask, position_ids)
     if table is not None:  # continuous batching

@@ -41,6 +41,23 @@ def selected_keys(
     return chosen.repeat_interleave(query.shape[1] // chosen.shape[1], 1)
 
 
+def refuse_packing_of_selected(mask: torch.Tensor | None, is_packed: bool, position_ids: torch.Tensor | None) -> None:
+    """Refuse packed sequences that the mask does not tell of: keys were selected among those of other sequences, too.
+
+    Raises:
+        NotImplementedError: For lengths or positions that pack sequences, beside a mask that does not.
+    """
+    if is_packed:
+        is_told = isinstance(mask, LazyMask) and mask.kind == "packed"
+    else:
+        is_told = not isinstance(mask, LazyMask) or apart(mask, position_ids) is mask
+    if not is_told:
+        raise NotImplementedError(
+            "indices: got keys that a model selected without knowing that its batch packs sequences; allowed packing "
+            "that its mask has. Give position_ids that begin again with each sequence, and use_cache=False"
+        )
+
+
 def _chosen(indices: torch.Tensor, count: int) -> torch.Tensor:
     chosen = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)
     indices = indices.to(torch.int64)
