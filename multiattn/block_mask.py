@@ -138,10 +138,11 @@ def lists_of(visible: torch.Tensor) -> tuple[BlockLists, MaskMod]:
     one that hides a part.
     """
     batch, heads, seq_q, seq_kv = visible.shape
-    beyond = (0, -seq_kv % BLOCK, 0, -seq_q % BLOCK)
+    rows, columns = (seq_q + BLOCK - 1) // BLOCK, (seq_kv + BLOCK - 1) // BLOCK
+    beyond = (0, columns * BLOCK - seq_kv, 0, rows * BLOCK - seq_q)
     whole = torch.nn.functional.pad(visible, beyond) if is_compiling() or any(beyond) else visible  # which copies
-    of_rows = whole.unflatten(3, (-1, BLOCK)).sum(4, dtype=torch.int32)
-    counts = of_rows.unflatten(2, (-1, BLOCK)).sum(3, dtype=torch.int32)
+    of_rows = whole.unflatten(3, (columns, BLOCK)).sum(4, dtype=torch.int32)
+    counts = of_rows.unflatten(2, (rows, BLOCK)).sum(3, dtype=torch.int32)
     full = counts == BLOCK * BLOCK
     partial = (counts > 0) & ~full
     listed = [_listed(it) for it in (partial, full, partial.mT, full.mT)]

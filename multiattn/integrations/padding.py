@@ -72,7 +72,7 @@ def fmha_padded(
         "deterministic": deterministic,
     }
     if kv_mask is None:
-        return dense(q, k, v, **options)
+        return dense(unit_stride(q), unit_stride(k), unit_stride(v), **options)
     (batch, _, seq_q, _), seq_kv = q.shape, k.shape[2]
     if tuple(kv_mask.shape) != (batch, seq_kv):
         allowed = f"{(batch, seq_kv)}, [B, Skv], or None; a mask of scores [B, 1, Sq, Skv] is bias of fmha"

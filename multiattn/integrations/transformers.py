@@ -17,6 +17,7 @@ import torch
 from torch.compiler import is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from multiattn.block_mask import blocks_of
 from multiattn.integrations.transformers_keywords import HARMLESS, refuse_dropout, refuse_unknown
 from multiattn.integrations.transformers_kinds import (
     Inputs,
@@ -25,7 +26,6 @@ from multiattn.integrations.transformers_kinds import (
     attend_packed,
     attend_padded,
     band_of,
-    blocks_of,
 )
 from multiattn.integrations.transformers_lazy import LazyMask, lazy_mask
 from multiattn.integrations.transformers_masks import Band, make_mask

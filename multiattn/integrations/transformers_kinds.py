@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
+from multiattn.block_mask import blocks_of
 from multiattn.integrations.padding import dense, fmha_padded, hiding_bias, packed
 from multiattn.kvcache import fmha_kvcache
-
-BLOCK = 128
-"""Queries and keys in a block of the masks that `blocks_of` makes."""
 
 
 class Inputs(NamedTuple):
@@ -119,31 +117,3 @@ def attend_masked(call: Inputs, mask: torch.Tensor, **more: Any) -> Any:
 
 def _as_bias(bias: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return bias if bias.dtype in (q.dtype, torch.float32) else bias.to(q.dtype)
-
-
-def blocks_of(visible: torch.Tensor) -> Any:
-    """FlexAttention's `BlockMask` of a bool mask ``[B|1, H|1, Sq, Skv]``; only blocks that hide a part read it."""
-    from torch.nn.attention.flex_attention import BlockMask  # imports SymPy
-
-    batch, heads, seq_q, seq_kv = visible.shape
-    rows, columns = (seq_q + BLOCK - 1) // BLOCK, (seq_kv + BLOCK - 1) // BLOCK
-    beyond = (0, columns * BLOCK - seq_kv, 0, rows * BLOCK - seq_q)
-
-    def reduced(value: bool) -> torch.Tensor:
-        blocks = torch.nn.functional.pad(visible, beyond, value=value).unflatten(-1, (columns, BLOCK))
-        blocks = blocks.unflatten(-3, (rows, BLOCK))
-        found: torch.Tensor = blocks.all(-1).all(-2) if value else blocks.any(-1).any(-2)
-        return found
-
-    full = reduced(True)
-    partial_ = reduced(False) & ~full
-
-    def see(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
-        return visible[b if batch > 1 else 0, h if heads > 1 else 0, i, j]
-
-    lists = [
-        it.to(torch.int32)
-        for blocks in (partial_, full)
-        for it in (blocks.sum(-1), blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True))
-    ]
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=see, seq_lengths=(seq_q, seq_kv))
