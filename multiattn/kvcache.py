@@ -181,7 +181,7 @@ def with_cache(
     if not is_compiling():  # else checked when the op is called
         check_cache(q, k_cache, v_cache, *where[:3], sinks, strides=not compat.transforms_active())
         if values.can_be_read(*where[:3]):
-            check_values(q, k_cache, *where[:4])
+            check_values(q, k_cache, *where[:4], options.left)
     if out is not None:
         check_out(out, q, layout=not is_compiling())  # a compiled call copies its result
     strides_out = None

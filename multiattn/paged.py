@@ -4,7 +4,7 @@ A cache has room for more keys than a sequence has. How many each sequence has i
 device, which no host reads: one CUDA graph serves every step of a generation. Without a table the keys of sequence b
 are entry b of ``[B, Hkv, S, D]``. With ``page_table``, int32 ``[B, max_pages]``, the cache is ``[pages, Hkv, page,
 D]``: key j of sequence b is row ``j % page`` of page ``page_table[b, j // page]``. An entry of the table whose keys
-are all beyond the sequence's length is never read, nor is a row of a page beyond it.
+are all beyond the sequence's length, or before all windows, is never read, nor is a row of a page there.
 
 Inside this package k and v of a call are the caches as they are given, and queries that are packed, ``[T, Hq, D]``,
 are a batch of one, as `multiattn.packed` has them.
@@ -160,10 +160,11 @@ def check_values(
     page_table: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor | None,
     max_seqlen_q: int | None,
+    left: int | None = None,
 ) -> None:
     """ValueError for lengths, pages or starts of queries that this cache and these queries ``[T, Hq, D]`` do not have.
 
-    It reads them: on a GPU that waits for the device.
+    It reads them: on a GPU that waits for the device. Pages before a window that goes `left` back are nobody's.
     """
     entries, _, rows, _ = k_cache.shape
     room = rows if page_table is None else rows * page_table.shape[1]
@@ -174,7 +175,11 @@ def check_values(
         hint = "write the new keys into the cache first, and count them"
         raise ValueError(f"seqlens_kv: got {got}; allowed 0 to {room}, as many as there is room for; {hint}")
     if page_table is not None and page_table.shape[1]:
-        used = torch.arange(page_table.shape[1], device=q.device) * rows < seqlens_kv[:, None]
+        first_key = torch.arange(page_table.shape[1], device=q.device) * rows
+        used = first_key < seqlens_kv[:, None]
+        if left is not None:
+            counts = q.shape[2] if cu_seqlens_q is None else cu_seqlens_q.diff()
+            used &= first_key + rows > (seqlens_kv.long() - counts - left)[:, None]
         wrong = used & ((page_table < 0) | (page_table >= entries))
         if wrong.any():
             sequence, place = wrong.nonzero()[0].tolist()
@@ -298,8 +303,9 @@ def cache_shape(spec: CacheSpec, heads_kv: int, seq_kv: int, head_dim: int) -> S
 
 
 def rows_of_sequences(cu_seqlens_q: torch.Tensor, rows: int) -> torch.Tensor:
-    """True for each of so many packed rows that some sequence has, ``[T]``; the others are behind the last."""
-    return torch.arange(rows, device=cu_seqlens_q.device) < cu_seqlens_q[-1]
+    """True for each of so many packed rows from the first sequence's on to the last's, ``[T]``."""
+    row = torch.arange(rows, device=cu_seqlens_q.device)
+    return (row >= cu_seqlens_q[0]) & (row < cu_seqlens_q[-1])
 
 
 def area_layouts(splits: int, batch: int, heads_q: int, seq_q: int, head_dim: int) -> Mapping[str, Layout]:

@@ -330,22 +330,29 @@ def cached_sequences(operands: Operands, options: Options) -> Iterator[tuple[Ope
     given = dict(zip(problem.cache.tensors, operands.captured[first:], strict=True))
     bounds = given["cu_seqlens_q"].tolist() if "cu_seqlens_q" in given else None
     for entry, length in enumerate(given["seqlens_kv"].tolist()):
-        k, v = (gather(it, length, entry, given.get("page_table")) for it in (operands.k, operands.v))
         rows = slice(None) if bounds is None else slice(bounds[entry], bounds[entry + 1])
         q = operands.q[entry : entry + 1] if bounds is None else operands.q[:, :, rows]
+        seen_from = 0 if options.left is None else min(max(length - q.shape[2] - options.left, 0), length)
+        k, v = (gather(it, length, entry, given.get("page_table"), seen_from) for it in (operands.k, operands.v))
         part = Part(0, 0, q.shape[2], length, entry)
         own = operands._replace(q=q, k=k, v=v, captured=operands.captured[:first])
         yield own, options._replace(cache=None), part, rows
 
 
-def gather(cache: torch.Tensor, length: int, entry: int, page_table: torch.Tensor | None) -> torch.Tensor:
-    """The first `length` rows of a sequence's keys or values, ``[1, Hkv, length, D]``; nothing else is read."""
+def gather(
+    cache: torch.Tensor, length: int, entry: int, page_table: torch.Tensor | None, first: int = 0
+) -> torch.Tensor:
+    """The first `length` rows of a sequence's keys or values, ``[1, Hkv, length, D]``; nothing else is read.
+
+    Nor is a row before the `first` that a query sees: there are zeros.
+    """
     if page_table is None:
-        return cache[entry : entry + 1, :, :length]
-    page = cache.shape[2]
-    used = page_table[entry, : -(-length // page)].long()
-    rows = cache[used].transpose(0, 1).flatten(1, 2)  # [Hkv, used * page, D]
-    return rows[None, :, :length]
+        rows = cache[entry, :, first:length]
+    else:
+        page = cache.shape[2]
+        used = page_table[entry, first // page : -(-length // page)].long()
+        rows = cache[used].transpose(0, 1).flatten(1, 2)[:, first % page :][:, : length - first]  # [Hkv, rows, D]
+    return torch.nn.functional.pad(rows, (0, 0, first, 0))[None] if first else rows[None]
 
 
 def _attend_cached(

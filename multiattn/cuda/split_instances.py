@@ -54,7 +54,7 @@ def _overlaps(arch: Arch) -> bool:
 
 def _multiplies(plan: Plan, config: CudaSplitConfig) -> PlannedLaunch:
     problem, score, overlaps = plan.problem, lowered_of(plan), _overlaps(plan.arch)
-    paging = _paging(problem, config)
+    paging = _paging(problem, config.tile_n)
     shape = (config.tile_m, config.tile_n, config.warps, config.row_warps, config.column_warps, config.stages)
     sizes = f"{config.tile_m}x{config.tile_n}_w{config.warps}r{config.row_warps}c{config.column_warps}_s{config.stages}"
     options = f"{unaligned_suffix(problem)}{'_sinks' * problem.has_sinks}{'' if overlaps else '_apart'}"
@@ -85,9 +85,10 @@ def _multiplies(plan: Plan, config: CudaSplitConfig) -> PlannedLaunch:
 
 def _multiplies_by_wgmma(plan: Plan, config: SplitWgmmaConfig) -> PlannedLaunch:
     problem, score = plan.problem, lowered_of(plan)
-    is_paged, rows = problem.cache is not None and problem.cache.page is not None, split_wgmma.box_rows(config, problem)
+    paging, rows = _paging(problem), split_wgmma.box_rows(config, problem)
     kept = split_wgmma.kept_steps(config, problem)
-    keys = ("pages" if is_paged else "dense") + ("_gathered" if config.gathers else str(rows) * is_paged)
+    keys = {"NONE": "dense", "ENTRIES": "entries", "ANY": "pages"}[paging]
+    keys += "_gathered" if config.gathers else str(rows) * (paging == "ANY")
     shape = (config.warpgroups, config.tile_n, rows, config.stages, kept, config.pingpong, config.lazy_max)
     sizes = f"{config.tile_m}x{config.tile_n}_s{config.stages}_{keys}"
     options = f"{'_qregisters' * config.q_in_registers}{'_pingpong' * config.pingpong}{'_lazymax' * config.lazy_max}"
@@ -102,7 +103,7 @@ def _multiplies_by_wgmma(plan: Plan, config: SplitWgmmaConfig) -> PlannedLaunch:
             problem.head_dim,
             band_trait(problem),
             problem.has_sinks,
-            is_paged,
+            f"multiattn::Paging::{paging}",
             f"multiattn::SplitWgmmaShape<{cpp_list(*shape)}>",
             *score_traits(problem, score, ()),
         ),
@@ -118,12 +119,14 @@ def _multiplies_by_wgmma(plan: Plan, config: SplitWgmmaConfig) -> PlannedLaunch:
     return PlannedLaunch(kernel=kernel, blocks=split_wgmma.blocks(config, problem))
 
 
-def _paging(problem: Problem, config: CudaSplitConfig) -> str:
-    """Where keys are, as a tile of them sees it."""
-    page = None if problem.cache is None else problem.cache.page
-    if page is None:
+def _paging(problem: Problem, tile_n: int | None = None) -> str:
+    """Where keys are; with `tile_n`, as a tile of so many sees it."""
+    if problem.cache is None:
         return "NONE"
-    return "ANY" if page % config.tile_n else "WHOLE_TILES"
+    page = problem.cache.page
+    if page is None:
+        return "ENTRIES"
+    return "ANY" if tile_n is None or page % tile_n else "WHOLE_TILES"
 
 
 def _merges(plan: Plan, config: Divides) -> PlannedLaunch:

@@ -61,7 +61,7 @@ def kvcache_op(
     operands = Operands(q, k_cache, v_cache, sinks=sinks, captured=tuple(captured))
     rows, seqlens_kv, table, starts = _check(q, k_cache, v_cache, captured, cache, sinks)
     if are_read(q.device):
-        check_values(rows, k_cache, seqlens_kv, table, starts, spec.max_q)
+        check_values(rows, k_cache, seqlens_kv, table, starts, spec.max_q, left)
     options = Options(
         left,
         right,

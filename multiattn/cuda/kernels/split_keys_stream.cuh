@@ -24,7 +24,7 @@ class KeyStream {
 
  public:
   DEVICE KeyStream(const Owned<T>& owned, SharedAddress ring)
-      : params_(owned.params), ring_(ring), len_(owned.len_kv), sequence_(owned.sequence),
+      : params_(owned.params), ring_(ring), keys_(owned), len_(owned.len_kv), sequence_(owned.sequence),
         k_(static_cast<const uint16*>(params_.k) + owned.head_kv * params_.strides_k.head),
         v_(static_cast<const uint16*>(params_.v) + owned.head_kv * params_.strides_v.head) {}
 
@@ -36,21 +36,22 @@ class KeyStream {
     int32 number[LOOKUPS];
   };
 
-  // Keys beyond the last have no page: their entries may name anything.
+  // Keys beyond the last, or freed, have no page: their entries may name anything.
   DEVICE Pages look_up(int tile) const {
     Pages pages{};
-    if constexpr (T::PAGING != Paging::NONE) {
+    if constexpr (T::IS_PAGED) {
       const int32* table = params_.page_table + static_cast<int64>(sequence_) * params_.table_stride;
 #pragma unroll
       for (int i = 0; i < LOOKUPS; ++i) {
         const int key = tile * T::TILE_N + (T::PAGING == Paging::ANY ? first_row() + i * ROWS_PER_PASS : 0);
-        pages.number[i] = key < len_ ? load_global_4(table + PlaceOfKey::of(params_, key).entry) : 0;
+        const bool has_page = key < len_ && (T::PAGING != Paging::ANY || !keys_.is_freed(key));
+        pages.number[i] = has_page ? load_global_4(table + PlaceOfKey::of(params_, key).entry) : 0;
       }
     }
     return pages;
   }
 
-  // Begins to load a tile. Keys beyond the last become zeros, and are not read.
+  // Begins to load a tile. Keys beyond the last, or freed, become zeros, and are not read.
   DEVICE void load(int tile, int step, const Pages& pages) const {
     const SharedAddress target = k(step);
     const int first_key = tile * T::TILE_N;
@@ -63,7 +64,7 @@ class KeyStream {
 #pragma unroll
       for (int step_of_row = 0; step_of_row < T::TileKV::CHUNKS; step_of_row += SPAN) {
         const int chunk = step_of_row + first_chunk();
-        const bool valid = key < len_ && chunk < T::TileKV::VALID_CHUNKS;
+        const bool valid = key < len_ && !keys_.is_freed(key) && chunk < T::TileKV::VALID_CHUNKS;
         const SharedAddress place = T::TileKV::chunk(target, row, chunk);
         copy_chunk<T::ALIGNED>(place, rows.k + step_of_row * CHUNK_ELEMENTS, valid);
         copy_chunk<T::ALIGNED>(place + T::TileKV::BYTES, rows.v + step_of_row * CHUNK_ELEMENTS, valid);
@@ -85,7 +86,7 @@ class KeyStream {
   // Of a key in a page; where no tile crosses pages, of the thread's first row of the tile from `key` on.
   DEVICE Sources sources(int key, int32 page) const {
     int64 entry = page, row = key;
-    if constexpr (T::PAGING == Paging::NONE) entry = sequence_;
+    if constexpr (!T::IS_PAGED) entry = sequence_;
     else row = PlaceOfKey::of(params_, key).row;
     if constexpr (T::PAGING != Paging::ANY) row += first_row();
     return {k_ + entry * params_.strides_k.batch + row * params_.strides_k.seq + first_chunk() * CHUNK_ELEMENTS,
@@ -94,6 +95,7 @@ class KeyStream {
 
   const typename T::Params& params_;
   SharedAddress ring_;
+  FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> keys_;
   int len_, sequence_;
   const uint16 *k_, *v_;
 };

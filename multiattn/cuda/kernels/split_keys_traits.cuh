@@ -7,8 +7,13 @@
 
 namespace multiattn {
 
-// Where keys of a sequence are: in an entry of its own, in pages that a tile of keys never crosses, in any pages.
-enum class Paging { NONE, WHOLE_TILES, ANY };
+// Where keys of a sequence are: in an entry of its own, which may be a cache; in pages that a tile of keys never crosses; in any
+// pages.
+enum class Paging { NONE, ENTRIES, WHOLE_TILES, ANY };
+
+// A cache with a window: what lies before the first key that a tile's rows see may be freed, and is not read.
+template <Band BAND, Paging PAGING>
+constexpr bool FREES_KEYS = BAND == Band::TWO_SIDED && PAGING != Paging::NONE;
 
 template <int TILE_M_, int TILE_N_, int WARPS_, int ROW_WARPS_, int COLUMN_WARPS_, int STAGES_>
 struct SplitShape {
@@ -29,6 +34,7 @@ struct SplitTraits : S {
   static constexpr bool ALIGNED = ALIGNED_;      // q, k, v: every row starts at a multiple of 16 bytes
   static constexpr bool HAS_SINKS = HAS_SINKS_;  // each head has one more key, without a value
   static constexpr Paging PAGING = PAGING_;
+  static constexpr bool IS_PAGED = PAGING == Paging::WHOLE_TILES || PAGING == Paging::ANY;
   static constexpr bool OVERLAPS = OVERLAPS_;  // it begins while the grid before it ends, and lets the next one do so
   using Score = Score_;                        // what changes scores
   using Params = typename WithAux<SplitParams, Score>::Type;
@@ -112,12 +118,20 @@ struct Owned {
     return {params, split, (params.tiles - 1 - tile) * T::TILE_M, head_kv, static_cast<int>(place.rest)};
   }
 
+  // Whatever a cache's tensors say, its rows are those that there are.
   DEVICE void find_lengths() {
+    constexpr bool IS_CACHE = T::PAGING != Paging::NONE;
     len_kv = params.seqlens_kv ? load_global_4(params.seqlens_kv + sequence) : params.seq_kv;
+    if constexpr (IS_CACHE) len_kv = max(min(len_kv, params.seq_kv), 0);
     len_q = params.seq_q;
     if (params.cu_seqlens_q) {
       offset_q = load_global_4(params.cu_seqlens_q + sequence);
-      len_q = load_global_4(params.cu_seqlens_q + sequence + 1) - offset_q;
+      int end_q = load_global_4(params.cu_seqlens_q + sequence + 1);
+      if constexpr (IS_CACHE) {
+        offset_q = max(min(offset_q, params.seq_q), 0);
+        end_q = max(min(end_q, params.seq_q), offset_q);
+      }
+      len_q = end_q - offset_q;
     }
   }
 
@@ -136,6 +150,12 @@ struct Owned {
   }
   DEVICE Mask<T::BAND> mask() const { return Mask<T::BAND>(params, len_q, len_kv); }
 
+  // The keys that any of its rows sees begin with it, or with one before it.
+  DEVICE int first_key() const {
+    if constexpr (FREES_KEYS<T::BAND, T::PAGING>) return max(mask().first_key(first_row / params.group), 0);
+    return 0;
+  }
+
   // The tiles of keys that any of its rows sees, in the block's part of them.
   DEVICE Blocks keys() const {
     const int first_query = first_row / params.group, last_query = (first_row + T::TILE_M - 1) / params.group;
@@ -144,6 +164,21 @@ struct Owned {
     const int begin = min(all.begin + split * share, all.end);
     return {begin, all.full_begin, all.full_end, min(begin + share, all.end)};
   }
+};
+
+// The keys that a window has left behind, for all rows of a tile.
+template <bool>
+struct FreedKeys {
+  template <class T>
+  DEVICE explicit FreedKeys(const Owned<T>&) {}
+  static DEVICE bool is_freed(int) { return false; }
+};
+template <>
+struct FreedKeys<true> {
+  int first_key;
+  template <class T>
+  DEVICE explicit FreedKeys(const Owned<T>& owned) : first_key(owned.first_key()) {}
+  DEVICE bool is_freed(int key) const { return key < first_key; }
 };
 
 template <class T>

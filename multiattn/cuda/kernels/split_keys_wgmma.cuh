@@ -83,6 +83,7 @@ class SplitConsumer {
     for (const int full = max(blocks_.full_begin, blocks_.begin); block >= full; --block) next_block<false>(block);
     if constexpr (HAS_LOWER_EDGE)
       for (; block >= blocks_.begin; --block) next_block<true>(block);
+    if constexpr (T::FREES && !T::GATHERS) clear_freed();
     add_values();
     wgmma_wait<0>();
   }
@@ -90,15 +91,26 @@ class SplitConsumer {
   // Values behind the last key, of the block that has it. TMA has brought whatever is there in a page or a cache, or nothing,
   // and a weight of zero would make NaN of a NaN. No slot was used before, so that V's is known.
   DEVICE void clear_tail(int last) {
-    constexpr int CHUNKS = 8 * TileKV::PANELS;  // of a row
     const int keys = owned_.len_kv - last * T::TILE_N;
     if (keys >= T::TILE_N) return;
-    const RingPlace<T::STAGES> place{last > blocks_.begin ? 2 : 1, 0};  // behind K of it, and of the next where there is one
+    // behind K of it, and of the next where there is one
+    clear_values(RingPlace<T::STAGES>{last > blocks_.begin ? 2 : 1, 0}, keys, T::TILE_N);
+  }
+
+  // Those before the first key that any row sees, of the block that has it: freed boxes were not loaded at all.
+  DEVICE void clear_freed() {
+    const int keys = owned_.first_key() - blocks_.begin * T::TILE_N;
+    if (keys > 0) clear_values(kv_, 0, min(keys, T::TILE_N));
+  }
+
+  // Rows of V from `first` to `end`, once they are there.
+  DEVICE void clear_values(const RingPlace<T::STAGES>& place, int first, int end) {
+    constexpr int CHUNKS = 8 * TileKV::PANELS;  // of a row
     Shared::ring_kv().await_full(place);
     const SharedAddress v = Shared::kv(place.slot);
 #pragma unroll 1
-    for (int i = thread_index(); i < (T::TILE_N - keys) * CHUNKS; i += T::CONSUMERS) {
-      const int row = keys + i / CHUNKS, chunk = i % CHUNKS;
+    for (int i = thread_index(); i < (end - first) * CHUNKS; i += T::CONSUMERS) {
+      const int row = first + i / CHUNKS, chunk = i % CHUNKS;
       store_shared_16(v + chunk / 8 * TileKV::PANEL_BYTES + row * TileKV::ROW_BYTES + chunk % 8 * CHUNK_BYTES, Chunk{});
     }
     fence_async_shared();

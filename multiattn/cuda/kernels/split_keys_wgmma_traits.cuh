@@ -20,13 +20,15 @@ struct SplitWgmmaShape {
   static constexpr bool LAZY_MAX = LAZY_MAX_;     // weights before the maximum is known; see forward_wgmma_softmax.cuh
 };
 
-template <class Element_, int HEAD_DIM_, Band BAND_, bool HAS_SINKS_, bool IS_PAGED_, class S, class Score_ = NoScore>
+template <class Element_, int HEAD_DIM_, Band BAND_, bool HAS_SINKS_, Paging PAGING_, class S, class Score_ = NoScore>
 struct SplitWgmmaTraits : S {
   using Element = Element_;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr Band BAND = BAND_;
   static constexpr bool HAS_SINKS = HAS_SINKS_;  // each head has one more key, without a value
-  static constexpr bool IS_PAGED = IS_PAGED_;    // a table names the pages that keys are in
+  static constexpr Paging PAGING = PAGING_;
+  static constexpr bool IS_PAGED = PAGING == Paging::ANY;
+  static constexpr bool FREES = FREES_KEYS<BAND, PAGING>;
   using Score = Score_;                          // what changes scores
   using Params = SplitParams;                    // of what a block owns
   using KernelParams = typename WithAux<SplitWgmmaParams, Score>::Type;

@@ -8,7 +8,8 @@ several rows, and many several at a time. With one split the first kernel writes
 
 Keys and values may be in a cache (`multiattn.paged`): their lengths, and the pages that have them, are read here alone.
 Pages of whole tiles are loaded as they are. Of smaller pages several make a tile, and of any others each row has its
-own address. Memory behind the last key holds anything, so that scores there are masked and values replaced by zeros.
+own address. Memory behind the last key holds anything, and so does what lies before a window: scores there are masked
+and values replaced by zeros.
 """
 
 import math
@@ -75,6 +76,9 @@ def find_place(const: Any, q: Any, k: Any, cache: Any, reach: Any, aux: Any) -> 
         seq_q = number_at(starts, batch + 1) - offset_q
     row = tile * const.tile_m + ct.arange(const.tile_m, dtype=ct.int32)[:, None]  # [tile_m, 1]
     query = row // group
+    first_key = None
+    if const.cached and const.two_sided:
+        first_key = max(0, tile * const.tile_m // group + (seq_kv - seq_q) - reach[0])
     return Place(
         batch=batch,
         head=ct.bid(1) * group + (row - query * group),  # [tile_m, 1]
@@ -86,6 +90,7 @@ def find_place(const: Any, q: Any, k: Any, cache: Any, reach: Any, aux: Any) -> 
         aux=aux,
         sequence=Sequence(number=batch, offset_q=offset_q, offset_kv=0),
         query=query,
+        first_key=first_key,
     )
 
 
@@ -161,7 +166,11 @@ def load_q(const: Any, place: Any, q: Any) -> Any:
 
 @ct.function
 def find_keys(const: Any, place: Any, k: Any, cache: Any, block: Any) -> Any:
-    """Where a block of keys is. Of pages behind the last key the table says nothing: it is not read there."""
+    """Where a block of keys is. Of pages behind the last key the table says nothing: it is not read there.
+
+    Nor is it of pages before a window, in whose place those of the nearest keys between are loaded. Of a block in one
+    page some key is seen.
+    """
     if not const.paged:
         return Keys(entry=place.batch, head=place.head_kv, row=block)
     if const.page_rows == const.tile_n:  # one page has all of the block
@@ -176,12 +185,22 @@ def find_keys(const: Any, place: Any, k: Any, cache: Any, block: Any) -> Any:
     if const.page_rows > 0:
         pages = const.tile_n // const.page_rows
         page = block * pages + ct.arange(pages, dtype=ct.int32)  # [pages]
-        inside = page * const.page_rows < place.seq_kv
-        entry = ct.gather(cache[1], (place.batch, page), mask=inside, check_bounds=False)
+        if place.first_key is None:
+            inside = page * const.page_rows < place.seq_kv
+            entry = ct.gather(cache[1], (place.batch, page), mask=inside, check_bounds=False)
+        else:
+            page = ct.maximum(page, place.first_key // const.page_rows)
+            page = ct.minimum(page, (place.seq_kv - 1) // const.page_rows)
+            entry = ct.gather(cache[1], (place.batch, page), check_bounds=False)
         return Keys(entry=entry, head=place.head_kv, row=0)
     key = block * const.tile_n + ct.arange(const.tile_n, dtype=ct.int32)  # [tile_n]
-    page = key // k.shape[2]
-    entry = ct.gather(cache[1], (place.batch, page), mask=key < place.seq_kv, check_bounds=False)
+    if place.first_key is None:
+        page = key // k.shape[2]
+        entry = ct.gather(cache[1], (place.batch, page), mask=key < place.seq_kv, check_bounds=False)
+    else:
+        key = ct.minimum(ct.maximum(key, place.first_key), place.seq_kv - 1)
+        page = key // k.shape[2]
+        entry = ct.gather(cache[1], (place.batch, page), check_bounds=False)
     return Keys(entry=entry, head=place.head_kv, row=key - page * k.shape[2])
 
 
@@ -215,7 +234,7 @@ def load_k(const: Any, place: Any, k: Any, keys: Any, block: Any) -> Any:
 
 @ct.function
 def load_v(const: Any, place: Any, v: Any, keys: Any, block: Any, masked: ConstBool) -> Any:
-    """A block of values ``[tile_n, tile_d]``, zeros behind the last key: 0 times what is there may be NaN."""
+    """A block of values ``[tile_n, tile_d]``, zeros where no row sees any key: 0 times what is there may be NaN."""
     tile = load_rows(const, place, v, keys, block, masked)
     if const.cached and masked:
         tile = ct.where(tiles.is_key(const, place, block), tile, 0.0).astype(v.dtype)

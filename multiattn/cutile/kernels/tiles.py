@@ -53,6 +53,8 @@ class Place:
     """The `packed.Sequence` of a packed batch: `batch` is then 0, and all else is within the sequence."""
     query: Any = None
     """The query of each row ``[tile_m, 1]``, where a tile's rows are of several heads: `head` is such a tile, too."""
+    first_key: Any = None
+    """The first key that any row sees, of a cache with a window: what lies before it may be freed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,5 +423,9 @@ def is_query(const: Any, place: Any) -> Any:
 
 @ct.function
 def is_key(const: Any, place: Any, block: Any) -> Any:
-    """The rows of a block of keys that there are, bool ``[tile_n, 1]``."""
-    return (block * const.tile_n + ct.arange(const.tile_n, dtype=ct.int32) < place.seq_kv)[:, None]
+    """The rows of a block of keys that there are, bool ``[tile_n, 1]``; of a cache with a window, that any row sees."""
+    key = block * const.tile_n + ct.arange(const.tile_n, dtype=ct.int32)
+    there = key < place.seq_kv
+    if place.first_key is not None:
+        there = there & (key >= place.first_key)
+    return there[:, None]

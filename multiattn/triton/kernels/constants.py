@@ -148,6 +148,11 @@ class SplitConstants(TileConstants):
     """The kernel that merges parts may begin before this one ends."""
 
     @property
+    def frees_keys(self) -> bool:
+        """True if pages or rows of a cache that lie before a window may hold anything."""
+        return self.cached and self.two_sided
+
+    @property
     def masks_all(self) -> bool:
         """True if each tile of scores is masked, as a branch costs more than to compare so few."""
         return self.tile_m <= FEW_ROWS

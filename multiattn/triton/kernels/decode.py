@@ -75,6 +75,7 @@ def attention_of_parts(
     band = (len_q, len_kv, left, right)
     blocks = key_blocks(first_row // group, band, C)  # as if the tile had more queries: it never has fewer
     begin, end = _my_keys(blocks, split, splits, C)
+    seen_from = _first_seen(first_row // group, band, C)
     columns = tl.arange(0, C.head_pad)[None, :]
     inside = exists[:, None] & (columns < C.head_dim)
     q_tile = tl.load(
@@ -95,12 +96,12 @@ def attention_of_parts(
     acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
     row_max = tl.full([C.tile_m], LOWEST, tl.float32)
     row_sum = tl.full([C.tile_m, C.sum_columns], 0.0, tl.float32)
-    ahead = _pages(page_table, begin, end, page_keys, False, C)
+    ahead = _pages(page_table, begin, seen_from, end, page_keys, False, C)
     for first_key in tl.range(begin, end, C.tile_n, num_stages=C.stages):
         pages = ahead
         if C.paged:
-            ahead = _pages(page_table, first_key + C.tile_n, end, page_keys, True, C)
-        k_tile = _load_keys(k, k_strides, pages, first_key, end, page_keys, C)  # [tile_n, head_pad]
+            ahead = _pages(page_table, first_key + C.tile_n, seen_from, end, page_keys, True, C)
+        k_tile = _load_keys(k, k_strides, pages, first_key, seen_from, end, page_keys, C)  # [tile_n, head_pad]
         scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
         keys = first_key + tl.arange(0, C.tile_n)
         of_score = (sequence, head[:, None], aux)
@@ -116,7 +117,7 @@ def attention_of_parts(
         acc = acc * decay[:, None]
         row_max = new_max
 
-        v_tile = _load_keys(v, v_strides, pages, first_key, end, page_keys, C)  # [tile_n, head_pad]
+        v_tile = _load_keys(v, v_strides, pages, first_key, seen_from, end, page_keys, C)  # [tile_n, head_pad]
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc)
 
     total = tl.sum(row_sum, 1)  # [tile_m]
@@ -187,6 +188,16 @@ def _my_keys(blocks, split, splits, C: tl.constexpr):
 
 
 @triton.jit
+def _first_seen(first_query, band, C: tl.constexpr):
+    """The first key of a cache that any query from one on sees: pages before it may be freed."""
+    seq_q, seq_kv, left, _right = band
+    first = 0
+    if C.frees_keys:
+        first = tl.maximum(first_query + seq_kv - seq_q - left, 0)
+    return first
+
+
+@triton.jit
 def _lines(sequences, heads_q, seq_q, C: tl.constexpr):
     """Elements of lse."""
     lines = tl.cast(heads_q, tl.int64) * seq_q
@@ -217,10 +228,11 @@ def _offsets(batch, head, row, strides, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _pages(page_table, first_key, end, page_keys, AHEAD: tl.constexpr, C: tl.constexpr):
+def _pages(page_table, first_key, seen_from, end, page_keys, AHEAD: tl.constexpr, C: tl.constexpr):
     """The page of a tile of keys, or if it is in several the page of each key ``[tile_n]``; 0 without pages.
 
-    AHEAD: for the next tile of the walk, if there is one. That is not loaded by tl.load: Triton would take it for one
+    Keys before `seen_from` or from `end` on are in the page of the nearest one between: their own entries may have any
+    number. A page that has all of a tile has a key that is seen. AHEAD: for the next tile of the walk, if there is one. That is not loaded by tl.load: Triton would take it for one
     more load to be pipelined, and would then have fewer tiles in flight.
     """
     pages = 0
@@ -228,6 +240,8 @@ def _pages(page_table, first_key, end, page_keys, AHEAD: tl.constexpr, C: tl.con
         keys = first_key
         if C.page > 0:
             keys = first_key + tl.arange(0, C.tile_n)
+            if C.frees_keys:
+                keys = tl.maximum(keys, seen_from)
             places = tl.minimum(keys, end - 1) // C.page
         else:
             places = tl.minimum(keys, end - 1) // page_keys
@@ -241,10 +255,11 @@ def _pages(page_table, first_key, end, page_keys, AHEAD: tl.constexpr, C: tl.con
 
 
 @triton.jit
-def _load_keys(source, strides, pages, first_key, end, page_keys, C: tl.constexpr):
-    """A tile ``[tile_n, head_pad]`` of keys or values of one head; zero from `end` on, and beyond head_dim.
+def _load_keys(source, strides, pages, first_key, seen_from, end, page_keys, C: tl.constexpr):
+    """A tile ``[tile_n, head_pad]`` of keys or values of one head; zero before `seen_from`, from `end` on, and beyond
+    head_dim.
 
-    So nothing that is beyond a sequence reaches a product: a weight of 0 would not hide NaN.
+    So nothing that is beyond a sequence or freed reaches a product: a weight of 0 would not hide NaN.
     """
     if C.page > 0:
         keys = (first_key + tl.arange(0, C.tile_n)) % C.page
@@ -258,6 +273,8 @@ def _load_keys(source, strides, pages, first_key, end, page_keys, C: tl.constexp
         source += tl.cast(row, tl.int64) * strides[2] * C.vector
         pointers = source + tile_offsets(strides[2], C.tile_n, C.vector, C.far_rows, C)
     is_key = first_key + tl.arange(0, C.tile_n) < end
+    if C.frees_keys:
+        is_key = is_key & (first_key + tl.arange(0, C.tile_n) >= seen_from)
     inside = is_key[:, None] & (tl.arange(0, C.head_pad) < C.head_dim)[None, :]
     return tl.load(pointers, mask=inside, other=0.0)
 
