@@ -94,15 +94,15 @@ def fmha_kvcache(
             view if pages are ``[page, Hkv, D]`` in memory (NHD).
         v_cache: Like k_cache, with its own strides. Both may be views of one tensor.
         seqlens_kv: int32 ``[B]`` on the device of q: the keys of each sequence, from 0 to S (or ``max_pages * page``).
-            Values on a GPU are not checked, because a check would wait for the GPU. Larger values make kernels read
-            beyond the cache.
+            Values on a GPU are not checked, because a check would wait for the GPU. There larger ones are taken for S,
+            and negative ones for 0.
         page_table: int32 ``[B, max_pages]`` on the device of q, any stride between rows. Key j of sequence b is row
-            ``j % page`` of page ``page_table[b, j // page]``. Entries beyond the length of a sequence are never read.
-            Several sequences may share a page.
+            ``j % page`` of page ``page_table[b, j // page]``. Several sequences may share a page. Entries beyond the
+            length of a sequence are never read, nor are those whose keys all lie before the window of its first query:
+            their pages may be freed, and the entries have any number.
         cu_seqlens_q: int32 ``[B + 1]`` on the device of q, as for `multiattn.fmha_varlen`. Sequence b has the rows
             ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q, which may be none. Chunks of prompts and single tokens
-            may be in one call. Rows behind the last sequence are left as they are; in a fresh tensor they are
-            undefined.
+            may be in one call. Rows of no sequence are left as they are; in a fresh tensor they are undefined.
         max_seqlen_q: With `cu_seqlens_q`, at least the most rows of a sequence. A sequence with more rows has undefined
             results.
         num_splits: The number of parts, 1 to 256, that the keys of a sequence are divided into, each for its own block.

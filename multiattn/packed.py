@@ -26,7 +26,10 @@ The tile has the rows from `first_row` on of its sequence, queries or keys. The 
 row `offset_q` of q on, and the `len_kv` keys from row `offset_kv` of k on. `sequence` is -1 for an entry without a
 tile. `tiles` is how many entries have one, so that a block that does one after another knows where to stop: CUDA's
 lists alone have it. Entries of long sequences come first. Rows behind the last sequence are listed as one more of
-them, with queries but no keys, or keys but no queries: so they get zeros.
+them, and those before the first as another, with queries but no keys, or keys but no queries: so they get zeros.
+
+Whatever cu_seqlens has, a list names rows that there are, no more of a sequence than its bound in `Packing`, and has no
+entry beyond its room: where sequences overlap some tiles are left out. So no kernel touches memory outside its tensors.
 """
 
 ROWS_MIN = 16
@@ -71,6 +74,10 @@ class PackingSpec(NamedTuple):
         """The same as a call has it."""
         return Packing(self.max_q, self.max_kv)
 
+    def longest(self, rows_q: int, rows_kv: int) -> tuple[int, int]:
+        """The most queries and keys of a sequence that kernels may take, where there are so many rows of each."""
+        return self.max_q or rows_q, self.max_kv or rows_kv
+
     @property
     def layout(self) -> Layout:
         """A cu_seqlens."""
@@ -82,8 +89,8 @@ class PackingSpec(NamedTuple):
         return Layout(shape, row_major(shape), torch.int32)
 
     def tiles_max(self, rows: int, tile: int) -> int:
-        """The most tiles that so many rows can have: each sequence, and what is behind the last, ends with a part."""
-        return rows // tile + self.sequences + 1
+        """The most tiles that so many rows can have: each sequence, and what is around them, ends with a part."""
+        return rows // tile + self.sequences + 2
 
 
 def packing_of(captured: tuple[torch.Tensor, ...], bounds: Packing) -> PackingSpec:

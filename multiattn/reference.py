@@ -328,9 +328,9 @@ def cached_sequences(operands: Operands, options: Options) -> Iterator[tuple[Ope
     assert problem.cache is not None
     first = len(operands.captured) - len(problem.cache.tensors)
     given = dict(zip(problem.cache.tensors, operands.captured[first:], strict=True))
-    bounds = given["cu_seqlens_q"].tolist() if "cu_seqlens_q" in given else None
-    for entry, length in enumerate(given["seqlens_kv"].tolist()):
-        rows = slice(None) if bounds is None else slice(bounds[entry], bounds[entry + 1])
+    bounds = _slices(given["cu_seqlens_q"], operands.q.shape[2]) if "cu_seqlens_q" in given else None
+    for entry, length in enumerate(given["seqlens_kv"].clamp(0, problem.seq_kv).tolist()):
+        rows = slice(None) if bounds is None else bounds[entry]
         q = operands.q[entry : entry + 1] if bounds is None else operands.q[:, :, rows]
         seen_from = 0 if options.left is None else min(max(length - q.shape[2] - options.left, 0), length)
         k, v = (gather(it, length, entry, given.get("page_table"), seen_from) for it in (operands.k, operands.v))
@@ -358,8 +358,7 @@ def gather(
 def _attend_cached(
     operands: Operands, options: Options, compute_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` of each sequence. Rows behind the last of packed ones are zeros and -inf here, where kernels leave
-    them."""
+    """`attend` of each sequence. Rows of no packed one are zeros and -inf here, where kernels leave them."""
     shape = operands.q.shape
     out = operands.q.new_zeros(shape, dtype=compute_dtype)
     lse = operands.q.new_full(shape[:3], -math.inf, dtype=compute_dtype)
@@ -394,7 +393,8 @@ def _prepare(plan: Plan) -> Launcher:
             results: Sequence[torch.Tensor] = run(operands, options, compute_dtype)
         rows = slice(None)
         if problem.cache is not None and problem.has_packed_queries:
-            rows = slice(int(operands.captured[-1][-1]))  # those behind the last sequence are left as they are
+            ends = operands.captured[-1][[0, -1]].clamp(0, operands.q.shape[2])
+            rows = slice(*ends.tolist())  # the others are left as they are
         for name, result in zip(names, results, strict=False):  # the gradient of sinks is made of delta
             getattr(operands, name)[:, :, rows].copy_(result[:, :, rows])
         for total, result in zip(operands.dcaptured, results[-len(operands.dcaptured) or len(results) :], strict=True):

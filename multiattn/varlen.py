@@ -122,7 +122,7 @@ def fmha_varlen(
     Returns:
         The output, ``[Tq, Hq, D]`` in the dtype of q, contiguous. With `return_lse` also lse, fp32 ``[Hq, Tq]``. A row
         that sees no key has ``out = 0`` and ``lse = -inf`` (with a sink: ``lse = sink``), and gives zero gradients. The
-        same holds for rows behind the last sequence: ``Tq`` may be more than ``cu_seqlens_q[-1]``.
+        same holds for rows of no sequence: ``Tq`` may be more than ``cu_seqlens_q[-1]``.
 
     Raises:
         TypeError, ValueError: An input is wrong for every backend.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -18,19 +18,46 @@ def starts(lengths: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
+WRONG = {
+    "no_leading_0": ([30, 60, 100], [20, 25, 130]),
+    "a_later_0": ([0, 100, 0, 100, 0, 100, 0, 100], [0, 130, 0, 130, 0, 130, 0, 130]),
+    "falling": ([0, 90, 40, 60, 20, 100], [130, 70, 100, 50, 60, 0]),
+    "beyond": ([0, 50, 1000, 2**31 - 1], [0, 10, 131, 2**31 - 1]),
+    "negative": ([-5, 50, -(2**31), 100], [-(2**31), -1, 40, 130]),
+    "lengths": ([40, 30, 30], [65, 35, 30]),
+}
+"""Values of both cu_seqlens that no batch of 100 queries and 130 keys has."""
+WRONG_ROWS = 100, 130
+_LARGEST = 2**31 - 1
+
+
+def ranges(cu_seqlens: Sequence[int], rows: int, longest: int = _LARGEST) -> list[tuple[int, int]]:
+    """First row and length of each sequence, of the rows behind the last, and of those before the first."""
+    places = [min(max(it, 0), rows) for it in cu_seqlens]
+    found = [(place, min(max(end - place, 0), longest)) for place, end in pairwise(places)]
+    return [*found, (places[-1], rows - places[-1]), (0, places[0])]
+
+
 def listed(
-    own: Sequence[int], other: Sequence[int], rows: int, tile: int, *, of_keys: bool, last_first: bool
+    own: Sequence[int],
+    other: Sequence[int],
+    rows: tuple[int, int],
+    tile: int,
+    longest: tuple[int, int] = (_LARGEST, _LARGEST),
+    *,
+    of_keys: bool,
+    last_first: bool,
 ) -> list[list[int]]:
     """The first six of `multiattn.packed.LIST_FIELDS` of each entry, of tiles of queries or of keys.
 
-    `own` are the lengths on the side of the tiles, which has so many `rows`, and `other` those on the other side.
+    `own` is the cu_seqlens on the side of the tiles, and `other` that on the other side; `rows` and `longest` are the
+    rows and the most rows of a sequence on both.
     """
-    offsets, other_offsets = accumulate(own, initial=0), accumulate(other, initial=0)
-    sequences = [*zip(range(len(own)), offsets, own, other_offsets, other, strict=False)]
-    sequences.append((len(own), sum(own), rows - sum(own), 0, 0))
+    others = [*ranges(other, rows[1], longest[1])[:-2], (0, 0), (0, 0)]
+    sequences = [(number, *it) for number, it in enumerate(zip(ranges(own, rows[0], longest[0]), others, strict=True))]
     entries = []
-    for number, offset, length, other_offset, other_length in sorted(sequences, key=lambda it: (-it[4], it[0])):
-        sides = ((offset, length), (other_offset, other_length))
+    for number, *sides in sorted(sequences, key=lambda it: (-it[2][1], it[0])):
+        length = sides[0][1]
         fields = [*sides[of_keys], *sides[not of_keys]]
         tiles = [[number, first_row, *fields] for first_row in range(0, length, tile)]
         entries += reversed(tiles) if last_first and not of_keys else tiles

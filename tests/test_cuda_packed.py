@@ -8,7 +8,7 @@ import cuda_fakes
 import pytest
 import torch
 from cuda_runs import on_cpu, with_nvrtc
-from packed_lists import listed, starts
+from packed_lists import WRONG, WRONG_ROWS, listed, starts
 
 from multiattn import aot, fmha_varlen, fmha_varlen_backward
 from multiattn.cuda import BACKEND
@@ -39,11 +39,23 @@ NO_TILE = [-1, 0, 0, 0, 0, 0, 0, 0]
     ],
 )
 def test_each_list_has_every_tile_once_and_longest_first(lengths_q, lengths_kv, rows):
-    sequences, tile_q, tile_kv = len(lengths_q), 32, 16
-    packing = PackingSpec(sequences)
+    check_lists([starts(lengths_q), starts(lengths_kv)], rows)
+
+
+@on_cpu
+@pytest.mark.parametrize("longest", [(0, 0), (35, 17)], ids=["any", "bounded"])
+@pytest.mark.parametrize("given", WRONG.values(), ids=WRONG.keys())
+def test_lists_name_rows_that_there_are_whatever_is_given(given, longest):
+    check_lists([torch.tensor(it, dtype=torch.int32) for it in given], WRONG_ROWS, longest)
+
+
+def check_lists(operands, rows, longest=(0, 0)):
+    """Each list has what a list made by hand has, as far as there is room, and nothing behind it is written."""
+    sequences, tile_q, tile_kv = len(operands[0]) - 1, 32, 16
+    packing = PackingSpec(sequences, *longest)
+    longest = packing.longest(*rows)
     counts = packing.tiles_max(rows[0], tile_q), packing.tiles_max(rows[1], tile_kv)
     lists = [torch.full((count + 1, len(LIST_FIELDS)), 7, dtype=torch.int32) for count in counts]
-    operands = [starts(it) for it in (lengths_q, lengths_kv)]
     counter = torch.full((1,), 9, dtype=torch.int32)
     fields = {
         **{f"cu_seqlens_{it}": tensor.data_ptr() for it, tensor in zip(("q", "kv"), operands, strict=True)},
@@ -51,6 +63,7 @@ def test_each_list_has_every_tile_once_and_longest_first(lengths_q, lengths_kv, 
         "next_tile": counter.data_ptr(),
         "sequences": sequences,
         **dict(zip(("rows_q", "rows_kv", "tiles_q", "tiles_kv"), (*rows, *counts), strict=True)),
+        **dict(zip(("longest_q", "longest_kv"), longest, strict=True)),
         "tile_q": tile_q,
         "tile_kv": tile_kv,
     }
@@ -58,11 +71,13 @@ def test_each_list_has_every_tile_once_and_longest_first(lengths_q, lengths_kv, 
     kernel, params = launch.kernel, host.aligned(bytes(ListParams(**fields)))
     library = host.load(host.build([kernel]))
     host.run(library, kernel.name, params, blocks=launch.blocks, threads=kernel.threads, smem_bytes=0)
+    cu_q, cu_kv = (it.tolist() for it in operands)
     wanted = [
-        listed(lengths_q, lengths_kv, rows[0], tile_q, of_keys=False, last_first=True),
-        listed(lengths_kv, lengths_q, rows[1], tile_kv, of_keys=True, last_first=True),
+        listed(cu_q, cu_kv, rows, tile_q, longest, of_keys=False, last_first=True),
+        listed(cu_kv, cu_q, rows[::-1], tile_kv, longest[::-1], of_keys=True, last_first=True),
     ]
-    for made, hand, count in zip(lists, wanted, counts, strict=True):
+    for made, all_of_hand, count in zip(lists, wanted, counts, strict=True):
+        hand = all_of_hand[:count]
         entries = [[*entry, len(hand), 0] for entry in hand]
         assert made[:count].tolist() == entries + [NO_TILE] * (count - len(hand))
         assert made[count].tolist() == [7] * 8

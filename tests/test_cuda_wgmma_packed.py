@@ -103,7 +103,7 @@ def test_the_list_comes_first_and_both_overlap_what_is_before_them():
     assert forward.kernel.name.endswith("_dynamic_packed")
     assert listing.kernel.overlaps
     assert forward.kernel.overlaps
-    assert forward.blocks == (300 // 128 + 3 + 1) * 4
+    assert forward.blocks == (300 // 128 + 3 + 2) * 4
     assert list(areas_of(plan)) == [WORKSPACE, "query_list"]
     assert list(areas_of(plan_of(packed_problem(), replace(CONFIG, scheduler="static")))) == ["query_list"]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from packed_lists import MANY, listed, starts
+from packed_lists import MANY, WRONG, WRONG_ROWS, listed, starts
 
 import multiattn
 from multiattn import Problem
@@ -50,23 +50,40 @@ APART = ([40, 0, 99, 7, 1], [90, 30, 33, 0, 65])
     ],
 )
 def test_lists_have_every_tile_the_costly_ones_first(lengths_q, lengths_kv, behind, tiles, parts, group):
-    packing = PackingSpec(len(lengths_q))
     rows = (sum(lengths_q) + behind, sum(lengths_kv) + behind)
+    check_lists([starts(lengths_q), starts(lengths_kv)], rows, tiles, parts, group)
+
+
+@pytest.mark.parametrize("longest", [(0, 0), (35, 17)], ids=["any", "bounded"])
+@pytest.mark.parametrize("given", WRONG.values(), ids=WRONG.keys())
+def test_lists_name_rows_that_there_are_whatever_is_given(given, longest):
+    cu_seqlens = [torch.tensor(it, dtype=torch.int32) for it in given]
+    check_lists(cu_seqlens, WRONG_ROWS, (16, 32), 2, 16, longest)
+
+
+def check_lists(cu_seqlens, rows, tiles, parts, group, longest=(0, 0)):
+    """Each list has what a list made by hand has, as far as there is room, and nothing behind it is written."""
+    sequences = len(cu_seqlens[0]) - 1
+    packing = PackingSpec(sequences, *longest)
+    longest = packing.longest(*rows)
     room = [packing.tiles_max(count, tile) if tile else 0 for count, tile in zip(rows, tiles, strict=True)]
-    made = [torch.full((size, len(LIST_FIELDS)), 7777, dtype=torch.int32) for size in room]
+    made = [torch.full((size + 9 * bool(size), len(LIST_FIELDS)), 7777, dtype=torch.int32) for size in room]
     constants = ListTilesConstants(query_tile=tiles[0], key_tile=tiles[1], last_first=True, group=group, compared=group)
-    grid = (parts, len(lengths_q) // group + 1, sum(map(bool, tiles)))
+    grid = (parts, (sequences + 1) // group + 1, sum(map(bool, tiles)))
     given = tuple(it for it in made if len(it))
     kernel = ct.kernel(list_tiles_kernel(constants))
-    cpu.launch(grid, kernel, ((starts(lengths_q), starts(lengths_kv)), given, (*rows, *room)))
-    for it, own, other in ((0, lengths_q, lengths_kv), (1, lengths_kv, lengths_q)):
+    cpu.launch(grid, kernel, (tuple(cu_seqlens), given, (*rows, *room, *longest)))
+    for it in range(2):
         if tiles[it]:
-            wanted = listed(own, other, rows[it], tiles[it], of_keys=bool(it), last_first=True)
+            own, other = (cu_seqlens[side].tolist() for side in (it, 1 - it))
+            sides = (rows[it], rows[1 - it]), tiles[it], (longest[it], longest[1 - it])
+            wanted = listed(own, other, *sides, of_keys=bool(it), last_first=True)[: room[it]]
             for entry in wanted:  # an array's part may not begin at its end: of no rows it begins at 0
                 others = (4, 2)[it]
                 entry[others] *= entry[others + 1] > 0
             assert made[it][: len(wanted)].tolist() == [[*entry, 0, 0] for entry in wanted]
-            assert made[it][len(wanted) :, 0].tolist() == [-1] * (room[it] - len(wanted))
+            assert made[it][len(wanted) : room[it], 0].tolist() == [-1] * (room[it] - len(wanted))
+            assert (made[it][room[it] :] == 7777).all()
 
 
 # ---------------------------------------------------------------- interpreted

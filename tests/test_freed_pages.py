@@ -74,8 +74,13 @@ BACKENDS = [
 LENGTHS = (200, 0, 7, 130)
 
 
+def nightly(page: int | None) -> Any:
+    """A page for the nightly tests."""
+    return pytest.param(page, marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("page", [None, 1, 5, 16, 64], ids=["dense", "1", "5", "16", "64"])
+@pytest.mark.parametrize("page", [None, nightly(1), 5, 16, nightly(64)], ids=["dense", "1", "5", "16", "64"])
 def test_what_lies_before_a_window_is_never_read(page, backend):
     """Windows around the edges of pages and tiles, with and without a right side, of one part and of several."""
     for left, right, splits in ((50, 0, 1), (10, None, 3), (71, 0, 3), (72, 2, 1), (135, 0, 2), (0, 0, 1)):
@@ -88,7 +93,7 @@ def test_what_lies_before_a_window_is_never_read(page, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("page", [None, 5, 16, 64], ids=["dense", "5", "16", "64"])
+@pytest.mark.parametrize("page", [nightly(None), 5, 16, nightly(64)], ids=["dense", "5", "16", "64"])
 def test_several_queries_read_from_the_window_of_the_first_on(page, backend):
     """Packed, each sequence with queries of its own, of which some are more than a tile."""
     queries = (40, 2, 3, 70)

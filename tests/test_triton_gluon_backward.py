@@ -104,7 +104,8 @@ def test_dq_is_read_in_the_order_of_accumulators(head_dim, pieces):
     got = torch.full((1, heads, seq, head_dim), float("nan"), dtype=torch.bfloat16)
     constants = StatisticsConstants(head_dim=head_dim, head_pad=64, wide=pieces[0], narrow=pieces[1])
     strides = tuple(stride // 8 for stride in got.stride()[:3])
-    interpreter.run(backward_rows.round_dq, tiles * heads, sums, got, None, 0.5, seq, heads, tiles, strides, constants)
+    given = (sums, got, None, None, 0.5, seq, heads, tiles, strides, constants)
+    interpreter.run(backward_rows.round_dq, tiles * heads, *given)
     assert torch.equal(got, (dq * 0.5).bfloat16())
 
 
@@ -119,7 +120,8 @@ def test_statistics_are_in_the_order_in_which_threads_want_them(has_dlse):
     counter = torch.ones(4, dtype=torch.int32)
     strides = tuple(stride // 8 for stride in out.stride()[:3])
     constants = StatisticsConstants(head_dim=head_dim, head_pad=64, wide=32, narrow=16)
-    given = (out, dout, lse, dlse, delta, statistics, sums, counter, None, seq if has_dlse else 0, seq, heads, tiles)
+    sizes = (seq if has_dlse else 0, seq, heads, tiles)
+    given = (out, dout, lse, dlse, delta, statistics, sums, counter, None, None, *sizes)
     interpreter.run(backward_rows.prepare_statistics, tiles * heads, *given, strides, constants)
     expected = (out.float() * dout.float()).sum(-1) - (dlse if has_dlse else 0)
     torch.testing.assert_close(delta, expected)

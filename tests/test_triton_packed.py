@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from packed_lists import MANY, listed, starts
+from packed_lists import MANY, WRONG, WRONG_ROWS, listed, starts
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -38,25 +38,41 @@ RANDOM = random.Random(0)
     ],
 )
 def test_lists_have_every_tile_the_costly_ones_first(lengths_q, lengths_kv, behind, tiles, group, parts):
-    packing = PackingSpec(len(lengths_q))
     rows = (sum(lengths_q) + behind, sum(lengths_kv) + behind)
+    check_lists([starts(lengths_q), starts(lengths_kv)], rows, tiles, group, parts)
+
+
+@pytest.mark.parametrize("longest", [(0, 0), (35, 17)], ids=["any", "bounded"])
+@pytest.mark.parametrize("given", WRONG.values(), ids=WRONG.keys())
+def test_lists_name_rows_that_there_are_whatever_is_given(given, longest):
+    cu_seqlens = [torch.tensor(it, dtype=torch.int32) for it in given]
+    check_lists(cu_seqlens, WRONG_ROWS, (16, 32), 16, 2, longest)
+
+
+def check_lists(cu_seqlens, rows, tiles, group, parts, longest=(0, 0)):
+    """Each list has what a list made by hand has, as far as there is room, and nothing behind it is written."""
+    sequences = len(cu_seqlens[0]) - 1
+    packing = PackingSpec(sequences, *longest)
+    longest = packing.longest(*rows)
     lists = [
-        torch.full((packing.tiles_max(count, tile), len(LIST_FIELDS)), 7777, dtype=torch.int32) if tile else None
+        torch.full((packing.tiles_max(count, tile) + 9, len(LIST_FIELDS)), 7777, dtype=torch.int32) if tile else None
         for count, tile in zip(rows, tiles, strict=True)
     ]
-    room = [0 if it is None else len(it) for it in lists]
+    room = [0 if it is None else len(it) - 9 for it in lists]
     counter = torch.full((1,), 5, dtype=torch.int32)
     constants = ListConstants(query_tile=tiles[0], key_tile=tiles[1], last_first=True, group=group)
-    grid = (len(lengths_q) // group + 1) * parts * sum(map(bool, tiles))
-    sizes = (len(lengths_q), *rows, *room, parts)
-    interpreter.run(list_tiles, grid, starts(lengths_q), starts(lengths_kv), *lists, counter, *sizes, constants)
+    grid = ((sequences + 1) // group + 1) * parts * sum(map(bool, tiles))
+    sizes = (sequences, *rows, *longest, *room, parts)
+    interpreter.run(list_tiles, grid, *cu_seqlens, *lists, counter, *sizes, constants)
     assert counter.item() == 0
-    for it, own, other, by_keys in ((0, lengths_q, lengths_kv, False), (1, lengths_kv, lengths_q, True)):
-        made = lists[it]
+    for it, made in enumerate(lists):
         if made is not None:
-            wanted = listed(own, other, rows[it], tiles[it], of_keys=by_keys, last_first=True)
+            own, other = (cu_seqlens[side].tolist() for side in (it, 1 - it))
+            sides = (rows[it], rows[1 - it]), tiles[it], (longest[it], longest[1 - it])
+            wanted = listed(own, other, *sides, of_keys=bool(it), last_first=True)[: room[it]]
             assert made[: len(wanted)].tolist() == [[*it, 0, 0] for it in wanted]
-            assert made[len(wanted) :, 0].tolist() == [-1] * (len(made) - len(wanted))
+            assert made[len(wanted) : room[it], 0].tolist() == [-1] * (room[it] - len(wanted))
+            assert (made[room[it] :] == 7777).all()
 
 
 # ---------------------------------------------------------------- both directions, interpreted

@@ -94,7 +94,7 @@ def list_launch(packing: PackingSpec, *, overlaps: bool = False) -> PlannedLaunc
         smem_bytes=0,
         overlaps=overlaps,
     )
-    warps = len(TILE_LISTS) * (packing.sequences + 2)  # rows behind the last sequence, and entries behind those
+    warps = len(TILE_LISTS) * (packing.sequences + 3)  # rows on either side of them, and entries without a tile
     return PlannedLaunch(kernel=kernel, blocks=-(-warps * WARP_THREADS // _LIST_THREADS))
 
 

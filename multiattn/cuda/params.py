@@ -200,10 +200,12 @@ def list_params_of(plan: Plan) -> ctypes.Structure:
     problem, packing, tile_rows = plan.problem, plan.problem.packing, listed_rows(plan)
     assert packing is not None
     numbers: dict[str, int] = {"sequences": packing.sequences}
-    for side, name, rows in zip(("q", "kv"), TILE_LISTS, (problem.seq_q, problem.seq_kv), strict=True):
+    rows_of = problem.seq_q, problem.seq_kv
+    for side, name, rows, longest in zip(("q", "kv"), TILE_LISTS, rows_of, packing.longest(*rows_of), strict=True):
         tile = tile_rows.get(name, 0)
         tiles_max = packing.tiles_max(rows, tile) if tile else 0
-        numbers |= {f"rows_{side}": rows, f"tile_{side}": tile, f"tiles_{side}": tiles_max}
+        numbers |= {f"rows_{side}": rows, f"longest_{side}": longest}
+        numbers |= {f"tile_{side}": tile, f"tiles_{side}": tiles_max}
     return _filled(ListParams, numbers)
 
 

@@ -133,12 +133,14 @@ def _merges(plan: Plan, config: Divides) -> PlannedLaunch:
     problem, overlaps, few = plan.problem, _overlaps(plan.arch), merges_few(config)
     name, traits = ("merge_few_splits", "MergeFewTraits") if few else ("merge_splits", "MergeTraits")
     threads, parts_max = (MERGE_FEW_THREADS, MERGE_FEW) if few else (MERGE_THREADS, SPLITS_MAX)
-    numbers = (problem.head_dim, *(() if few else (MERGE_COLUMNS,)), threads, parts_max, problem.has_sinks, overlaps)
+    sizes = (problem.head_dim, *(() if few else (MERGE_COLUMNS,)), threads, parts_max)
+    is_packed = problem.has_packed_queries
+    options = f"{'_sinks' * problem.has_sinks}{'_packed' * is_packed}{'' if overlaps else '_apart'}"
     kernel = Instance(
-        name=f"{name}_{problem.dtype}_d{problem.head_dim}{'_sinks' * problem.has_sinks}{'' if overlaps else '_apart'}",
+        name=f"{name}_{problem.dtype}_d{problem.head_dim}{options}",
         header="merge_splits.cuh",
         entry=name,
-        traits=traits_type(traits, problem, *numbers),
+        traits=traits_type(traits, problem, *sizes, problem.has_sinks, is_packed, overlaps),
         params=SplitParams,
         threads=threads,
         occupancy=MERGE_RESIDENT_THREADS // threads if overlaps else 1,

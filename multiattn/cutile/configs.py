@@ -320,8 +320,8 @@ LIST_GROUPS = 128
 
 
 def list_grid(sequences: int, entries: int, lists: int, group: int) -> Grid:
-    """Blocks that share a group's tiles, groups of sequences, and lists. Rows behind the last sequence are one more."""
-    groups = sequences // group + 1
+    """Blocks that share a group's tiles, groups of sequences, and lists. Rows around all sequences are two more."""
+    groups = (sequences + 1) // group + 1
     parts = max(1, min(LIST_BLOCKS, -(-entries // ENTRIES_OF_BLOCK), LIST_GROUPS // groups))
     return parts, groups, lists
 

@@ -116,7 +116,7 @@ def _tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0) -> tuple[
                 "starts": tuple(captured_of(assumed, {}, problem.layouts[it], it) for it in problem.cu_seqlens),
                 "lists": tuple(captured_of(assumed, {}, problem.layouts[it], it) for it in wanted),
             },
-            scalars={"sizes": (*rows, *room)},
+            scalars={"sizes": (*rows, *room, *packing.longest(*rows))},
             constants=constants,
             assumed=assumed,
         ),

@@ -95,13 +95,21 @@ def statistics_table(problem: Problem, *, has_dlse: bool, has_sums: bool) -> Ker
         "statistics": Tensor(of="statistics"),
         "dq_fragments": Tensor(of="dq_fragments") if has_sums else none,
         "counter": Tensor(of=abi.WORKSPACE),
-        "query_list": none if problem.packing is None else Tensor(of="query_list"),
+        **_tile_list(problem),
         **{name: Integer(value=value, specialised=False) for name, value in sizes.items()},
         "out_strides": stride_rows("out", problem.strides_out, OUT_VECTOR),
         "C": _row_constants(problem, has_sums),
     }
     grid = tiles * problem.heads_q * problem.batch
     return KernelTable(kernel="prepare_statistics", grid=grid, options=_OVERLAPPING, rows=rows)
+
+
+def _tile_list(problem: Problem) -> dict[str, Parameter]:
+    """The tiles of queries of a packed batch, of so many sequences."""
+    if problem.packing is None:
+        return dict.fromkeys(("query_list", "sequences"), Constant(value=None))
+    sequences = Integer(value=problem.packing.sequences, specialised=False)
+    return {"query_list": Tensor(of="query_list"), "sequences": sequences}
 
 
 def walk_rows(problem: Problem, *, tiles: int, heads: int, together: int) -> dict[str, Parameter]:
@@ -130,7 +138,7 @@ def _round_dq(problem: Problem) -> KernelTable:
     rows: dict[str, Parameter] = {
         "dq_fragments": Tensor(of="dq_fragments"),
         "dq": Tensor(of="dq"),
-        "query_list": Constant(value=None) if problem.packing is None else Tensor(of="query_list"),
+        **_tile_list(problem),
         "grad_factor": problem.grad_factor,
         **{name: Integer(value=value, specialised=False) for name, value in sizes.items()},
         "dq_strides": stride_rows("dq", problem.strides_out, OUT_VECTOR),

@@ -161,13 +161,16 @@ def _tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0, counts: b
         "query": packing.tiles_max(problem.seq_q, query_tile) if query_tile else 0,
         "key": packing.tiles_max(problem.seq_kv, key_tile) if key_tile else 0,
     }
-    groups = packing.sequences // constants.group + 1  # the rows behind the last sequence are one more
+    groups = (packing.sequences + 1) // constants.group + 1  # the rows on either side of all sequences are two more
     parts = min(_PARTS_MAX, -(-max(entries.values()) // _ENTRIES_OF_PART), max(1, _GROUPS_SHARED // groups))
     cu_seqlens_q, cu_seqlens_kv = problem.cu_seqlens
+    longest_q, longest_kv = packing.longest(problem.seq_q, problem.seq_kv)
     sizes = {
         "sequences": packing.sequences,
         "seq_q": problem.seq_q,
         "seq_kv": problem.seq_kv,
+        "longest_q": longest_q,
+        "longest_kv": longest_kv,
         **{f"{name}_entries": number for name, number in entries.items()},
         "parts": parts,
     }

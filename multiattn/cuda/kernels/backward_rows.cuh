@@ -47,6 +47,14 @@ DEVICE TileOf<T> tile_of_rows(const typename T::Params& params, int place) {
     return {place * T::TILE_ROWS, {}};
 }
 
+// True if the workspace has a place for a tile. It has none for rows before the first sequence of a packed batch, which no
+// gradient goes through: that of another sequence may be where theirs would be.
+template <class T>
+DEVICE bool has_place(const typename T::Params& params, const TileOf<T>& tile) {
+  if constexpr (IS_PACKED<typename T::Blocked>) return tile.number <= params.lists.sequences;
+  else return true;
+}
+
 // delta = rowsum(dout * out) - dlse (Dao, "FlashAttention-2", Algorithm 2, line 4; dlse as d lse / d score = p). A block
 // owns TILE_ROWS queries; it also empties their sum of dq. In a packed batch it asks for no sequence: a row is a row, and as
 // many fragments of the sum are its own.
@@ -100,12 +108,14 @@ DEVICE void convert_dq(const typename T::Params& params) {
     const int row = i / side_count % T::TILE_ROWS, chunk = i / (side_count * T::TILE_ROWS) * side_count + i % side_count;
     if (first_query + row >= count_queries(params, tile.sequence)) continue;
     const float* fragment = sums + (row / 16 * T::DIM_FRAGMENTS + chunk / 2) * T::Sum::FRAGMENT;
-    Chunk result;
+    Chunk result{};
+    if (has_place<T>(params, tile)) {
 #pragma unroll
-    for (int w = 0; w < 4; ++w)
-      result.word[w] = pack<typename T::Element>(
-          params.grad_factor * T::Sum::load(fragment, row % 16, chunk % 2 * 8 + 2 * w),
-          params.grad_factor * T::Sum::load(fragment, row % 16, chunk % 2 * 8 + 2 * w + 1));
+      for (int w = 0; w < 4; ++w)
+        result.word[w] = pack<typename T::Element>(
+            params.grad_factor * T::Sum::load(fragment, row % 16, chunk % 2 * 8 + 2 * w),
+            params.grad_factor * T::Sum::load(fragment, row % 16, chunk % 2 * 8 + 2 * w + 1));
+    }
     store_global_16(rows + row * params.strides_out.seq + chunk * CHUNK_ELEMENTS, result);
   }
 }

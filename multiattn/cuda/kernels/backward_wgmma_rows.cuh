@@ -99,8 +99,9 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
       if (backward.dlse) sum -= load_global_4(queries.dlse() + query);
       if (backward.delta) store_global_4(queries.delta() + query, sum);
     }
-    store(row, of_query, sum);
+    if (has_place<T>(params, tile)) store(row, of_query, sum);
   }
+  if (!has_place<T>(params, tile)) return;
   if constexpr (T::HAS_DQ_SUM) {
     float* const sums = dq_sums_of<T>(params, head, number, tile.sequence, tile.first_row);
     const int floats = (min(rows, T::TILE_ROWS) + 15) / 16 * T::DIM_FRAGMENTS * T::Sum::FRAGMENT;

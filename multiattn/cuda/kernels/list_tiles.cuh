@@ -1,8 +1,10 @@
 // The tiles of a packed batch, listed for the kernels that own them: lengths of sequences stay on the device.
 //
 // A warp takes one sequence at a time, and compares it with all: before its tiles come those of all sequences that are
-// before it in the order. So no warp waits for another. Rows behind the last sequence are one more, and behind that come the
-// entries that have no tile.
+// before it in the order. So no warp waits for another. Rows behind the last sequence are one more, those before the first are
+// another, and behind these come the entries that have no tile.
+//
+// Nothing is taken on trust: whatever cu_seqlens has, a list names rows that there are, and has as many entries as it has room for.
 #pragma once
 #include "multiattn/params.h"
 #include "multiattn/ptx_sm90.cuh"
@@ -19,15 +21,41 @@ struct ListTraits {
   static_assert(THREADS % WARP == 0, "whole warps");
 };
 
-// Sequence `number` of the batch; the one after the last has the rows behind it, `with_queries` or with keys.
-DEVICE Sequence sequence_of(const ListParams& params, int number, bool with_queries) {
-  const int first_q = load_global_4(params.cu_seqlens_q + number), first_kv = load_global_4(params.cu_seqlens_kv + number);
-  if (number == params.sequences) {
-    if (with_queries) return {first_q, 0, params.rows_q - first_q, 0};
-    return {0, first_kv, 0, params.rows_kv - first_kv};
+// Rows of q, or of k.
+struct RowRange {
+  int offset, len;
+};
+
+// One side of the batch: queries, or keys.
+struct ListedSide {
+  const int32* cu_seqlens;
+  int sequences, rows, longest;
+
+  DEVICE int start(int number) const { return max(min(load_global_4(cu_seqlens + number), rows), 0); }
+  DEVICE RowRange sequence(int number) const {
+    const int offset = start(number);
+    return {offset, min(max(start(number + 1) - offset, 0), longest)};
   }
-  return {first_q, first_kv, load_global_4(params.cu_seqlens_q + number + 1) - first_q,
-          load_global_4(params.cu_seqlens_kv + number + 1) - first_kv};
+  DEVICE RowRange behind() const {
+    const int offset = start(sequences);
+    return {offset, rows - offset};
+  }
+  DEVICE RowRange before() const { return {0, start(0)}; }
+};
+
+// Sequence `number` of the batch; those after the last have the rows behind it, and before the first: queries, or keys.
+DEVICE Sequence sequence_of(const ListParams& params, int number, bool with_queries) {
+  const ListedSide of_q{params.cu_seqlens_q, params.sequences, params.rows_q, params.longest_q};
+  const ListedSide of_kv{params.cu_seqlens_kv, params.sequences, params.rows_kv, params.longest_kv};
+  RowRange q{0, 0}, kv{0, 0};
+  if (number < params.sequences) {
+    q = of_q.sequence(number);
+    kv = of_kv.sequence(number);
+  } else {
+    const ListedSide& own = with_queries ? of_q : of_kv;
+    (with_queries ? q : kv) = number == params.sequences ? own.behind() : own.before();
+  }
+  return {q.offset, kv.offset, q.len, kv.len};
 }
 
 // One of the two lists.
@@ -42,7 +70,7 @@ struct TileList {
   // A tile costs as much as its sequence has rows on the other side.
   DEVICE int cost(const Sequence& it) const { return of_queries ? it.len_kv : it.len_q; }
 
-  // Tiles of all sequences that come before one, and of all.
+  // Tiles of all sequences that come before one, and of all; where these overlap, no more than there are entries.
   struct Counts {
     int before, all;
   };
@@ -51,18 +79,19 @@ struct TileList {
   // negative for what comes behind all.
   DEVICE Counts count_tiles(int number, int cost_of_it) const {
     Counts counts{0, 0};
-    for (int other = thread_index() % WARP; other <= params.sequences; other += WARP) {
+    for (int other = thread_index() % WARP; other < params.sequences + 2; other += WARP) {
       const Sequence it = sequence_of(params, other, of_queries);
       const int its_tiles = tiles(it);
-      if (cost(it) > cost_of_it || (cost(it) == cost_of_it && other < number)) counts.before += its_tiles;
-      counts.all += its_tiles;
+      if (cost(it) > cost_of_it || (cost(it) == cost_of_it && other < number)) counts.before = min(counts.before + its_tiles, count);
+      counts.all = min(counts.all + its_tiles, count);
     }
     return {sum_of_warp(counts.before), sum_of_warp(counts.all)};
   }
 
-  static DEVICE int sum_of_warp(int value) {
+  DEVICE int sum_of_warp(int value) const {
 #pragma unroll
-    for (int mask = WARP / 2; mask > 0; mask /= 2) value += static_cast<int>(shuffle_xor(static_cast<uint32>(value), mask));
+    for (int mask = WARP / 2; mask > 0; mask /= 2)
+      value = min(value + static_cast<int>(shuffle_xor(static_cast<uint32>(value), mask)), count);
     return value;
   }
 
@@ -71,7 +100,8 @@ struct TileList {
     const Sequence it = sequence_of(params, number, of_queries);
     const auto [first, all] = count_tiles(number, cost(it));
     const int its_tiles = tiles(it);
-    for (int place = thread_index() % WARP; place < its_tiles; place += WARP) {
+    const int places = min(its_tiles, count - first);
+    for (int place = thread_index() % WARP; place < places; place += WARP) {
       const int tile = of_queries ? its_tiles - 1 - place : place;
       store_tile(entries, first + place, {number, tile * rows_of_tile, it, all});
     }
@@ -91,7 +121,7 @@ DEVICE void list_tiles(const ListParams& params) {
     if (thread_index() == 0) await_earlier_grids();
     sync_block();
   }
-  const int per_list = params.sequences + 2;  // and the rows behind them, and the entries behind those
+  const int per_list = params.sequences + 3;  // and the rows on either side of them, and the entries behind those
   if (params.next_tile && block_index() == 0 && thread_index() == 0) *params.next_tile = 0;
   const int item = static_cast<int>(block_index()) * (T::THREADS / WARP) + thread_index() / WARP;
   if (item >= 2 * per_list) return;
@@ -101,7 +131,7 @@ DEVICE void list_tiles(const ListParams& params) {
                       of_queries ? params.tile_q : params.tile_kv, of_queries ? params.tiles_q : params.tiles_kv,
                       of_queries};
   if (!list.entries) return;
-  if (number <= params.sequences)
+  if (number < params.sequences + 2)
     list.write(number);
   else
     list.write_rest();

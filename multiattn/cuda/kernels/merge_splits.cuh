@@ -6,9 +6,11 @@
 
 namespace multiattn {
 
-template <class Element_, int HEAD_DIM_, int COLUMNS_, int THREADS_, int SPLITS_MAX_, bool HAS_SINKS_, bool OVERLAPS_>
+template <class Element_, int HEAD_DIM_, int COLUMNS_, int THREADS_, int SPLITS_MAX_, bool HAS_SINKS_, bool IS_PACKED_,
+          bool OVERLAPS_>
 struct MergeTraits {
   using Element = Element_;
+  static constexpr bool HAS_PACKED_QUERIES = IS_PACKED_;
   static constexpr int HEAD_DIM = HEAD_DIM_, THREADS = THREADS_, SPLITS_MAX = SPLITS_MAX_;
   static constexpr bool HAS_SINKS = HAS_SINKS_, OVERLAPS = OVERLAPS_;
   static constexpr int COLUMNS = COLUMNS_;                 // of a block: a lane's each, when it writes
@@ -35,8 +37,11 @@ struct PlaceOfRow {
     const Strides& strides = params.strides_out;
     return static_cast<uint16*>(params.out) + batch * strides.batch + head * strides.head + query * strides.seq;
   }
-  // Rows behind the last sequence are nobody's.
+  // Rows before the first sequence and behind the last are nobody's.
+  template <class T>
   DEVICE bool is_owned(const SplitParams& params) const {
+    if constexpr (T::HAS_PACKED_QUERIES)
+      if (query < load_global_4(params.cu_seqlens_q)) return false;
     return !params.cu_seqlens_q || query < load_global_4(params.cu_seqlens_q + params.sequences);
   }
 };
@@ -47,7 +52,7 @@ DEVICE float finish_row(const SplitParams& params, int row, const PlaceOfRow& pl
   float decay = 1.0f;
   if constexpr (T::HAS_SINKS) decay = add_sink(max, sum, load_global_4(params.sinks + place.head));
   const bool empty = sum == 0.0f;
-  if (writes_lse && place.is_owned(params))
+  if (writes_lse && place.is_owned<T>(params))
     store_global_4(params.lse + row, empty ? -infinity() : (max + log2_exact(sum)) * LN_2);
   return empty ? 0.0f : decay / sum;
 }
@@ -152,7 +157,7 @@ DEVICE void merge_splits(const SplitParams& params) {
   sync_block();  // every slot's sum is there
 
   // A warp writes its row, a lane a column.
-  if (warp >= own_rows || !place_of_warp.is_owned(params)) return;
+  if (warp >= own_rows || !place_of_warp.is_owned<T>(params)) return;
   const int lane = thread % WARP;
   float sum = 0.0f;
 #pragma unroll 8
@@ -163,9 +168,10 @@ DEVICE void merge_splits(const SplitParams& params) {
   store_global_pair(place_of_warp.out(params) + first_column + lane, pack<typename T::Element>(sum, next));
 }
 
-template <class Element_, int HEAD_DIM_, int THREADS_, int PARTS_MAX_, bool HAS_SINKS_, bool OVERLAPS_>
+template <class Element_, int HEAD_DIM_, int THREADS_, int PARTS_MAX_, bool HAS_SINKS_, bool IS_PACKED_, bool OVERLAPS_>
 struct MergeFewTraits {
   using Element = Element_;
+  static constexpr bool HAS_PACKED_QUERIES = IS_PACKED_;
   static constexpr int HEAD_DIM = HEAD_DIM_, THREADS = THREADS_;
   static constexpr int PARTS_MAX = PARTS_MAX_;  // of a row
   static constexpr bool HAS_SINKS = HAS_SINKS_, OVERLAPS = OVERLAPS_;
@@ -213,7 +219,7 @@ DEVICE void merge_few_splits(const SplitParams& params) {
 #pragma unroll
     for (int i = 0; i < T::AHEAD; ++i) add_part(value, columns.part[i], weight[first + i] * factor);
   }
-  if (!place.is_owned(params)) return;
+  if (!place.is_owned<T>(params)) return;
   Chunk chunk;
 #pragma unroll
   for (int w = 0; w < 4; ++w) chunk.word[w] = pack<typename T::Element>(value[2 * w], value[2 * w + 1]);

@@ -68,12 +68,15 @@ def find_place(const: Any, q: Any, k: Any, cache: Any, reach: Any, aux: Any) -> 
         batch = ct.bid(0) // tiles_of_rows
         tile = ct.bid(0) - batch * tiles_of_rows
     offset_q, seq_q, seq_kv = 0, q.shape[2], k.shape[2]
-    if const.cached:
-        seq_kv = number_at(cache[0], batch)
+    if const.cached:  # whatever the device says, rows are those that there are
+        room = k.shape[2]
+        if const.paged:
+            room = room * cache[1].shape[1]
+        seq_kv = max(0, min(number_at(cache[0], batch), room))
     if const.packed_queries:
         starts = cache[1 + const.paged]
-        offset_q = number_at(starts, batch)
-        seq_q = number_at(starts, batch + 1) - offset_q
+        offset_q = max(0, min(number_at(starts, batch), q.shape[2]))
+        seq_q = max(0, min(number_at(starts, batch + 1), q.shape[2]) - offset_q)
     row = tile * const.tile_m + ct.arange(const.tile_m, dtype=ct.int32)[:, None]  # [tile_m, 1]
     query = row // group
     first_key = None
@@ -455,8 +458,8 @@ def merge_splits_kernel(const: MergeSplitsConstants) -> Callable[..., None]:
     """out ``[B, Hq, Sq, D]`` and lse of the parts ``[splits, B * Hq, Sq, D]`` that `split_keys` leaves, and their sums.
 
     Tiles of queries are x of the grid, each with the blocks of its columns, tiles of heads y, batch entries z. starts:
-    cu_seqlens_q of packed queries, whose last number is where rows end. As rows behind it are left as they are, and a
-    tile is stored whole, tiles have one query there.
+    cu_seqlens_q of packed queries, whose first number is where rows begin, and whose last where they end. As other rows
+    are left as they are, and a tile is stored whole, tiles have one query there.
     """
 
     def merge_splits(
@@ -467,7 +470,7 @@ def merge_splits_kernel(const: MergeSplitsConstants) -> Callable[..., None]:
         query = ct.bid(0) // const.parts
         column = ct.bid(0) - query * const.parts
         if const.packed_queries:
-            if query < last_of(starts[0]):
+            if query >= number_at(starts[0], 0) and query < last_of(starts[0]):
                 merge_rows(const, out, lse, parts, sums, sinks, ct.bid(2), ct.bid(1), query, column)
         else:
             merge_rows(const, out, lse, parts, sums, sinks, ct.bid(2), ct.bid(1), query, column)

@@ -77,45 +77,63 @@ def keys_of(place: Any, array: Any) -> Any:
 # ---------------------------------------------------------------- the list
 
 
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """Queries or keys of a batch: where sequences start, all rows, and the most rows of one sequence."""
+
+    starts: Any
+    rows: Any
+    longest: Any
+
+
 @ct.function
-def starts_and_lengths(numbers: Any, starts: Any, others: Any, rows: Any) -> Any:
+def inside(side: Any, row: Any) -> Any:
+    """A row that there is, or the end, whatever an array says."""
+    return ct.minimum(ct.maximum(row, 0), side.rows)
+
+
+@ct.function
+def starts_and_lengths(numbers: Any, own: Any, others: Any) -> Any:
     """First rows and lengths of sequences by their numbers, then both on the other side, where a tile has its pairs.
 
-    Rows behind the last sequence are one more, with nothing on the other side. Further numbers have nothing at all.
+    Rows behind the last sequence are one more, and those before the first another, with nothing on the other side.
+    Further numbers have nothing at all.
     """
-    last = starts.shape[0] - 1
-    first = ct.gather(starts, numbers)  # 0 beyond the end
-    end = ct.where(numbers == last, rows, ct.gather(starts, numbers + 1))
-    other_first = ct.gather(others, numbers)
-    other_length = ct.maximum(ct.gather(others, numbers + 1) - other_first, 0)
+    last = own.starts.shape[0] - 1
+    first = inside(own, ct.gather(own.starts, numbers))  # 0 beyond the end
+    end = ct.gather(own.starts, ct.where(numbers == last + 1, 0, numbers + 1))
+    end = inside(own, ct.where(numbers == last, own.rows, end))
+    length = ct.minimum(ct.maximum(end - first, 0), ct.where(numbers < last, own.longest, own.rows))
+    other_first = inside(others, ct.gather(others.starts, numbers))
+    other_length = inside(others, ct.gather(others.starts, numbers + 1)) - other_first
+    other_length = ct.minimum(ct.maximum(other_length, 0), others.longest)
     # A part of an array starts before the array's end.
-    return first, ct.maximum(end - first, 0), ct.where(other_length > 0, other_first, 0), other_length
+    return first, length, ct.where(other_length > 0, other_first, 0), other_length
 
 
 @ct.function
-def list_one(
-    const: Any, starts: Any, others: Any, entries: Any, tile: Any, rows: Any, room: Any, of_keys: ConstBool
-) -> None:
+def list_one(const: Any, own: Any, others: Any, entries: Any, tile: Any, room: Any, of_keys: ConstBool) -> None:
     """List a group of sequences: every n-th tile of each, of n blocks of the group, and a part of the entries left.
 
     Sequences with the most rows on the other side come first, as their tiles cost the most. So the first tile of one
-    comes behind those of all that have more, or as many and a lower number: nothing is sorted.
+    comes behind those of all that have more, or as many and a lower number: nothing is sorted. Counts end with the
+    room, which they are below where no sequences overlap.
     """
     lanes = ct.arange(const.group, dtype=ct.int32)
     part, parts = ct.bid(0), ct.num_blocks(0)
     mine = ct.bid(1) * const.group + lanes
-    first, length, other_first, other_length = starts_and_lengths(mine, starts, others, rows)
+    first, length, other_first, other_length = starts_and_lengths(mine, own, others)
     tiles = (length + (tile - 1)) // tile
     place = ct.full((const.group,), 0, dtype=ct.int32)
     total = 0
-    for begin in range(0, starts.shape[0], const.compared):
+    for begin in range(0, own.starts.shape[0] + 1, const.compared):
         theirs = begin + ct.arange(const.compared, dtype=ct.int32)
-        _, their_length, _, their_cost = starts_and_lengths(theirs, starts, others, rows)
+        _, their_length, _, their_cost = starts_and_lengths(theirs, own, others)
         their_tiles = (their_length + (tile - 1)) // tile
         is_level = (their_cost[None, :] == other_length[:, None]) & (theirs[None, :] < mine[:, None])
         is_before = (their_cost[None, :] > other_length[:, None]) | is_level
-        place = place + ct.sum(ct.where(is_before, their_tiles[None, :], 0), axis=1)
-        total = total + ct.sum(their_tiles)
+        place = ct.minimum(place + ct.sum(ct.where(is_before, their_tiles[None, :], 0), axis=1), room)
+        total = ct.minimum(total + ct.sum(their_tiles), room)
 
     offset_q, len_q, offset_kv, len_kv = first, length, other_first, other_length
     if of_keys:
@@ -127,11 +145,12 @@ def list_one(
     entry = ct.where(column == 4, offset_kv[:, None], entry)
     entry = ct.where(column == 5, len_kv[:, None], entry)
     for number in range(part, ct.max(tiles), parts):
-        own = tiles * 0 + number
+        its_tile = tiles * 0 + number
         if const.last_first and not of_keys:
-            own = tiles - 1 - number
-        row = ct.where(column == 1, (own * tile)[:, None], entry)
-        ct.scatter(entries, ((place + number)[:, None], column), row, mask=(number < tiles)[:, None])
+            its_tile = tiles - 1 - number
+        row = ct.where(column == 1, (its_tile * tile)[:, None], entry)
+        exists = (number < tiles) & (place + number < room)
+        ct.scatter(entries, ((place + number)[:, None], column), row, mask=exists[:, None])
     share = ct.bid(1) * parts + part
     for begin in range(total + share * const.group, room, parts * ct.num_blocks(1) * const.group):
         left = begin + lanes
@@ -142,18 +161,20 @@ def list_tiles_kernel(const: ListTilesConstants) -> Callable[..., None]:
     """Before the kernels of a packed batch: the lists of their tiles.
 
     `starts` are the cu_seqlens of queries and keys; `lists` as many as `const` has tiles of, and `sizes` the rows of q
-    and k and the entries of each list that are read.
+    and k, the entries of each list that are read, and the most queries and keys of a sequence.
     """
 
     def list_tiles(starts: Tuple32, lists: Tuple32, sizes: Reach) -> None:
+        q = Side(starts=starts[0], rows=sizes[0], longest=sizes[4])
+        kv = Side(starts=starts[1], rows=sizes[1], longest=sizes[5])
         if const.query_tile > 0 and const.key_tile > 0:
             if ct.bid(2) == 0:
-                list_one(const, starts[0], starts[1], lists[0], const.query_tile, sizes[0], sizes[2], False)
+                list_one(const, q, kv, lists[0], const.query_tile, sizes[2], False)
             else:
-                list_one(const, starts[1], starts[0], lists[1], const.key_tile, sizes[1], sizes[3], True)
+                list_one(const, kv, q, lists[1], const.key_tile, sizes[3], True)
         elif const.query_tile > 0:
-            list_one(const, starts[0], starts[1], lists[0], const.query_tile, sizes[0], sizes[2], False)
+            list_one(const, q, kv, lists[0], const.query_tile, sizes[2], False)
         else:
-            list_one(const, starts[1], starts[0], lists[0], const.key_tile, sizes[1], sizes[3], True)
+            list_one(const, kv, q, lists[0], const.key_tile, sizes[3], True)
 
     return list_tiles

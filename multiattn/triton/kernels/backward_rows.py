@@ -22,17 +22,18 @@ def _follow_launch_before(C: tl.constexpr):
 
 
 @triton.jit
-def _place(tiles, heads_q, seq_q, entries, C: tl.constexpr):
+def _place(tiles, heads_q, seq_q, entries, sequences, C: tl.constexpr):
     """The program's tile: its number among those of its head, -1 for none; (batch, head), also as one number; its first
-    row, the rows of its sequence, and the first of these.
+    row, the rows of its sequence, the first of these, and whether the workspace has a place for the tile.
 
     In a packed batch an entry of the list has it. A sequence begins with a tile of its own: each of those before it has
-    at most one more than its rows fill. The last tile is of no queries.
+    at most one more than its rows fill. Rows before the first sequence, which nobody asks for, have no such place. The
+    last tile is of no queries.
     """
     program = tl.program_id(0)
     batch_head = program // tiles
     tile = program - batch_head * tiles
-    first_row, length, start = tile * 64, seq_q, 0
+    first_row, length, start, has_place = tile * 64, seq_q, 0, True
     if C.packed:
         is_last = tile == tiles - 1
         entry = entries + tl.where(is_last, 0, tile) * 8
@@ -40,8 +41,9 @@ def _place(tiles, heads_q, seq_q, entries, C: tl.constexpr):
         first_row = tl.load(entry + 1)
         start = tl.load(entry + 2)
         length = tl.where(is_last, 0, tl.load(entry + 3))
+        has_place = is_last | (number <= sequences)
         tile = tl.where(is_last, tile, tl.where(number < 0, -1, start // 64 + number + first_row // 64))
-    return tile, (batch_head // heads_q, batch_head % heads_q), batch_head, first_row, length, start
+    return tile, (batch_head // heads_q, batch_head % heads_q), batch_head, first_row, length, start, has_place
 
 
 @triton.jit
@@ -51,7 +53,7 @@ def _rows(first_row, strides, at, start, C: tl.constexpr):
     return ((at[0].to(tl.int64) * strides[0] + at[1].to(tl.int64) * strides[1] + rows * strides[2]) * 8)[:, None]
 
 
-@triton.jit(do_not_specialize=["dlse_rows", "seq_q", "heads_q", "tiles"])
+@triton.jit(do_not_specialize=["sequences", "dlse_rows", "seq_q", "heads_q", "tiles"])
 def prepare_statistics(
     out,  # pointer, [B, Hq, Sq, D]
     dout,  # pointer, like out
@@ -62,6 +64,7 @@ def prepare_statistics(
     dq_fragments,  # pointer, fp32 [B, Hq, tiles, 64 * columns], contiguous; None where dq is not summed up there
     counter,  # pointer, int32; None where nobody counts
     query_list,  # pointer, int32 [tiles - 1, 8]: a packed batch's tiles of queries; None in others
+    sequences,  # of a packed batch; None in others
     dlse_rows,  # seq_q, or 0 where there is no dlse
     seq_q,
     heads_q,
@@ -75,7 +78,7 @@ def prepare_statistics(
     of the kernel of gradients wants, two in two neighbouring accumulators of 8 columns, are together.
     """
     _follow_launch_before(C)
-    tile, at, batch_head, first_row, length, start = _place(tiles, heads_q, seq_q, query_list, C)
+    tile, at, batch_head, first_row, length, start, has_place = _place(tiles, heads_q, seq_q, query_list, sequences, C)
     if counter is not None:
         if tl.program_id(0) == 0:
             tl.store(counter, 0)
@@ -94,6 +97,9 @@ def prepare_statistics(
     row_delta -= tl.load(dlse + place, mask=rows < tl.minimum(dlse_rows, length), other=0.0)
     if delta is not None:
         tl.store(delta + place, row_delta, mask=is_there)
+    if C.packed:
+        if not has_place:
+            return
     row_lse = tl.load(lse + place, mask=is_there, other=float("-inf"))
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E)
     query = tl.arange(0, 64)
@@ -116,11 +122,12 @@ def _piece(sums, COLUMNS: tl.constexpr):
     return tl.reshape(tl.permute(parts, (0, 4, 2, 1, 3, 5)), [64, COLUMNS])
 
 
-@triton.jit(do_not_specialize=["seq_q", "heads_q", "tiles"])
+@triton.jit(do_not_specialize=["sequences", "seq_q", "heads_q", "tiles"])
 def round_dq(
     dq_fragments,  # pointer, fp32 [B, Hq, tiles, 64 * columns], contiguous
     dq,  # pointer, [B, Hq, Sq, D]
     query_list,  # pointer, as before
+    sequences,  # as before
     grad_factor,  # scale, with its sign
     seq_q,
     heads_q,
@@ -130,7 +137,7 @@ def round_dq(
 ):
     """dq of 64 queries from their sums."""
     _follow_launch_before(C)
-    tile, at, batch_head, first_row, length, start = _place(tiles, heads_q, seq_q, query_list, C)
+    tile, at, batch_head, first_row, length, start, has_place = _place(tiles, heads_q, seq_q, query_list, sequences, C)
     if C.packed:
         if tile < 0:
             return
@@ -139,8 +146,12 @@ def round_dq(
     offsets = _rows(first_row, dq_strides, at, start, C)
     columns = tl.arange(0, C.wide)[None, :]
     total = _piece(sums, C.wide) * grad_factor
+    if C.packed:
+        total = tl.where(has_place, total, 0.0)
     tl.store(dq + offsets + columns, total.to(dq.dtype.element_ty), mask=is_there & (columns < C.head_dim))
     if C.narrow > 0:
         columns = C.wide + tl.arange(0, C.narrow)[None, :]
         total = _piece(sums + 64 * C.wide, C.narrow) * grad_factor
+        if C.packed:
+            total = tl.where(has_place, total, 0.0)
         tl.store(dq + offsets + columns, total.to(dq.dtype.element_ty), mask=is_there & (columns < C.head_dim))

@@ -163,14 +163,22 @@ def _my_part(tiles, heads, splits, C: tl.constexpr):
 
 @triton.jit
 def _my_sequence(sequence, seq_q, seq_kv, seqlens_kv, cu_seqlens_q, C: tl.constexpr):
-    """The first row of a sequence in q, and how many queries and keys it has."""
+    """The first row of a sequence in q, and how many queries and keys it has: of those that there are, whatever the
+    device says.
+    """
     start_q, len_q, len_kv = 0, seq_q, seq_kv
     if C.cached:
-        len_kv = tl.load(seqlens_kv + sequence)
+        len_kv = _clamped(tl.load(seqlens_kv + sequence), 0, seq_kv)
     if C.packed_queries:
-        start_q = tl.load(cu_seqlens_q + sequence)
-        len_q = tl.load(cu_seqlens_q + sequence + 1) - start_q
+        start_q = _clamped(tl.load(cu_seqlens_q + sequence), 0, seq_q)
+        len_q = _clamped(tl.load(cu_seqlens_q + sequence + 1), start_q, seq_q) - start_q
     return start_q, len_q, len_kv
+
+
+@triton.jit
+def _clamped(number, least, most):
+    """A number, or the nearest that is from `least` to `most`."""
+    return tl.minimum(tl.maximum(number, least), most)
 
 
 @triton.jit
@@ -232,7 +240,9 @@ def _pages(page_table, first_key, seen_from, end, page_keys, AHEAD: tl.constexpr
     """The page of a tile of keys, or if it is in several the page of each key ``[tile_n]``; 0 without pages.
 
     Keys before `seen_from` or from `end` on are in the page of the nearest one between: their own entries may have any
-    number. A page that has all of a tile has a key that is seen. AHEAD: for the next tile of the walk, if there is one. That is not loaded by tl.load: Triton would take it for one
+    number. A page that has all of a tile has a key that is seen.
+
+    AHEAD: for the next tile of the walk, if there is one. That is not loaded by tl.load: Triton would take it for one
     more load to be pipelined, and would then have fewer tiles in flight.
     """
     pages = 0
@@ -308,8 +318,8 @@ def merge_splits(
     head = line // seq_q % heads_q
     batch = line // seq_q // heads_q
     exists = line < lines
-    if C.packed_queries:  # rows behind the last sequence are left as they are
-        exists = exists & (row < tl.load(cu_seqlens_q + sequences))
+    if C.packed_queries:  # rows before the first sequence and behind the last are left as they are
+        exists = exists & (row >= tl.load(cu_seqlens_q)) & (row < tl.load(cu_seqlens_q + sequences))
 
     part = tl.arange(0, C.parts)
     parts = part.to(tl.int64)[None, :] * lines + line[:, None]  # [lines, parts]

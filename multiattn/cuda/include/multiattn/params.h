@@ -43,7 +43,8 @@ struct ListParams {
   int32* key_list;             // [tiles_kv, 8]; null: not wanted
   int32* next_tile;            // the counter of the kernel that comes next, to be emptied; null: it has none
   int32 sequences;
-  int32 rows_q, rows_kv;    // of q and of k, those behind the last sequence included
+  int32 rows_q, rows_kv;    // of q and of k, those around the sequences included
+  int32 longest_q, longest_kv;  // the most rows of a sequence
   int32 tile_q, tile_kv;    // rows of a tile
   int32 tiles_q, tiles_kv;  // entries
 };

@@ -55,7 +55,8 @@ struct Sequence {
 
 // One entry of a list: the tile that starts with `first_row` of its sequence, a query or a key. `number` is that of the
 // sequence; negative: there is no tile, and the block that gets it has nothing to do. Rows behind the last sequence make
-// up one more, with queries but no keys, or keys but no queries: nothing may be loaded by its number.
+// up one more, and those before the first another, with queries but no keys, or keys but no queries: nothing may be loaded
+// by their numbers.
 struct ListedTile {
   int32 number, first_row;
   Sequence sequence;
