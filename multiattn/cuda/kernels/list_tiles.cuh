@@ -32,29 +32,21 @@ struct ListedSide {
   int sequences, rows, longest;
 
   DEVICE int start(int number) const { return max(min(load_global_4(cu_seqlens + number), rows), 0); }
-  DEVICE RowRange sequence(int number) const {
+
+  // Of sequence `number`; of the two after the last the rows behind it, and before the first, on the side that `is_listed`.
+  DEVICE RowRange of(int number, bool is_listed) const {
+    if (number >= sequences && !is_listed) return {0, 0};
+    if (number > sequences) return {0, start(0)};
     const int offset = start(number);
+    if (number == sequences) return {offset, rows - offset};
     return {offset, min(max(start(number + 1) - offset, 0), longest)};
   }
-  DEVICE RowRange behind() const {
-    const int offset = start(sequences);
-    return {offset, rows - offset};
-  }
-  DEVICE RowRange before() const { return {0, start(0)}; }
 };
 
-// Sequence `number` of the batch; those after the last have the rows behind it, and before the first: queries, or keys.
 DEVICE Sequence sequence_of(const ListParams& params, int number, bool with_queries) {
   const ListedSide of_q{params.cu_seqlens_q, params.sequences, params.rows_q, params.longest_q};
   const ListedSide of_kv{params.cu_seqlens_kv, params.sequences, params.rows_kv, params.longest_kv};
-  RowRange q{0, 0}, kv{0, 0};
-  if (number < params.sequences) {
-    q = of_q.sequence(number);
-    kv = of_kv.sequence(number);
-  } else {
-    const ListedSide& own = with_queries ? of_q : of_kv;
-    (with_queries ? q : kv) = number == params.sequences ? own.behind() : own.before();
-  }
+  const RowRange q = of_q.of(number, with_queries), kv = of_kv.of(number, !with_queries);
   return {q.offset, kv.offset, q.len, kv.len};
 }
 

@@ -93,23 +93,24 @@ class SplitConsumer {
   DEVICE void clear_tail(int last) {
     const int keys = owned_.len_kv - last * T::TILE_N;
     if (keys >= T::TILE_N) return;
-    // behind K of it, and of the next where there is one
-    clear_values(RingPlace<T::STAGES>{last > blocks_.begin ? 2 : 1, 0}, keys, T::TILE_N);
+    const RingPlace<T::STAGES> place{last > blocks_.begin ? 2 : 1, 0};  // behind K of it, and of the next where there is one
+    Shared::ring_kv().await_full(place);
+    clear_values(Shared::kv(place.slot), keys, T::TILE_N - keys);
   }
 
   // Those before the first key that any row sees, of the block that has it: freed boxes were not loaded at all.
   DEVICE void clear_freed() {
     const int keys = owned_.first_key() - blocks_.begin * T::TILE_N;
-    if (keys > 0) clear_values(kv_, 0, min(keys, T::TILE_N));
+    if (keys <= 0) return;
+    Shared::ring_kv().await_full(kv_);
+    clear_values(Shared::kv(kv_.slot), 0, min(keys, T::TILE_N));
   }
 
-  // Rows of V from `first` to `end`, once they are there.
-  DEVICE void clear_values(const RingPlace<T::STAGES>& place, int first, int end) {
+  // Rows of V, `count` of them.
+  DEVICE void clear_values(SharedAddress v, int first, int count) {
     constexpr int CHUNKS = 8 * TileKV::PANELS;  // of a row
-    Shared::ring_kv().await_full(place);
-    const SharedAddress v = Shared::kv(place.slot);
 #pragma unroll 1
-    for (int i = thread_index(); i < (end - first) * CHUNKS; i += T::CONSUMERS) {
+    for (int i = thread_index(); i < count * CHUNKS; i += T::CONSUMERS) {
       const int row = first + i / CHUNKS, chunk = i % CHUNKS;
       store_shared_16(v + chunk / 8 * TileKV::PANEL_BYTES + row * TileKV::ROW_BYTES + chunk % 8 * CHUNK_BYTES, Chunk{});
     }
