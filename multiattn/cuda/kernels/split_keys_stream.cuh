@@ -16,7 +16,8 @@ DEVICE void sync_team() {
 // The keys of a sequence and head. A tile goes into slot `step % STAGES` of the team's ring. The pages of a tile are looked up
 // before its turn: nobody waits for the table. SPAN threads share a row, which may be in a page of its own.
 template <class T>
-class KeyStream {
+class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
+  using Freed = FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>;
   static constexpr int SPAN = T::TileKV::Layout::SPAN;
   static constexpr int ROWS_PER_PASS = T::TEAM_THREADS / SPAN;
   static constexpr int PASSES = (T::TILE_N + ROWS_PER_PASS - 1) / ROWS_PER_PASS;
@@ -24,7 +25,7 @@ class KeyStream {
 
  public:
   DEVICE KeyStream(const Owned<T>& owned, SharedAddress ring)
-      : params_(owned.params), ring_(ring), keys_(owned), len_(owned.len_kv), sequence_(owned.sequence),
+      : Freed(owned), params_(owned.params), ring_(ring), len_(owned.len_kv), sequence_(owned.sequence),
         k_(static_cast<const uint16*>(params_.k) + owned.head_kv * params_.strides_k.head),
         v_(static_cast<const uint16*>(params_.v) + owned.head_kv * params_.strides_v.head) {}
 
@@ -44,7 +45,7 @@ class KeyStream {
 #pragma unroll
       for (int i = 0; i < LOOKUPS; ++i) {
         const int key = tile * T::TILE_N + (T::PAGING == Paging::ANY ? first_row() + i * ROWS_PER_PASS : 0);
-        const bool has_page = key < len_ && (T::PAGING != Paging::ANY || !keys_.is_freed(key));
+        const bool has_page = key < len_ && (T::PAGING != Paging::ANY || !Freed::is_freed(key));
         pages.number[i] = has_page ? load_global_4(table + PlaceOfKey::of(params_, key).entry) : 0;
       }
     }
@@ -64,7 +65,7 @@ class KeyStream {
 #pragma unroll
       for (int step_of_row = 0; step_of_row < T::TileKV::CHUNKS; step_of_row += SPAN) {
         const int chunk = step_of_row + first_chunk();
-        const bool valid = key < len_ && !keys_.is_freed(key) && chunk < T::TileKV::VALID_CHUNKS;
+        const bool valid = key < len_ && !Freed::is_freed(key) && chunk < T::TileKV::VALID_CHUNKS;
         const SharedAddress place = T::TileKV::chunk(target, row, chunk);
         copy_chunk<T::ALIGNED>(place, rows.k + step_of_row * CHUNK_ELEMENTS, valid);
         copy_chunk<T::ALIGNED>(place + T::TileKV::BYTES, rows.v + step_of_row * CHUNK_ELEMENTS, valid);
@@ -95,7 +96,6 @@ class KeyStream {
 
   const typename T::Params& params_;
   SharedAddress ring_;
-  FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> keys_;
   int len_, sequence_;
   const uint16 *k_, *v_;
 };

@@ -166,12 +166,14 @@ struct Owned {
   }
 };
 
-// The keys that a window has left behind, for all rows of a tile.
+// The keys that a window has left behind, for all rows of a tile. A base class: without a window it has no place in memory, which
+// even unread would change the order of registers in the kernels for sm90.
 template <bool>
 struct FreedKeys {
   template <class T>
   DEVICE explicit FreedKeys(const Owned<T>&) {}
   static DEVICE bool is_freed(int) { return false; }
+  static DEVICE int before(int) { return 0; }  // of them, from a key on
 };
 template <>
 struct FreedKeys<true> {
@@ -179,6 +181,7 @@ struct FreedKeys<true> {
   template <class T>
   DEVICE explicit FreedKeys(const Owned<T>& owned) : first_key(owned.first_key()) {}
   DEVICE bool is_freed(int key) const { return key < first_key; }
+  DEVICE int before(int key) const { return max(first_key - key, 0); }
 };
 
 template <class T>

@@ -7,18 +7,19 @@ namespace multiattn {
 // One warp loads boxes by TMA. A lane has one box of every tile. A box whose keys are all beyond the last, or freed, is not
 // loaded: its entry of the table may name anything.
 template <class T>
-class BoxLoader {
+class BoxLoader : FreedKeys<T::FREES> {
+  using Freed = FreedKeys<T::FREES>;
   using Shared = SplitShared<T>;
   using TileKV = typename T::TileKV;
 
  public:
   DEVICE BoxLoader(const typename T::KernelParams& params, const Owned<T>& owned)
-      : params_(params), owned_(owned), freed_(owned) {}
+      : Freed(owned), params_(params), owned_(owned) {}
 
   // The page of the lane's box.
   DEVICE int look_up(int block) const {
     const int key = block * T::TILE_N + row_of_tile();
-    if (!T::IS_PAGED || key >= owned_.len_kv || is_freed(key)) return 0;
+    if (!T::IS_PAGED || key >= owned_.len_kv || is_freed_box(key)) return 0;
     const int32* table = params_.split.page_table + static_cast<int64>(owned_.sequence) * params_.split.table_stride;
     return static_cast<int>(load_global_4(table + PlaceOfKey::of(params_.split, key).entry));
   }
@@ -30,18 +31,17 @@ class BoxLoader {
   static DEVICE int lane() { return thread_index() % WARP; }
   static DEVICE int row_of_tile() { return lane() % T::BOXES_OF_PANEL * T::BOX_ROWS; }
   // Of a box by its first key.
-  DEVICE bool is_freed(int key) const { return freed_.is_freed(key + T::BOX_ROWS - 1); }
+  DEVICE bool is_freed_box(int key) const { return Freed::is_freed(key + T::BOX_ROWS - 1); }
 
   DEVICE void load(const TensorMap& map, int block, int page) {
     const auto ring = Shared::ring_kv();
     const int first_key = block * T::TILE_N, key = first_key + row_of_tile(), panel = lane() / T::BOXES_OF_PANEL;
-    int boxes = min((owned_.len_kv - first_key - 1) / T::BOX_ROWS + 1, T::BOXES_OF_PANEL);
-    if constexpr (T::FREES) boxes -= max(freed_.first_key - first_key, 0) / T::BOX_ROWS;
-    boxes *= TileKV::PANELS;
+    const int end = min((owned_.len_kv - first_key - 1) / T::BOX_ROWS + 1, T::BOXES_OF_PANEL);
+    const int boxes = (end - Freed::before(first_key) / T::BOX_ROWS) * TileKV::PANELS;
     ring.await_empty(place_);
     if (lane() == 0) mbarrier_arrive_expect(ring.full(place_.slot), boxes * T::BOX_BYTES);
     sync_warp();  // the phase expects its bytes before they come
-    if (panel < TileKV::PANELS && key < owned_.len_kv && !is_freed(key)) {
+    if (panel < TileKV::PANELS && key < owned_.len_kv && !is_freed_box(key)) {
       const int entry = T::IS_PAGED ? page : owned_.sequence, row = T::IS_PAGED ? PlaceOfKey::of(params_.split, key).row : key;
       tma_load(Shared::kv(place_.slot) + panel * TileKV::PANEL_BYTES + row_of_tile() * TileKV::ROW_BYTES, map,
                ring.full(place_.slot), panel * TileKV::PANEL_COLUMNS, row, owned_.head_kv, entry);
@@ -52,7 +52,6 @@ class BoxLoader {
 
   const typename T::KernelParams& params_;
   const Owned<T>& owned_;
-  FreedKeys<T::FREES> freed_;
   RingPlace<T::STAGES> place_;
 };
 
@@ -60,7 +59,8 @@ class BoxLoader {
 // a lane knows where one of them is. Eight lanes copy 128 bytes of a key at a time. Copies land late, so a tile is told of as
 // full when LAG younger ones are on their way.
 template <class T>
-class GatherLoader {
+class GatherLoader : FreedKeys<T::FREES> {
+  using Freed = FreedKeys<T::FREES>;
   using Shared = SplitShared<T>;
   using TileKV = typename T::TileKV;
   using Panel = Tile<TileKV::ROWS, TileKV::PANEL_COLUMNS>;
@@ -72,12 +72,12 @@ class GatherLoader {
 
  public:
   DEVICE GatherLoader(const typename T::KernelParams& params, const Owned<T>& owned)
-      : params_(params.split), owned_(owned), freed_(owned) {}
+      : Freed(owned), params_(params.split), owned_(owned) {}
 
   // The page of the lane's key.
   DEVICE int look_up(int block) const {
     const int key = first_key(block) + lane() % KEYS;
-    if (!T::IS_PAGED || key >= owned_.len_kv || freed_.is_freed(key)) return 0;
+    if (!T::IS_PAGED || key >= owned_.len_kv || Freed::is_freed(key)) return 0;
     const int32* table = params_.page_table + static_cast<int64>(owned_.sequence) * params_.table_stride;
     return static_cast<int>(load_global_4(table + PlaceOfKey::of(params_, key).entry));
   }
@@ -108,7 +108,7 @@ class GatherLoader {
       const uint16* source = head + static_cast<int64>(high << 32 | low);
 #pragma unroll
       for (int panel = 0; panel < TileKV::PANELS; ++panel) {
-        const bool valid = first + key < owned_.len_kv && !freed_.is_freed(first + key) && panel * CHUNKS + chunk < T::HEAD_DIM / CHUNK_ELEMENTS;
+        const bool valid = first + key < owned_.len_kv && !Freed::is_freed(first + key) && panel * CHUNKS + chunk < T::HEAD_DIM / CHUNK_ELEMENTS;
         cp_async_16(Panel::chunk(tile + panel * TileKV::PANEL_BYTES, first_row() + key, chunk),
                     source + panel * TileKV::PANEL_COLUMNS, valid);
       }
@@ -132,7 +132,6 @@ class GatherLoader {
 
   const SplitParams& params_;
   const Owned<T>& owned_;
-  FreedKeys<T::FREES> freed_;
   RingPlace<T::STAGES> place_, told_;
   int loaded_ = 0;  // tiles that were not told of
 };

@@ -201,9 +201,9 @@ def find_keys(const: Any, place: Any, k: Any, cache: Any, block: Any) -> Any:
         page = key // k.shape[2]
         entry = ct.gather(cache[1], (place.batch, page), mask=key < place.seq_kv, check_bounds=False)
     else:
-        key = ct.minimum(ct.maximum(key, place.first_key), place.seq_kv - 1)
         page = key // k.shape[2]
-        entry = ct.gather(cache[1], (place.batch, page), check_bounds=False)
+        seen = ct.minimum(ct.maximum(page, place.first_key // k.shape[2]), (place.seq_kv - 1) // k.shape[2])
+        entry = ct.gather(cache[1], (place.batch, seen), check_bounds=False)
     return Keys(entry=entry, head=place.head_kv, row=key - page * k.shape[2])
 
 
