@@ -239,7 +239,8 @@ def load_k(const: Any, place: Any, k: Any, keys: Any, block: Any) -> Any:
 def load_v(const: Any, place: Any, v: Any, keys: Any, block: Any, masked: ConstBool) -> Any:
     """A block of values ``[tile_n, tile_d]``, zeros where no row sees any key: 0 times what is there may be NaN."""
     tile = load_rows(const, place, v, keys, block, masked)
-    if const.cached and masked:
+    is_gathered = const.paged and const.page_rows == 0  # then they are zeros already
+    if const.cached and masked and not is_gathered:
         tile = ct.where(tiles.is_key(const, place, block), tile, 0.0).astype(v.dtype)
     return tile
 
