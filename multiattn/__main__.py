@@ -15,7 +15,15 @@ from multiattn import __version__
 from multiattn.inspect import cli, doctor, ncu, roofline
 from multiattn.inspect.layout import SharedTile, describe
 from multiattn.inspect.layout_svg import draw
-from multiattn.inspect.options import add_backends, add_problem, arch_name, called_problem, default_arch, directions_of
+from multiattn.inspect.options import (
+    Command,
+    add_backends,
+    add_problem,
+    arch_name,
+    called_problem,
+    default_arch,
+    directions_of,
+)
 from multiattn.operands import Options
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, Arch, detect
@@ -170,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     what = "What works here, what would run, what to expect of it, and what it waits for."
     parser = argparse.ArgumentParser(prog="python -m multiattn", description=what)
     parser.add_argument("--version", action="version", version=f"multiattn {__version__}")
-    commands = parser.add_subparsers(required=True, dest="command")
+    commands = parser.add_subparsers(required=True, dest="command", parser_class=Command)
 
     command = commands.add_parser("doctor", help="what works on this machine, what does not and why, and the next step")
     doctor.add_arguments(command)

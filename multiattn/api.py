@@ -9,6 +9,7 @@ import torch
 
 from multiattn.kvcache import Where, with_cache
 from multiattn.mask import Window
+from multiattn.meant import refuse_call, refuses_calls
 from multiattn.operands import Operands, Options, ScoreMod, with_score
 from multiattn.plain import plain
 from multiattn.plan import backend as registry
@@ -22,7 +23,7 @@ from multiattn.problem import Problem, problem_of
 from multiattn.run import compat
 from multiattn.run.autograd import attend, autocast, differentiate, needs_grad, refuse_gradient
 from multiattn.run.tuning import tuning_for
-from multiattn.validate import not_a_tensor, refuse_call, refuse_dropout, refuses_calls
+from multiattn.validate import not_a_tensor, refuse_dropout
 from multiattn.varlen import Lengths, pack, with_packing
 
 if TYPE_CHECKING:
@@ -326,6 +327,8 @@ def explain(
             raise TypeError("explain(Problem) takes q alone, as the Problem has its own mask, scale, scores, sinks")
         problem = q
     elif k is None or v is None:
+        if not isinstance(q, torch.Tensor):
+            raise not_a_tensor("q", q, "a torch.Tensor or a multiattn.Problem")
         raise TypeError(f"explain needs q, k and v, or one Problem; got no {'k' if k is None else 'v'}; give it, too")
     else:
         packing = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch.compiler import is_compiling
 
 from multiattn.api import fmha
+from multiattn.meant import refuse_call, refuses_calls
 from multiattn.operands import ScoreMod
 from multiattn.told import warn_once
 from multiattn.validate import check_inputs
@@ -86,6 +87,7 @@ def flex_attention(
 ) -> tuple[torch.Tensor, AuxOutput]: ...
 
 
+@refuses_calls
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -96,9 +98,10 @@ def flex_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
-    *,
+    *extra: NoReturn,
     return_aux: AuxRequest | None = None,
     backend: BackendName = "auto",
+    **unknown: NoReturn,
 ) -> Any:
     """`torch.nn.attention.flex_attention.flex_attention`, with a `backend` as in `multiattn.fmha`.
 
@@ -119,6 +122,8 @@ def flex_attention(
     Raises:
         ValueError: For heads that differ without `enable_gqa`, and as `multiattn.fmha`.
     """
+    if unknown or extra or value is None:
+        refuse_call(flex_attention, extra, unknown, query=query, key=key, value=value)
     if not is_compiling():  # what is compiled is checked by the op
         check_inputs(query, key, value, strides=False)
     if not enable_gqa and query.shape[1] != key.shape[1]:
@@ -126,8 +131,9 @@ def flex_attention(
         raise ValueError(f"enable_gqa: got False with {heads}; allowed True, or as many heads of key; set it")
     if kernel_options:
         warn_once("flex_attention: kernel_options are ignored: rules choose the tiles here, and explain() says which")
-    if return_aux is not None and (return_lse or return_aux.max_scores):
-        raise ValueError("return_aux: got max_scores, or return_lse beside it; allowed AuxRequest(lse=...) alone")
+    if return_aux is not None and (return_lse or getattr(return_aux, "max_scores", True)):
+        got = "return_lse beside it" if return_lse else repr(return_aux)
+        raise ValueError(f"return_aux: got {got}; allowed AuxRequest(lse=...) alone, whose max_scores is False")
     out, lse = fmha(
         query, key, value, scale=scale, score_mod=score_mod, block_mask=block_mask, backend=backend, return_lse=True
     )

@@ -8,13 +8,14 @@ import torch
 from torch.compiler import is_compiling
 
 from multiattn.mask import Window
+from multiattn.meant import refuse_call, refuses_calls
 from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import as_batch_of_one
 from multiattn.paged import Cache, check_cache, check_numbers, check_out, check_values
 from multiattn.plain import plain
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend_cached, autocast
-from multiattn.validate import check_modification, refuse_call, refuses_calls
+from multiattn.validate import check_modification
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

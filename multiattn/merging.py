@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from multiattn.meant import refuse_call, refuses_calls
 from multiattn.validate import check_parts
 
 
+@refuses_calls
 def merge(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,6 +52,8 @@ def merge(
     Sources of the formula: Ye et al., "FlashInfer" (arXiv 2501.01005), section 2.2, and "Cascade Inference"
     (https://flashinfer.ai/2024/02/02/cascade-inference.html).
     """
+    if lse_b is None:
+        refuse_call(merge, (), {}, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     return merge_named({"out_a": out_a, "out_b": out_b}, {"lse_a": lse_a, "lse_b": lse_b})
 
 

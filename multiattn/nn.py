@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
 from multiattn.api import fmha
 from multiattn.mask import Window, band_of
+from multiattn.meant import refuse_call, refuses_calls
+from multiattn.plain import plain
+from multiattn.plan.backend import get as get_backend
+from multiattn.validate import check_scale, check_softcap, not_a_tensor
 
 if TYPE_CHECKING:
     from multiattn.plan.backend import BackendName
@@ -28,20 +32,21 @@ class Attention(nn.Module):
         device, dtype: Of the parameters. On a GPU the dtype is fp16 or bf16, or fp32 under `torch.autocast`.
 
     Raises:
-        ValueError: The heads do not divide.
+        TypeError, ValueError: A size or an option is wrong, or the heads do not divide.
 
     The parameters have the names of most models: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` and ``sinks``. With
     `torch.distributed.tensor.parallel` the first three may be column-parallel and the fourth row-parallel, so that each
     rank has its heads. Sinks stay whole.
     """
 
+    @refuses_calls
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
-        *,
+        *extra: NoReturn,
         bias: bool = False,
         causal: bool = False,
         window: Window | None = None,
@@ -51,10 +56,16 @@ class Attention(nn.Module):
         backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **unknown: NoReturn,
     ) -> None:
         super().__init__()
+        if unknown or extra or num_heads is None:
+            refuse_call(Attention.__init__, extra, unknown, embed_dim=embed_dim, num_heads=num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            _check_size(name, size)
+        if num_heads % num_kv_heads:
             hint = "num_kv_heads=None gives each head its own"
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads; got {num_heads} and {num_kv_heads}; {hint}"
@@ -62,7 +73,12 @@ class Attention(nn.Module):
         if head_dim is None and embed_dim % num_heads:
             got = f"{embed_dim}, {num_heads}; give head_dim"
             raise ValueError(f"embed_dim must be a multiple of num_heads without head_dim; got {got}")
-        band_of(causal, window)  # refuses here what a call would
+        band_of(causal, window)  # refuses here, as the three below, what a call would
+        check_scale(scale, 1)
+        check_softcap(softcap)
+        if backend != "auto":
+            get_backend(backend)
+        self.embed_dim = embed_dim
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.causal, self.window, self.scale, self.softcap, self.backend = causal, window, scale, softcap, backend
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -72,8 +88,14 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias, **made)
         self.sinks = nn.Parameter(torch.zeros(num_heads, **made)) if sinks else None
 
+    @refuses_calls
     def forward(
-        self, x: torch.Tensor, context: torch.Tensor | None = None, *, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor | None = None,
+        *extra: NoReturn,
+        bias: torch.Tensor | None = None,
+        **unknown: NoReturn,
     ) -> torch.Tensor:
         """Attention of x to context, or to itself.
 
@@ -86,11 +108,17 @@ class Attention(nn.Module):
         Returns:
             ``[B, Sq, embed_dim]``. Only the projections copy anything, and heads stay where these put them.
         """
+        if unknown or extra or x is None:
+            refuse_call(Attention.forward, extra, unknown, x=x)
         context = x if context is None else context
         for name, tensor in (("x", x), ("context", context)):
-            if tensor.ndim != 3:
-                got = f"shape {tuple(tensor.shape)}; one sequence is {name}.unsqueeze(0)"
-                raise ValueError(f"{name} must be [B, S, embed_dim]; got {got}")
+            if not isinstance(tensor, torch.Tensor):
+                raise not_a_tensor(name, tensor)
+            if tensor.ndim != 3 or tensor.shape[2] != self.embed_dim:
+                is_one = tuple(tensor.shape[1:]) == (self.embed_dim,)
+                hint = f"one sequence is {name}.unsqueeze(0)" if is_one else "a linear layer before changes the width"
+                got = f"shape {tuple(tensor.shape)}; {hint}"
+                raise ValueError(f"{name} must be [B, S, {self.embed_dim}], with embed_dim last; got {got}")
         out = fmha(
             self._heads(self.q_proj(x)),
             self._heads(self.k_proj(context)),
@@ -117,3 +145,14 @@ class Attention(nn.Module):
         return ", ".join(
             f"{it}={getattr(self, it)!r}" for it in named if getattr(self, it) not in (None, False, "auto")
         )
+
+
+def _check_size(name: str, size: object) -> None:
+    """TypeError or ValueError for what is no size of a layer; None is one that the others give."""
+    size = plain(size)
+    if size is None:
+        return
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"{name} must be an int; got {type(size).__name__}; int({name}) makes one")
+    if size < 1:
+        raise ValueError(f"{name}: got {size}; allowed 1 and more; give the model's own")

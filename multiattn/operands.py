@@ -74,7 +74,8 @@ class Options(NamedTuple):
             hint = "None follows torch.use_deterministic_algorithms"
             deterministic = as_bool(deterministic, "deterministic", hint, "a bool or None")
         if not isinstance(backend, str):
-            raise TypeError(f"backend must be a string; got {type(backend).__name__}; name one of multiattn.backends()")
+            hint = 'leave it out for "auto", or name one of multiattn.backends()'
+            raise TypeError(f"backend must be a string; got {type(backend).__name__}; {hint}")
         if variant is not None and not isinstance(variant, str):
             hint = "`multiattn explain` lists their names"
             raise TypeError(f"variant must be a string; got {type(variant).__name__}; {hint}")

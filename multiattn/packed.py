@@ -175,8 +175,9 @@ def check_packing(
         raise ValueError(f"cu_seqlens_q and cu_seqlens_kv must have one shape, [B + 1]; got {shapes}; {hint}")
     for name, length in (("max_seqlen_q", plain(max_seqlen_q)), ("max_seqlen_kv", plain(max_seqlen_kv))):
         if isinstance(length, bool) or not isinstance(length, int | torch.SymInt):
-            hint = f"; {name}.item() is one" if isinstance(length, torch.Tensor) else ""
-            raise TypeError(f"{name} must be an int; got {type(length).__name__}{hint}")
+            is_tensor = isinstance(length, torch.Tensor)
+            hint = f"{name}.item() is one" if is_tensor else "it is the length of the longest sequence"
+            raise TypeError(f"{name} must be an int; got {type(length).__name__}; {hint}")
         if not isinstance(length, torch.SymInt) and length < 0:
             raise ValueError(f"{name}: got {length}; allowed 0 and more; it is the longest sequence's length")
 
@@ -216,5 +217,6 @@ def check_starts(side: str, starts: Sequence[int], rows: int, of: str, longest: 
     shown = ", ".join(map(str, starts[:SHOWN_STARTS])) + (", ..." if len(starts) > SHOWN_STARTS else "")
     raise ValueError(
         f"cu_seqlens_{side}: got {got}, in [{shown}]; allowed 0 first, none below the one before it, and up to {rows}, "
-        f"the rows of {of}: torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) makes them of lengths"
+        f"the rows of {of}, [T, H, D]: torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) makes "
+        "them of lengths"
     )

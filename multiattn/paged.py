@@ -27,6 +27,12 @@ SPLITS_MAX = 256
 CACHE_TENSORS = ("seqlens_kv", "page_table", "cu_seqlens_q")
 """The tensors that say where keys and queries are, in their order among captured ones."""
 
+_OF_EACH = {
+    "seqlens_kv": "give a number for each sequence",
+    "page_table": "give a row of pages for each sequence",
+    "cu_seqlens_q": "it is torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()",
+}
+
 PARTIAL = ("partial_out", "partial_lse")
 """Areas of workspace: `area_layouts` says what is where."""
 
@@ -236,7 +242,7 @@ def _check_index(
         raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed torch.int32; call .int() on it")
     if tensor.ndim != rank or (size is not None and tensor.shape[0] != size):
         allowed = shape if size is None else f"{shape}, the first dimension {size}"
-        hint = "a number for each sequence, a row of pages for each, or B + 1 starts of rows"
+        hint = _OF_EACH[name]
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; allowed {allowed}; {hint}")
     if strides and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         got = f"{tuple(tensor.stride())}; call .contiguous() on it"

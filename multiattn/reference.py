@@ -6,12 +6,13 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from multiattn.block_mask import BlockLists, seen_blocks
 from multiattn.mask import KINDS, Window, band_of
+from multiattn.meant import refuse_call, refuses_calls
 from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options, ScoreMod, with_score
 from multiattn.plan.backend import BACKENDS, REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
@@ -22,11 +23,12 @@ from multiattn.score.eager import Part
 from multiattn.score.transforms import is_wrapped
 
 
+@refuses_calls
 def reference(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
+    *extra: NoReturn,
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
@@ -37,6 +39,7 @@ def reference(
     score_mod: ScoreMod | None = None,
     block_mask: object = None,
     compute_dtype: torch.dtype = torch.float32,
+    **unknown: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention as the contract defines it, in plain differentiable PyTorch.
 
@@ -60,9 +63,18 @@ def reference(
     Raises:
         TypeError, ValueError: As `multiattn.fmha`.
     """
+    if unknown or extra or v is None:
+        refuse_call(reference, extra, unknown, q=q, k=k, v=v)
+    _check_compute_dtype(compute_dtype)
     options = Options(*band_of(causal, window).window, scale)
     operands = Operands(q, k, v, sinks=sinks)
     return attend(*with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask), compute_dtype)
+
+
+def _check_compute_dtype(dtype: object) -> None:
+    """TypeError for what is no dtype to compute in."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"compute_dtype: got {dtype!r}; allowed floating-point dtypes; torch.float64 gives the truth")
 
 
 def attend(
@@ -155,6 +167,7 @@ def _bound(problem: Problem, operands: Operands) -> BoundScore:
     return BoundScore(program, problem.score.numbers, operands.captured[: len(program.tensors)])
 
 
+@refuses_calls
 def reference_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -162,7 +175,7 @@ def reference_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     dout: torch.Tensor,
-    *,
+    *extra: NoReturn,
     dlse: torch.Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
@@ -174,6 +187,7 @@ def reference_backward(
     score_mod: ScoreMod | None = None,
     block_mask: object = None,
     compute_dtype: torch.dtype = torch.float32,
+    **unknown: NoReturn,
 ) -> tuple[torch.Tensor, ...]:
     """Gradients as the kernels compute them, in plain PyTorch: from a forward's results, not by differentiating it.
 
@@ -195,6 +209,9 @@ def reference_backward(
         ``-sum(exp(sink - lse) * delta)`` over batch entries and queries. Then come the gradients of those of
         alibi_slopes, bias and the tensors that `score_mod` captures that require one, in this order.
     """
+    if unknown or extra or dout is None:
+        refuse_call(reference_backward, extra, unknown, q=q, k=k, v=v, out=out, lse=lse, dout=dout)
+    _check_compute_dtype(compute_dtype)
     options = Options(*band_of(causal, window).window, scale)
     operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
     return differentiate(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from numbers import Real
-from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
 
@@ -24,112 +21,6 @@ _MOVE = "move it by .to(q.device)"
 
 LSE_DTYPES = (torch.float32, torch.float64)
 """Dtypes of a log-sum-exp: kernels give the first, and `multiattn.reference` may compute in the second."""
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-OUR_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "is_causal": "causal; it is aligned at the bottom right",
-        "attn_mask": "bias, bool (true is visible) or added to the scores, [B|1, Hq|1, Sq|1, Skv|1], or block_mask",
-        "attention_mask": "bias=mask[:, None, None, :].bool() for [B, Skv], where true is a token, or fmha_padded, "
-        "which leaves the padding out",
-        "key_padding_mask": "bias=~mask[:, None, None, :] for [B, Skv], where true is padding, or fmha_padded, which "
-        "leaves the padding out",
-        "mask": "bias, bool (true is visible) or added to the scores, [B|1, Hq|1, Sq|1, Skv|1]; for the padding of a "
-        "batch there is fmha_padded",
-        "kv_mask": "bias=mask[:, None, None, :], bool; only fmha_padded has a kv_mask",
-        "attn_bias": "bias",
-        "dropout_p": "nothing: a call with a cache drops nothing",
-        "dropout": "dropout_p, which may be 0.0 alone",
-        "attention_dropout": "dropout_p, which may be 0.0 alone",
-        "window_size": "window, a pair like this one with None in place of -1",
-        "sliding_window": "window; n keys up to the query's own are (n - 1, 0)",
-        "enable_gqa": "nothing: k and v may always have fewer heads than q",
-        "softmax_scale": "scale",
-        "sm_scale": "scale",
-        "scaling": "scale",
-        "logits_soft_cap": "softcap",
-        "s_aux": "sinks",
-        "learnable_sink": "sinks",
-        "return_attn_probs": "return_lse",
-        "return_softmax_lse": "return_lse",
-        "cu_seqlens_k": "cu_seqlens_kv",
-        "cu_seq_lens_q": "cu_seqlens_q",
-        "cu_seq_lens_k": "cu_seqlens_kv",
-        "max_seqlen_k": "max_seqlen_kv",
-        "max_length_q": "max_seqlen_q",
-        "max_length_k": "max_seqlen_kv",
-        "query": "q",
-        "key": "k",
-        "value": "v",
-        "cache_seqlens": "seqlens_kv",
-        "seqused_k": "seqlens_kv",
-        "block_table": "page_table",
-        "block_tables": "page_table",
-        "cache_batch_idx": "page_table, whose pages may be whole entries of a cache",
-        "kv_layout": "nothing: strides say it; pages [page, Hkv, D] are given as a transposed view",
-        "pack_gqa": "nothing: heads that share keys share tiles wherever that is faster",
-        "scheduler_metadata": "nothing: no call needs a plan made before it",
-    }
-)
-"""Options by the names that other libraries have for them, and what they are here."""
-
-
-def refuses_calls(function: F) -> F:
-    """The function itself, which can say what is wrong with a call that Python would refuse in words of its own.
-
-    Its signature does not show the ``*extra`` and ``**unknown`` that it takes to hand them to `refuse_call`. What it
-    must be given is None where a call leaves it out, for the function to look at.
-    """
-    signature = inspect.signature(function)
-    hidden = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    shown = [it for it in signature.parameters.values() if it.kind not in hidden]
-    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]  # `inspect` looks for it
-    needed = [it for it in shown if it.default is inspect.Parameter.empty]
-    leading = sum(it.kind is not inspect.Parameter.KEYWORD_ONLY for it in needed)
-    given = function.__defaults__ or ()
-    function.__defaults__ = (None,) * leading + given
-    keywords = {it.name: None for it in needed[leading:]}
-    function.__kwdefaults__ = {**keywords, **(function.__kwdefaults__ or {})}
-    return function
-
-
-def refuse_call(
-    function: Callable[..., Any], extra: Sequence[object], unknown: Mapping[str, object], **needed: object
-) -> NoReturn:
-    """TypeError for a call of a function that `refuses_calls`: with more arguments than it takes by position, with
-    names that it does not have, or without those that it needs, which are None.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    told = f"{function.__name__}()"
-    named = [it.name for it in parameters if it.kind is inspect.Parameter.KEYWORD_ONLY]
-    if unknown:
-        name = next((it for it in unknown if it in OUR_NAMES), next(iter(unknown)))
-        near = difflib.get_close_matches(name, [it.name for it in parameters], n=1)
-        hint = f"here it is {OUR_NAMES[name]}" if name in OUR_NAMES else "it takes " + ", ".join(near or named)
-        raise TypeError(f"{told} got an unexpected keyword argument {name!r}; {hint}")
-    if extra:
-        count = len(parameters) - len(named)
-        meant = _keyword_for(extra[0], named)
-        got = f"{count + len(extra)} arguments by position, the first of them too many {_short(extra[0])}"
-        raise TypeError(f"{told} takes {count} by position; got {got}; options have names, as {meant}=")
-    missing = [name for name, value in needed.items() if value is None]
-    raise TypeError(
-        f"{told} needs {', '.join(needed)}; got None or nothing for {', '.join(missing)}; give each by its name"
-    )
-
-
-def _short(value: object) -> str:
-    """A value in an error: a plain one as it is, of others the type."""
-    return repr(value) if isinstance(value, (bool, int, float, str, tuple)) else f"a {type(value).__name__}"
-
-
-def _keyword_for(value: object, named: Sequence[str]) -> str:
-    """The option that a value without a name was probably meant for."""
-    if named[0] != "causal":
-        return named[0]  # the first that it needs
-    kinds: dict[type, str] = {float: "scale", tuple: "window", list: "window", str: "backend", torch.Tensor: "bias"}
-    return next((name for kind, name in kinds.items() if isinstance(value, kind)), "causal")
 
 
 def check_inputs(
@@ -176,8 +67,10 @@ def not_a_tensor(name: str, given: object, allowed: str = "a torch.Tensor") -> T
         hint = f"; torch.from_dlpack({name}) makes one that shares its memory"
     elif isinstance(given, (list, tuple)):
         hint = f"; torch.tensor({name}) makes one of numbers, torch.stack({name}) one of tensors"
+    elif isinstance(given, Real):
+        hint = f"; torch.full(size, {name}, device=q.device) makes one of a number"
     else:
-        hint = ""
+        hint = "; give one"
     return TypeError(f"{name} must be {allowed}; got {got}{hint}")
 
 
@@ -196,12 +89,14 @@ def _check_dtype(name: str, tensor: torch.Tensor, allowed: Iterable[torch.dtype]
         raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed {', '.join(map(str, allowed))}{hint}")
 
 
-def _check_share(names: str, tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_share(
+    names: str, tensors: Mapping[str, torch.Tensor], otherwise: str = ", or call under torch.autocast"
+) -> None:
     """TypeError or ValueError for tensors that have not all one dtype and one device."""
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     first = next(iter(tensors))
     if len(set(dtypes.values())) > 1:
-        hint = f"convert the others by .to({first}.dtype), or call under torch.autocast"
+        hint = f"convert the others by .to({first}.dtype){otherwise}"
         raise TypeError(f"{names} must share one dtype; got {_list(dtypes)}; {hint}")
     devices = {name: tensor.device for name, tensor in tensors.items()}
     if len(set(devices.values())) > 1:
@@ -219,8 +114,7 @@ def check_shapes(q: Shape, k: Shape, v: Shape) -> None:
             raise ValueError(f"sizes must not be negative; got {shapes}")
     batch, heads_q, _, head_dim = q
     if k != v:
-        hint = "pad the narrower one with zeros on D, and cut out" if k[:3] == v[:3] else "cut both to the same keys"
-        raise ValueError(f"k and v must have one shape, [B, Hkv, Skv, D]; got {shapes}; {hint}")
+        raise ValueError(f"k and v must have one shape, [B, Hkv, Skv, D]; got {shapes}; {_of_one_shape(k, v)}")
     if k[0] != batch:
         hint = "expand the smaller one, as by k.expand(B, -1, -1, -1)"
         raise ValueError(f"q, k and v must share the batch size; got {shapes}; {hint}")
@@ -238,6 +132,17 @@ def check_shapes(q: Shape, k: Shape, v: Shape) -> None:
 
 
 _PAD = "pad the narrower one with zeros on D, and give scale"
+
+
+def _of_one_shape(k: Shape, v: Shape) -> str:
+    """Advice on k and v that differ, by the first dimension that does."""
+    ways = (
+        "take both from one batch",
+        "repeat the heads of the one that has fewer, as by .repeat_interleave(n, dim=1)",
+        "cut both to the same keys",
+        "pad the narrower one with zeros on D, and cut out",
+    )
+    return next(way for way, left, right in zip(ways, k, v, strict=True) if left != right)
 
 
 def _of_rank(name: str, rank: int) -> str:
@@ -287,10 +192,7 @@ def check_modification(
     score_mod: object,
 ) -> None:
     """TypeError or ValueError for what modifies no scores of these lengths: (B, Sq, Skv)."""
-    if softcap is not None:
-        cap = as_float(softcap, "softcap")
-        if not 0.0 < cap < math.inf:
-            raise ValueError(f"softcap: got {cap}; allowed positive and finite numbers, or None, which caps nothing")
+    check_softcap(softcap)
     (batch, seq_q, seq_kv), heads = lengths, q.shape[1]
     if alibi_slopes is not None:
         _check_captured("alibi_slopes", alibi_slopes, q, (torch.float32,))
@@ -309,13 +211,28 @@ def check_modification(
         raise TypeError(f"score_mod must be callable or None; got {type(score_mod).__name__}; {hint}")
 
 
+def check_softcap(softcap: float | None) -> None:
+    """TypeError or ValueError for what no score is capped by; None is no cap."""
+    if softcap is None:
+        return
+    cap = as_float(softcap, "softcap")
+    if not 0.0 < cap < math.inf:
+        raise ValueError(f"softcap: got {cap}; allowed positive and finite numbers, or None, which caps nothing")
+
+
 def _with_four(bias: torch.Tensor, sizes: tuple[int, int, int, int]) -> str:
     """How a bias of fewer dimensions gets four, where its shape tells."""
     batch, _, seq_q, seq_kv = sizes
     if bias.ndim == 2 and tuple(bias.shape) == (batch, seq_kv) != (seq_q, seq_kv):
         return "; bias[:, None, None, :] is one of each key, and fmha_padded takes [B, Skv] as it is"
     ways = {2: "bias[None, None] is [Sq, Skv] of all heads", 3: "bias[:, None] is [B, Sq, Skv] of all heads"}
-    return f"; {ways[bias.ndim]}" if bias.ndim in ways else ""
+    if bias.ndim != 4:
+        return f"; {ways.get(bias.ndim, 'give it four dimensions, of size 1 where all are alike')}"
+    at = next(at for at, size in enumerate(sizes) if bias.shape[at] not in (1, size))
+    if at == 1 and bias.shape[1] and sizes[1] % bias.shape[1] == 0:
+        group = sizes[1] // bias.shape[1]
+        return f"; bias.repeat_interleave({group}, dim=1) gives each query head that of its key/value head"
+    return f"; dimension {at} is {bias.shape[at]}: make it {sizes[at]}, as by cutting or padding, or 1 for all alike"
 
 
 def _check_captured(name: str, tensor: object, q: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -339,7 +256,6 @@ def check_parts(outs: Mapping[str, torch.Tensor], lses: Mapping[str, torch.Tenso
         for name, tensor in tensors.items():
             _check_dense(name, tensor)
             _check_dtype(name, tensor, dtypes, "; return_lse=True gives it so" if dtypes is LSE_DTYPES else "")
-        _check_share(" and ".join(tensors), tensors)
     (first, out), lse = next(iter(outs.items())), next(iter(lses.values()))
     if out.ndim not in (3, 4):
         raise ValueError(
@@ -347,7 +263,7 @@ def check_parts(outs: Mapping[str, torch.Tensor], lses: Mapping[str, torch.Tenso
         )
     for name, tensor in outs.items():
         if tensor.shape != out.shape:
-            hint = "parts have the same queries, and other keys"
+            hint = "parts have the same queries, and other keys; the lse of each comes behind its out"
             raise ValueError(
                 f"{name}: got shape {list(tensor.shape)}; allowed {list(out.shape)}, that of {first}; {hint}"
             )
@@ -357,6 +273,8 @@ def check_parts(outs: Mapping[str, torch.Tensor], lses: Mapping[str, torch.Tenso
         if list(tensor.shape) != of_rows:
             allowed = f"{of_rows}, {layout}, as return_lse=True gives it"
             raise ValueError(f"{name}: got shape {list(tensor.shape)}; allowed {allowed}")
+    for tensors in (outs, lses):
+        _check_share(" and ".join(tensors), tensors, "")
     if lse.device != out.device:
         raise ValueError(
             f"lse must be on the device of out, {out.device}; got {lse.device}; move it by .to(out.device)"
@@ -393,8 +311,13 @@ def as_float(scale: Any, name: str = "scale") -> float:
         return scale  # type: ignore[no-any-return]  # stands for a float until the graph runs
     scale = plain(scale)
     if isinstance(scale, bool) or not isinstance(scale, Real):
-        hint = f"; {name}.item() is one, and waits for the device" if isinstance(scale, torch.Tensor) else ""
-        raise TypeError(f"{name} must be a float or None; got {type(scale).__name__}{hint}")
+        got, hint = type(scale).__name__, "leave it out for the default, or give one number"
+        if isinstance(scale, torch.Tensor) and scale.numel() == 1:
+            hint = f"{name}.item() is one, and waits for the device"
+        elif isinstance(scale, torch.Tensor):
+            got = f"{got} of shape {tuple(scale.shape)}"
+            hint = "it is one number for all: multiply q by a tensor, or do it in score_mod"
+        raise TypeError(f"{name} must be a float or None; got {got}; {hint}")
     try:
         return float(scale)
     except OverflowError:  # an int or a fraction beyond every float

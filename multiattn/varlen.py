@@ -8,12 +8,13 @@ import torch
 from torch.compiler import is_compiling
 
 from multiattn.mask import Window
+from multiattn.meant import refuse_call, refuses_calls
 from multiattn.operands import Operands, Options, ScoreMod, with_score
 from multiattn.packed import Packing, as_batch_of_one, check_lengths, check_packing
 from multiattn.plain import plain
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend, autocast, differentiate
-from multiattn.validate import not_a_tensor, refuse_call, refuse_dropout, refuses_calls
+from multiattn.validate import not_a_tensor, refuse_dropout
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

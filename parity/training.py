@@ -128,8 +128,8 @@ def attend_by_twin(dtype: torch.dtype, seed: int) -> Attend:
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         generator = generators.setdefault(q.device, torch.Generator(q.device).manual_seed(seed))
-        rounded = (round_at_random(tensor, dtype, generator) for tensor in (q, k, v))
-        out, _ = reference(*rounded, causal=True, compute_dtype=dtype)
+        q, k, v = (round_at_random(tensor, dtype, generator) for tensor in (q, k, v))
+        out, _ = reference(q, k, v, causal=True, compute_dtype=dtype)
         return out.float()
 
     return attend

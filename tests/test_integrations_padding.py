@@ -38,6 +38,6 @@ def test_padded_is_attention_of_what_is_left(options, queries):
 def test_padded_refuses_what_does_not_fit():
     q = torch.randn(2, 2, 6, 8)
     with pytest.raises(ValueError, match="kv_mask"):
-        fmha_padded(q, q, q, kv_mask=torch.ones(2, 5))
+        fmha_padded(q, q, q, kv_mask=torch.ones(2, 5).bool())
     with pytest.raises(ValueError, match="Sq <= Skv"):
-        fmha_padded(q, q[:, :, :4], q[:, :, :4], kv_mask=torch.ones(2, 4), causal=True)
+        fmha_padded(q, q[:, :, :4], q[:, :, :4], kv_mask=torch.ones(2, 4).bool(), causal=True)

@@ -299,7 +299,7 @@ OUT, LSE = torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4)
     ("changes", "error", "said"),
     [
         ({"out_a": [0.0]}, TypeError, "out_a must be a torch.Tensor; got list"),
-        ({"lse_b": None}, TypeError, "lse_b must be a torch.Tensor; got NoneType"),
+        ({"lse_b": None}, TypeError, "got None or nothing for lse_b"),
         ({"out_b": OUT.to_sparse()}, TypeError, "out_b must be a dense strided tensor; got layout torch.sparse_coo"),
         ({"out_a": OUT.int()}, TypeError, "out_a.dtype: got torch.int32; allowed torch.float16"),
         ({"out_b": OUT.half()}, TypeError, "out_a and out_b must share one dtype; got .*out_b=torch.float16"),

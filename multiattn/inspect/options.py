@@ -78,12 +78,25 @@ def some_of(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
+class Command(argparse.ArgumentParser):
+    """The parser of one command. For a word that it does not know it shows its own usage, not that of all commands."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As its parent's, but no word is left."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"got {' '.join(unknown)}; allowed the options above; {self.prog} --help explains them")
+        return found, unknown
+
+
 def window(text: str) -> Window:
     """``1024:0``: keys before and after its own that a query sees, with ``-`` for all of them."""
     try:
         band = parse_band(f"window:{text}")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    except ValueError:
+        n = text if text.isdecimal() else "N"
+        hint = f"the last {n} keys up to the query's own are {int(n) - 1 if n.isdecimal() else 'N-1'}:0"
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed LEFT:RIGHT, - for all of a side; {hint}") from None
     return band.left, band.right
 
 

@@ -36,6 +36,7 @@ from multiattn.integrations.flash_attn_options import (
     window_of,
 )
 from multiattn.layout import unit_stride
+from multiattn.plain import plain
 from multiattn.plan.backend import BackendName
 
 __all__ = [
@@ -207,8 +208,7 @@ def flash_attn_varlen_func(
         NotImplementedError, TypeError, ValueError, Unsupported: As `flash_attn_func`.
     """
     sinks = sinks_of(learnable_sink, s_aux)
-    if max_seqlen_q is None:
-        raise TypeError("flash_attn_varlen_func: max_seqlen_q must be an int; got None; give the longest length of q")
+    max_seqlen_q = _length("max_seqlen_q", max_seqlen_q)
     if block_table is not None or (seqused_k is not None and k.ndim == 4):
         others = {name: it for name, it in fa3.items() if name not in DESCALES}
         refuse("flash_attn_varlen_func", others, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
@@ -218,7 +218,7 @@ def flash_attn_varlen_func(
             v,
             cu_seqlens_q,
             cu_seqlens_k,
-            int(max_seqlen_q),
+            max_seqlen_q,
             block_table,
             seqused_k,
             scale=softmax_scale,
@@ -243,8 +243,8 @@ def flash_attn_varlen_func(
         *(_padded(it) for it in (q, k, v)),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_k,
-        max_seqlen_q=int(max_seqlen_q),
-        max_seqlen_kv=int(max_seqlen_k),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=_length("max_seqlen_k", max_seqlen_k),
         sinks=sinks,
         return_lse=True,
         **options,
@@ -302,9 +302,25 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: int, layout:
         if tensor.ndim != rank:
             hint = "the function with varlen takes packed rows, the other one a batch"
             raise ValueError(f"{name} must have rank {rank}, {layout}; got shape {list(tensor.shape)}; {hint}")
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    if heads_q < 1 or heads_kv < 1 or heads_q % heads_kv or v.shape[-2] != heads_kv:
+        got = f"q={tuple(q.shape)}, k={tuple(k.shape)}, v={tuple(v.shape)}"
+        hint = f"{layout}: heads come before D, and x.transpose(-3, -2) swaps them with rows"
+        raise ValueError(f"heads of q must be a multiple of those of k and v; got {got}; allowed {hint}")
     if v.shape[-1] != k.shape[-1]:
         allowed = f"{k.shape[-1]}, that of q and k; pad v with zeros, and cut out"
         raise NotImplementedError(f"v: got head_dim {v.shape[-1]}; allowed {allowed}")
+
+
+def _length(name: str, length: Any) -> int:
+    """A longest length as an int; a tensor of one number is one, as FlashAttention's own callers have it."""
+    is_number = isinstance(length, torch.Tensor) and length.numel() == 1 and not length.is_floating_point()
+    length = plain(length)
+    if not is_number and (isinstance(length, bool) or not isinstance(length, int | torch.SymInt)):
+        got = f"a tensor of shape {list(length.shape)}" if isinstance(length, torch.Tensor) else repr(length)
+        hint = "the order is cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+        raise TypeError(f"flash_attn_varlen_func: {name}: got {got}; allowed an int, the longest length; {hint}")
+    return int(length)
 
 
 def _unpacked(name: str, packed: torch.Tensor, rank: int, count: int, layout: str) -> tuple[torch.Tensor, ...]:

@@ -34,6 +34,18 @@ HINTS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "fa_versio
 """Options of FlashAttention 3 that change speed and no result. They are ignored, as rules choose the launch here; but
 over caches `num_splits` counts."""
 
+_MEANT = {
+    "is_causal": "here it is causal",
+    "scale": "here it is softmax_scale",
+    "window": "here it is window_size, with -1 for all keys of a side",
+    "attn_mask": "FlashAttention has no masks; bias of multiattn.fmha takes them",
+    "bias": "FlashAttention has no bias; multiattn.fmha has",
+    "sinks": "here it is learnable_sink",
+    "return_lse": "here it is return_attn_probs",
+    "dropout": "here it is dropout_p, which may be 0.0 alone",
+}
+"""Names that other libraries have for options of FlashAttention."""
+
 HEAD_DIM_MULTIPLE = 8
 
 
@@ -41,7 +53,7 @@ def refuse(function: str, others: dict[str, Any], **options: Any) -> None:
     """NotImplementedError for an option that no kernel here has, TypeError for one that FlashAttention has not."""
     for name in others:
         if name not in REFUSED and name not in HINTS:
-            hint = "the options are FlashAttention's own; multiattn.fmha has more"
+            hint = _MEANT.get(name, "the options are FlashAttention's own; multiattn.fmha has more")
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {hint}")
     for name, value in (others | options).items():
         allowed, value = REFUSED.get(name), plain(value)
@@ -56,6 +68,9 @@ def window_of(window_size: WindowSize) -> Window | None:
     """The window as `multiattn.fmha` takes it: a negative bound is none; numbers may be elements of a tensor."""
     if window_size is None:
         return None
+    if not isinstance(window_size, (tuple, list, torch.Tensor)) or len(window_size) != 2:
+        hint = "n keys up to the query's own are (n - 1, 0)"
+        raise TypeError(f"window_size: got {window_size!r}; allowed a pair (left, right), -1 for all of a side; {hint}")
     left, right = (None if it is None or it < 0 else int(it) for it in window_size)
     return None if left is None and right is None else (left, right)
 

@@ -108,6 +108,11 @@ def _merged(vs: Mapping[str, torch.Tensor], ss: Mapping[str, torch.Tensor]) -> t
     """The merger of states, by the names of their tensors."""
     for (v_name, v), (s_name, s) in zip(vs.items(), ss.items(), strict=True):
         _check_state(v_name, v, s_name, s, 3, "[T, H, D]")
+    (first, like), *others = vs.items()
+    for name, v in others:
+        if v.shape != like.shape:
+            hint = "states have the same queries, and other keys"
+            raise ValueError(f"{name}: got shape {list(v.shape)}; allowed {list(like.shape)}, that of {first}; {hint}")
     states = {name: s.to(torch.float32) for name, s in ss.items()}
     # Only differences change their base, so that one state alone, or beside empty ones, keeps the bits of its s.
     highest = torch.stack(list(states.values())).amax(dim=0).detach()

@@ -6,8 +6,9 @@ Nothing waits for the device, and one graph or compiled function serves every ma
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.compiler import is_compiling
@@ -15,20 +16,25 @@ from torch.compiler import is_compiling
 from multiattn.api import fmha
 from multiattn.layout import unit_stride
 from multiattn.mask import Window
+from multiattn.meant import refuse_call, refuses_calls
 from multiattn.plan.backend import BackendName
 from multiattn.run.autograd import is_transformed
+from multiattn.validate import not_a_tensor
 from multiattn.varlen import fmha_varlen
+
+_ABSENT: Any = ...  # None is a mask, too: that of a batch without padding
 
 # No overload fits options in a dict.
 dense: Callable[..., torch.Tensor] = fmha
 packed: Callable[..., torch.Tensor] = fmha_varlen
 
 
+@functools.partial(refuses_calls, absent=_ABSENT)
 def fmha_padded(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
+    *extra: NoReturn,
     kv_mask: torch.Tensor | None,
     causal: bool = False,
     window: Window | None = None,
@@ -38,6 +44,7 @@ def fmha_padded(
     sinks: torch.Tensor | None = None,
     backend: BackendName = "auto",
     deterministic: bool | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor:
     """Fused attention of a batch with padding at either end of each row; differentiable once.
 
@@ -47,7 +54,7 @@ def fmha_padded(
             sequence.
         k: ``[B, Hkv, Skv, D]``.
         v: Like k.
-        kv_mask: ``[B, Skv]``, bool or numbers: nonzero for a token, zero for padding, which no query sees. Tokens of a
+        kv_mask: ``[B, Skv]``, bool or integers: nonzero for a token, zero for padding, which no query sees. Tokens of a
             row count as neighbours, even with padding between them. None is a batch without padding.
         all others: As for `multiattn.fmha`.
 
@@ -57,10 +64,14 @@ def fmha_padded(
         zero gradients.
 
     Raises:
-        TypeError, Unsupported: As `multiattn.fmha`.
+        TypeError, Unsupported: As `multiattn.fmha`, and for a `kv_mask` of floats.
         ValueError: As `multiattn.fmha`, for a `kv_mask` of another shape, and for more queries than keys where the call
             depends on positions.
     """
+    if unknown or extra or kv_mask is _ABSENT:
+        needed = {"q": q, "k": k, "v": v, "kv_mask": kv_mask}
+        given = {name: None if it is _ABSENT else "given" for name, it in needed.items()}
+        refuse_call(fmha_padded, extra, unknown, **given)
     options: dict[str, Any] = {
         "causal": causal,
         "window": window,
@@ -73,6 +84,9 @@ def fmha_padded(
     }
     if kv_mask is None:
         return dense(unit_stride(q), unit_stride(k), unit_stride(v), **options)
+    _check_rank("q", q)
+    _check_rank("k", k)
+    _check_mask(kv_mask)
     (batch, _, seq_q, _), seq_kv = q.shape, k.shape[2]
     if tuple(kv_mask.shape) != (batch, seq_kv):
         allowed = f"{(batch, seq_kv)}, [B, Skv], or None; a mask of scores [B, 1, Sq, Skv] is bias of fmha"
@@ -100,6 +114,24 @@ def fmha_padded(
         **options,
     )
     return unpack(rows, *queries[:2], (batch, seq_q))
+
+
+def _check_rank(name: str, tensor: object) -> None:
+    """TypeError or ValueError for what is no ``[B, H, S, D]``, which the mask is held against."""
+    if not isinstance(tensor, torch.Tensor):
+        raise not_a_tensor(name, tensor)
+    if tensor.ndim != 4:
+        hint = f"one sequence is {name}.unsqueeze(0), packed rows go to fmha_varlen"
+        raise ValueError(f"{name} must have rank 4, [B, H, S, D]; got shape {tuple(tensor.shape)}; {hint}")
+
+
+def _check_mask(kv_mask: object) -> None:
+    """TypeError for what is no mask of tokens: zeros of a mask that is added to scores would hide what they show."""
+    if not isinstance(kv_mask, torch.Tensor):
+        raise not_a_tensor("kv_mask", kv_mask, "a torch.Tensor or None")
+    if kv_mask.is_floating_point() or kv_mask.is_complex():
+        hint = "kv_mask.bool() where nonzero is a token, kv_mask == 0 of a mask that is added to scores"
+        raise TypeError(f"kv_mask.dtype: got {kv_mask.dtype}; allowed torch.bool and integers; give {hint}")
 
 
 def hiding_bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -240,6 +240,8 @@ def by_name(name: str) -> Arch:
 
     That is ``cpu``, ``sm90`` or ``sm_90``, the compute capability ``9.0``, or a GPU: ``H100``, ``RTX 4090``, ``4090``.
     """
+    if not isinstance(name, str):
+        raise TypeError(f'arch must be a string; got {type(name).__name__}; name one as "sm90" or "H100"')
     wanted = _squeezed(name)
     found = ARCHS.get(wanted, ARCHS.get(f"sm{wanted}"))
     if found is not None:

@@ -39,10 +39,17 @@ CONTROL_FLOW = (
     "control flow, or a number that Python takes from a tensor: one expression serves all scores, so no score has a "
     "branch of its own; allowed torch.where(condition, x, y) for `if`, & | ~ for `and` `or` `not`, tensors as they are"
 )
+_NUMPY = "NumPy reads numbers, and a stand-in of scores has none; allowed PyTorch's functions, as torch.tanh"
 A_MASK = (
     "a result of bool; allowed a number, the changed score. A mask_mod, which tells what a query sees, goes to "
     "block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN); or return torch.where(mask, score, -float('inf'))"
 )
+TAKES = {
+    4: "allowed (b, h, q_idx, kv_idx) -> bool, a mask_mod; one of a score first is a score_mod",
+    5: "allowed (score, b, h, q_idx, kv_idx) -> score. A mask_mod, which has no score, goes to "
+    "block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)",
+}
+"""What a callable takes, by the number of arguments that it is given."""
 _OPERATIONS = (
     "arithmetic, comparisons, logic, where, masked_fill, minimum, maximum, clamp, relu, abs, sign, floor, ceil, trunc, "
     "round, exp, exp2, log, log2, sqrt, rsqrt, pow, sin, cos, tanh, sigmoid, erf, //, %, div, fmod, >>, "
@@ -101,18 +108,31 @@ class Tracer(TorchDispatchMode):
             Exception: whatever `function` raises itself.
         """
         self._traced = function
+        self._check_takes(function, len(args))
         with torch.no_grad(), _Functions(self), self:
             result = function(*args)
         if isinstance(result, torch.Tensor) and result.dim():
             raise self.refusal(f"a result of shape {tuple(result.shape)}; allowed one number")
         if not isinstance(result, torch.Tensor | bool | int | float):
-            raise self.refusal(f"a result of {type(result).__name__}; allowed a tensor of one number")
+            hint = "return the changed score" if dtype == "f32" else "return whether the query sees the key"
+            raise self.refusal(f"a result of {type(result).__name__}; allowed a tensor of one number; {hint}")
         node = self.node(result)
         if dtype == "f32" and node.dtype == "bool":
             raise self.refusal(A_MASK)
         if dtype == "bool" and node.dtype != "bool":
             raise self.refusal(f"a result of {node.dtype}; allowed a bool: does the query see the key?")
         return cast(node, dtype)
+
+    def _check_takes(self, function: Callable[..., Any], count: int) -> None:
+        """Refuses a callable that does not take so many arguments: Python would not say which it is given."""
+        try:
+            takes = inspect.signature(function)
+        except (TypeError, ValueError):  # one that has no signature
+            return
+        try:
+            takes.bind(*(None,) * count)
+        except TypeError:
+            raise self.refusal(f"it takes {takes}; {TAKES.get(count, f'allowed {count} arguments')}") from None
 
     def refusal(self, problem: str) -> UntraceableError:
         """The error of the callable that is being traced."""
@@ -199,7 +219,8 @@ class Tracer(TorchDispatchMode):
         kwargs = {it: value for it, value in kwargs.items() if it not in ("device", "layout", "pin_memory")}
         like = func(*args, **kwargs, **({"device": "meta"} if not given else {}))
         if like.dim():
-            raise self.refusal(f"{func} of shape {tuple(like.shape)}; allowed numbers")
+            hint = "make a tensor outside, and capture it"
+            raise self.refusal(f"{func} of shape {tuple(like.shape)}; allowed numbers; {hint}")
         rest = {it: value for it, value in kwargs.items() if it not in _NO_MATTER}
         try:
             node = RULES[name](self.node, self._kind(like.dtype), *args, **rest)
@@ -292,7 +313,8 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """The function, or the tracer's in its place."""
         if func in READERS:
-            raise self.tracer.refusal(f"{func.__name__}: {CONTROL_FLOW}")
+            why = _NUMPY if func.__name__ in ("__array__", "numpy") else CONTROL_FLOW
+            raise self.tracer.refusal(f"{func.__name__}: {why}")
         if func is torch.Tensor.__getitem__:
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
             for it in indices:
