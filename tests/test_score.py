@@ -293,7 +293,7 @@ def test_folding_keeps_what_is_not_a_number():
 # ---------------------------------------------------------------- refusals
 
 VECTOR, MATRIX, NUMBER = torch.rand(4), torch.rand(4, 4), torch.tensor(2.0)
-VISIBLE = torch.ones(28, dtype=torch.bool)
+VISIBLE, BYTES = torch.ones(28, dtype=torch.bool), torch.ones(28, dtype=torch.uint8)
 
 
 REFUSED = {
@@ -322,6 +322,14 @@ REFUSED = {
             "masked_fill": lambda s, b, h, q, kv: s + q.masked_fill(q > kv, 2147483648),
             "full_like": lambda s, b, h, q, kv: s + torch.full_like(q, 2147483648),
             "&": lambda s, b, h, q, kv: s + (q & 2147483648),
+        }.items()
+    },
+    **{
+        f"uint8 {name}": (function, r"-1 among uint8; allowed 0 to 255\. \.int\(\) makes int32")
+        for name, function in {
+            ">": lambda s, b, h, q, kv: torch.where(BYTES[kv] > -1, s, 0.0),
+            "//": lambda s, b, h, q, kv: s + BYTES[kv] // -1,
+            "clamp": lambda s, b, h, q, kv: s + BYTES[kv].clamp(max=-1),
         }.items()
     },
     "random numbers": (lambda s, b, h, q, kv: s + torch.rand(()), "aten.rand"),

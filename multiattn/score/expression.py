@@ -124,6 +124,8 @@ def apply(op: str, *args: Node) -> Node:
         folded = fold(op, [it.value for it in args])
         if folded is not None:
             return const(wrapped(int(folded), dtype) if dtype in BITS else folded, dtype)
+    if op in COMPARISONS and args[0] is args[1] and args[0].dtype != "f32":  # NaN is not what it is
+        return const(op in ("le", "eq"), "bool")
     simpler = _SIMPLER.get(op)
     found = simpler(*args) if simpler else None
     return found if found is not None else make(op, dtype, args)

@@ -6,6 +6,7 @@ captured tensors; a Python number that the callable captures is a constant of th
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -214,6 +215,7 @@ class Tracer(TorchDispatchMode):
             name = name.removesuffix("_")
         if namespace != "aten" or name not in RULES:
             return self._decomposed(func, args, kwargs)
+        self._check_short(args, given)
         if name in ("lift_fresh", "lift_fresh_copy") and id(args[0]) not in self._nodes:
             return self.stand_in(const(args[0].item(), self._kind(args[0].dtype)), args[0].dtype)  # torch.tensor(0.5)
         kwargs = {it: value for it, value in kwargs.items() if it not in ("device", "layout", "pin_memory")}
@@ -226,7 +228,19 @@ class Tracer(TorchDispatchMode):
             node = RULES[name](self.node, self._kind(like.dtype), *args, **rest)
         except NoRuleError as error:
             raise self.refusal(f"{func} of {error}") from None
-        return self._bind(like, _in_bits(node, like.dtype))
+        is_as_given = any(it.dtype == like.dtype and self._nodes.get(id(it)) is node for it in given)
+        return self._bind(like, node if is_as_given else _in_bits(node, like.dtype))
+
+    def _check_short(self, args: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
+        """Refuses a number beside integers of fewer bits than it has: PyTorch takes another, as 255 for a uint8 -1."""
+        dtype = functools.reduce(torch.promote_types, (it.dtype for it in given), torch.bool)
+        if dtype not in _SHORT:
+            return
+        least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        for value in args:
+            if isinstance(value, int) and not least <= value <= most:
+                name = str(dtype).removeprefix("torch.")
+                raise self.refusal(f"the number {value} among {name}; allowed {least} to {most}. .int() makes int32")
 
     def _kind(self, dtype: torch.dtype) -> DType:
         if dtype not in KINDS:
@@ -297,7 +311,7 @@ _SHORT = {torch.uint8: (0, 255), torch.int8: (128, 255), torch.int16: (32768, 65
 
 def _in_bits(node: Node, dtype: torch.dtype) -> Node:
     """An integer of fewer than 32 bits, which wraps around as PyTorch's does."""
-    if dtype not in _SHORT or node.op in ("load", "const") or range_of(node) == (0, 1):
+    if dtype not in _SHORT or range_of(node) == (0, 1):
         return node
     half, ones = (const(it, "i32") for it in _SHORT[dtype])
     return apply("sub", apply("and", apply("add", node, half), ones), half)
