@@ -189,6 +189,15 @@ def test_what_a_cpu_alone_runs_is_told_once_for_each_kind(warned):
         assert reason in message
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_warning_names_the_line_of_the_call(warned, compiled):
+    run = torch.compile(fmha, backend="eager") if compiled else fmha
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run(*qkv(seq=11 + compiled, dtype=torch.float32))  # a plan that no other test has
+    assert [it.filename for it in found if str(it.message).startswith("multiattn: ")] == [__file__]
+
+
 def test_a_wide_gradient_is_told_and_nothing_else_is(warned):
     wide = qkv(dim=520)
     fmha(*wide)
