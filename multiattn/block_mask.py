@@ -149,7 +149,7 @@ def lists_of(visible: torch.Tensor) -> tuple[BlockLists, MaskMod]:
     tensors = tuple(it for both in listed for it in both)
 
     def see(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
-        return visible[b if batch > 1 else 0, h if heads > 1 else 0, i, j]
+        return visible[b if batch != 1 else 0, h if heads != 1 else 0, i, j]
 
     return BlockLists(BlockSpec(BLOCK, BLOCK, has_full=True), tensors), see
 

@@ -158,6 +158,12 @@ def test_transforms_and_fakes_see_it(name):
     assert fmha(*(it.to("meta") for it in plain), bias=mask.to("meta")).shape == out.shape
 
 
+@pytest.mark.parametrize("name", ["keys", "long, of heads"])
+def test_a_batch_may_be_empty(name):
+    q, k, v = (it[:0] for it in qkv(*FORMS[name][0]))
+    assert fmha(q, k, v, bias=visible(name)[:0]).shape == q.shape
+
+
 @pytest.mark.parametrize("name", ["keys", "long"])
 def test_one_graph_serves_every_mask(name):
     inputs, mask = qkv(*FORMS[name][0]), visible(name)
