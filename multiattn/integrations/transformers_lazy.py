@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_map_only
 
 Kind = Literal["padding", "lengths", "packed", "visible"]
 _aten = torch.ops.aten
-_KEPT = frozenset((_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default))
-"""Operations whose result is a LazyMask again."""
+_SHARED = frozenset((_aten.detach.default, _aten.alias.default))
+_KEPT = _SHARED | {_aten.clone.default, _aten._to_copy.default}
+"""Operations whose result is a LazyMask again; those of `_SHARED` give another name to its memory."""
 
 
 class LazyMask(torch.Tensor):
@@ -34,7 +35,8 @@ class LazyMask(torch.Tensor):
               the batch packs, row after row.
             - ``"visible"``: bool ``[B, 1, Sq, Skv]``, the mask itself.
         kind: See `told`.
-        causal: Keys behind a query are hidden. False for ``"visible"``, which tells everything.
+        causal: Keys behind a query are hidden. For ``"visible"``, which tells everything, it is true of a compiled
+            function's mask that is causal, but for packing, and false of all others.
         window: How many keys a query sees to its left, its own among them, and as many to its right where the mask is
             not causal. None is no window.
     """
@@ -45,7 +47,8 @@ class LazyMask(torch.Tensor):
     window: int | None
     packing: tuple[torch.Tensor, LazyMask | None] | None
     """Positions that `attend` has read, and the mask of the sequences that they pack; None if they pack none."""
-    _whole: torch.Tensor | None
+    _made: list[torch.Tensor]
+    """The whole mask, once it is made; one list for a mask and all that share its memory, as views of it do."""
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -60,7 +63,7 @@ class LazyMask(torch.Tensor):
         with torch.inference_mode(False):  # a tensor that counts the writes to it and to its views
             mask: LazyMask = torch.Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=told.device)
         mask.told, mask.kind, mask.causal, mask.window = told, kind, causal, window
-        mask.packing, mask._whole = None, None
+        mask.packing, mask._made = None, []
         return mask
 
     def __init__(self, *args: Any) -> None:
@@ -90,7 +93,7 @@ class LazyMask(torch.Tensor):
     @property
     def written(self) -> torch.Tensor | None:
         """The whole mask if somebody has written to it, through a view or in place; else None."""
-        return self._whole if self._version else None
+        return self._made[0] if self._version and self._made else None
 
     def visible(self) -> torch.Tensor:
         """The mask as bools ``[B, 1, Sq, Skv]``, true where a query sees a key."""
@@ -122,13 +125,13 @@ class LazyMask(torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """The mask as eager attention adds it; made once, but for a compiled function."""
-        if self._whole is not None:
-            return self._whole
+        if self._made:
+            return self._made[0]
         with torch.inference_mode(False):
             zero = torch.zeros((), dtype=self.dtype, device=self.told.device)
             whole = torch.where(self.visible(), zero, torch.finfo(self.dtype).min)
         if type(self.told) is torch.Tensor:
-            self._whole = whole
+            self._made.append(whole)
         return whole
 
     @classmethod
@@ -148,7 +151,10 @@ class LazyMask(torch.Tensor):
             if func in _KEPT and dtype.is_floating_point:
                 options = {name: it for name, it in kwargs.items() if name in ("device", "non_blocking")}
                 told = func(first.told, **options)
-                return LazyMask(told, first.kind, first.causal, first.window, first.shape, dtype)
+                kept = LazyMask(told, first.kind, first.causal, first.window, first.shape, dtype)
+                if func in _SHARED:
+                    kept._made = first._made
+                return kept
             if func is _aten.slice.Tensor and _is_all(first, *args[1:], **kwargs):
                 return first
         if func._schema.is_mutable and type(first) is LazyMask and type(first.told) is not torch.Tensor:
