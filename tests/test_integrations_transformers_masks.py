@@ -18,6 +18,7 @@ from transformers.masking_utils import (  # noqa: E402
     packed_sequence_mask_function,
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
+    sliding_window_overlay,
 )
 
 import multiattn  # noqa: E402
@@ -42,7 +43,10 @@ FUNCTIONS = {
     "chunks": (chunked_causal_mask_function(4, NO_PADDING), 4),
     "one chunk": (chunked_causal_mask_function(40, NO_PADDING), 40),
     "prefix": (or_masks(causal_mask_function, lambda b, h, i, j: (i < 3) & (j < 3)), None),
+    "window or before": (or_masks(sliding_window_overlay(3), causal_mask_function), None),
     "packed": (packed(causal_mask_function), None),
+    "packed or before": (or_masks(causal_mask_function, packed_sequence_mask_function(POSITIONS // 3)), None),
+    "packed and on": (and_masks(causal_mask_function, packed_sequence_mask_function(POSITIONS % 2)), None),
     "packed window": (packed(sliding_window_causal_mask_function(2)), 2),
 }
 PLACES = [
@@ -140,11 +144,21 @@ def hide_by_a_view(mask):
     mask[:, 0].select(-1, 1).fill_(torch.finfo(mask.dtype).min)
 
 
+def hide_by_a_slice_of_all(mask):
+    mask[:, :, :, :9][..., 1] = torch.finfo(mask.dtype).min
+
+
+def hide_by_a_detached_one(mask):
+    mask.detach()[..., 1] = torch.finfo(mask.dtype).min
+
+
 def hide_in_place(mask):
     mask += torch.tensor([0.0, -1e30, 0.0, 0.0, 0.0])
 
 
-@pytest.mark.parametrize("write", [hide_a_key, hide_by_a_view, hide_in_place])
+@pytest.mark.parametrize(
+    "write", [hide_a_key, hide_by_a_view, hide_by_a_slice_of_all, hide_by_a_detached_one, hide_in_place]
+)
 @pytest.mark.parametrize("inference", [False, True])
 def test_attention_sees_what_a_model_wrote(write, inference):
     with torch.inference_mode(inference):
@@ -156,6 +170,46 @@ def test_attention_sees_what_a_model_wrote(write, inference):
         bias = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
         torch.testing.assert_close(out.transpose(1, 2), multiattn.reference(q, k, v, bias=bias)[0])
         assert torch.equal(mask.clone()[..., 1] < -1e29, torch.ones(BATCH, 1, 5, dtype=torch.bool))
+
+
+HOLES = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("place", "function", "padding"),
+    [
+        ((9, 9), causal_mask_function, HOLES),
+        ((9, 9), sliding_window_causal_mask_function(3), HOLES),
+        ((9, 9), sliding_window_bidirectional_mask_function(2), HOLES),
+        ((4, 9, 5), sliding_window_causal_mask_function(3), HOLES),
+        ((4, 12, 5), sliding_window_causal_mask_function(3), HOLES),
+        ((4, 9, 5), causal_mask_function, HOLES[:, -4:]),  # of the new tokens alone, as for the first keys
+        ((9, 9), causal_mask_function, HOLES[:1]),
+    ],
+)
+def test_attention_is_that_of_the_mask(place, function, padding):
+    """In the rows of tokens: padding between them counts for windows, and queries may be behind all that is told."""
+    mask = make_mask(padding.shape[0], *place, mask_function=function, attention_mask=padding.bool())
+    of = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(BATCH, 2, length, 8, generator=of) for length in (place[0], place[1], place[1]))
+    out = attend(torch.nn.Module(), q, k, v, mask)[0].transpose(1, 2)
+    wanted = multiattn.reference(q, k, v, bias=mask.whole())[0]
+    rows = padding[:, None, -place[0] :, None] if padding.shape[1] == 9 else 1
+    torch.testing.assert_close(out * rows, wanted * rows)
+
+
+@pytest.mark.parametrize("sizes", [(5, 5), (5, 9), (1, 7), (3, 7)])
+@pytest.mark.parametrize("told", ["padding", "lengths", "whole"])
+def test_a_mask_of_another_call_is_refused(told, sizes):
+    """Eager attention cannot add it; a band would silently be taken for another one."""
+    q, k, v = (torch.zeros(BATCH, 2, length, 8) for length in (sizes[0], sizes[1], sizes[1]))
+    if told == "lengths":
+        mask = make_mask(BATCH, 1, 8, q_offset=torch.tensor(4), allow_is_causal_skip=False)
+    else:
+        given = {"attention_mask": HOLES[:, :7].bool()} if told == "padding" else {}
+        mask = make_mask(BATCH, 5, 7, q_offset=2, **given)
+    with pytest.raises(ValueError, match="attention_mask: got one made for"):
+        attend(torch.nn.Module(), q, k, v, mask)
 
 
 @pytest.mark.parametrize("inside", [False, True])

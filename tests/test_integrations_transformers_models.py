@@ -1,12 +1,14 @@
 """Models of transformers that do with masks, keywords and positions what others do not, beside eager attention."""
 
+import inspect
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
 from test_integrations_transformers import BATCH, CACHE, LENGTH, SIZES, build, check, decoder, padding, tokens  # noqa: E402
-from transformers.masking_utils import create_causal_mask  # noqa: E402
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask  # noqa: E402
 
 import multiattn  # noqa: E402
 import multiattn.integrations.transformers as hook  # noqa: E402
@@ -157,6 +159,49 @@ def test_compiled_functions_keep_packed_sequences_apart(knows_positions):
     torch.testing.assert_close(found, torch.cat(parts, 1))
 
 
+@pytest.mark.parametrize("kind", ["blocks", "chunks", "prefix"])
+def test_compiled_functions_lose_no_mask_to_lengths(kind):
+    """Blocks that see themselves are kept in packed sequences; what a compiled function cannot tell is refused."""
+    if kind == "blocks" and "block_sequence_ids" not in inspect.signature(create_causal_mask).parameters:
+        pytest.skip("needs a newer transformers")
+    lengths = torch.tensor([0, FIRST, LENGTH], dtype=torch.int32)
+    config = transformers.LlamaConfig(**SIZES, attn_implementation="multiattn", attention_chunk_size=4)
+
+    def forward(states, positions, lengths):
+        given = config, states, None, None
+        if kind == "chunks":
+            mask = create_chunked_causal_mask(*given, position_ids=positions)
+        elif kind == "prefix":
+            mask = create_causal_mask(*given, position_ids=positions, or_mask_function=lambda b, h, i, j: j < 3)
+        else:
+            mask = create_causal_mask(
+                *given, position_ids=positions, block_sequence_ids=torch.where(positions < 3, 0, -1)
+            )
+        heads = states.unflatten(-1, (4, -1)).transpose(1, 2)
+        packing = {} if lengths is None else {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+        return hook.attend(Layer(True), heads, heads, heads, mask, **packing)[0]
+
+    torch.compiler.reset()
+    compiled = torch.compile(forward, backend="aot_eager")
+    if kind != "blocks":
+        with pytest.raises(ValueError, match="lengths beside an attention_mask"):
+            compiled(states(), POSITIONS[None], lengths)
+        return
+    found = compiled(states(), POSITIONS[None], lengths)
+    parts = [forward(it, torch.arange(it.shape[1])[None], None) for it in states().split([FIRST, LENGTH - FIRST], 1)]
+    torch.testing.assert_close(found, torch.cat(parts, 1))
+
+
+def test_a_trace_is_refused():
+    def layer(q):
+        return hook.attend(Layer(True), q, q, q, None)[0]
+
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace would keep"):
+        torch.jit.trace(layer, torch.randn(1, 2, 5, 8), check_trace=False)
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace would keep"):
+        torch.jit.trace(lambda it: hook.make_mask(1, 5, 5) + it, torch.ones(1), check_trace=False)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("knows_positions", [False, True])
 def test_attention_exports_with_a_dynamic_length(knows_positions, masked):
@@ -247,6 +292,10 @@ def test_no_mask_is_full_attention_where_a_model_knows_eager_attention_alone():
     torch.testing.assert_close(out.transpose(1, 2), multiattn.reference(q, k, v)[0])
 
 
+LENGTHS = torch.tensor([0, 4, 18], dtype=torch.int32)
+HOLE = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1, 1], [1] * 9])
+
+
 @pytest.mark.parametrize(
     ("layer", "lengths", "given", "error", "match"),
     [
@@ -258,6 +307,10 @@ def test_no_mask_is_full_attention_where_a_model_knows_eager_attention_alone():
         (Layer(), (9, 9), {"chosen": torch.ones(3)}, NotImplementedError, r"chosen: got a Tensor \[3\]"),
         (Layer(), (9, 9), {"block_indices": torch.zeros(2, 1, 9, 1, dtype=int)}, NotImplementedError, "block_indices"),
         (Layer(), (9, 9), {"output_attentions": True}, NotImplementedError, "output_attentions"),
+        (Layer(), (9, 9), {"cu_seq_lens_q": LENGTHS}, ValueError, "lengths without cu_seq_lens_k"),
+        (Layer(True), (9, 9), {"cu_seq_lens_k": LENGTHS}, ValueError, "lengths without cu_seq_lens_q"),
+        (Layer(), (9, 9), {"cu_seq_lens_q": LENGTHS, "cu_seq_lens_k": LENGTHS}, NotImplementedError, "is_causal="),
+        (Layer(), (9, 9), {"attention_mask": HOLE, "sliding_window": 3}, NotImplementedError, "between tokens"),
         (Layer(), (9, 9), {"attention_mask": torch.ones(3, 9)}, ValueError, "attention_mask"),
         (Layer(), (2, 2), {"attention_mask": torch.ones(2, 2, dtype=int)}, ValueError, "attention_mask"),
     ],
@@ -268,8 +321,7 @@ def test_what_has_no_certain_meaning_is_refused(layer, lengths, given, error, ma
 
 
 def test_a_window_of_nothing_is_refused_with_packing_too():
-    lengths = torch.tensor([0, 4, 18], dtype=torch.int32)
-    given = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 14, "max_length_k": 14}
+    given = {"cu_seq_lens_q": LENGTHS, "cu_seq_lens_k": LENGTHS, "max_length_q": 14, "max_length_k": 14}
     with pytest.raises(ValueError, match="sliding_window: got 0"):
         hook.attend(Layer(True), *qkv(), None, sliding_window=0, **given)
 

@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from multiattn.block_mask import blocks_of
-from multiattn.integrations.transformers_keywords import HARMLESS, refuse_dropout, refuse_unknown
+from multiattn.integrations.transformers_keywords import HARMLESS, refuse_dropout, refuse_trace, refuse_unknown
 from multiattn.integrations.transformers_kinds import (
     Inputs,
     attend_lengths,
@@ -28,8 +28,8 @@ from multiattn.integrations.transformers_kinds import (
     band_of,
 )
 from multiattn.integrations.transformers_lazy import LazyMask, lazy_mask
-from multiattn.integrations.transformers_masks import Band, make_mask
-from multiattn.integrations.transformers_models import is_eager_only, refuse_bools, refuse_untested
+from multiattn.integrations.transformers_masks import Band, has_holes, make_mask
+from multiattn.integrations.transformers_models import is_eager_only, makes_blocks, refuse_bools, refuse_untested
 from multiattn.integrations.transformers_paged import NAME, attend_paged, register_continuous_batching
 from multiattn.integrations.transformers_selection import (
     apart,
@@ -130,6 +130,7 @@ def attend(
     refuse_dropout(dropout)
     refuse_unknown(kwargs)
     if not is_compiling():
+        refuse_trace()
         refuse_untested(layer)
     query, key, value, head_dim = _prepared(query, key, value)
     if scaling is None:
@@ -142,7 +143,10 @@ def attend(
     call = Inputs(query, key, value, position_bias, options)
     mask, says_causal = _as_mask(attention_mask, query), _says_causal(module, is_causal)
     selected = selected_keys(module, query, key.shape[2], indices, block_indices)
-    table, is_packed = kwargs.get("block_table"), cu_seq_lens_q is not None and cu_seq_lens_k is not None
+    table, is_packed = kwargs.get("block_table"), cu_seq_lens_q is not None
+    if is_packed != (cu_seq_lens_k is not None):
+        given, missing = ("cu_seq_lens_q", "cu_seq_lens_k") if is_packed else ("cu_seq_lens_k", "cu_seq_lens_q")
+        raise ValueError(f"{given}: got lengths without {missing}; allowed both, or neither")
     if mask is None and says_causal and not is_packed and (is_causal or not is_eager_only(layer)):
         mask = _causal_mask(call, sliding_window)
     if selected is not None and not is_compiling():
@@ -159,6 +163,8 @@ def attend(
     elif is_packed:
         lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         band = _band_of_lengths(mask, says_causal, sliding_window)
+        if isinstance(mask, LazyMask) and mask.kind == "visible" and makes_blocks(layer):
+            band, selected = (False, None), mask.visible() if selected is None else mask.visible() & selected
         if selected is not None or sinks is not None or position_bias is not None:
             out = attend_selected(call, packed_mask(call, lengths, band), selected, sinks)
         else:
@@ -171,6 +177,11 @@ def attend(
         _refuse_window(sliding_window, key.shape[2])
         out = attend_padded(call, None, band_of(False, None))
     elif mask.ndim == 2:
+        if sliding_window is not None and (is_compiling() or has_holes(mask.to(torch.bool))):
+            raise NotImplementedError(
+                f"attention_mask: got padding {list(mask.shape)} that may be between tokens, which sliding_window="
+                f"{sliding_window} counts; allowed a mask that has the window. Let transformers make it"
+            )
         out = attend_padded(call, mask, band_of(says_causal is True, sliding_window))
     else:
         if mask.dtype == torch.bool and not is_compiling():
@@ -241,19 +252,36 @@ def _band_of_lengths(mask: torch.Tensor | None, says_causal: bool | None, window
 
     Raises:
         ValueError: For a mask of padding, or one of a model's own.
+        NotImplementedError: If nothing tells whether it is causal.
     """
-    if isinstance(mask, LazyMask) and (mask.kind == "packed" or (mask.kind == "padding" and mask.told.shape[0] == 0)):
+    is_whole = isinstance(mask, LazyMask) and mask.kind == "padding" and mask.told.shape[0] == 0
+    if isinstance(mask, LazyMask) and (is_whole or mask.kind == "packed" or (mask.kind == "visible" and mask.causal)):
         return mask.causal, mask.window
-    if mask is None or (isinstance(mask, LazyMask) and mask.kind == "visible" and is_compiling()):
-        return says_causal is not False, window  # a compiled function cannot tell whether positions pack sequences
+    if mask is None and says_causal is not None:
+        return says_causal, window
+    if mask is None:
+        raise NotImplementedError(
+            "cu_seq_lens_q: got lengths for an attention that does not say whether it is causal; allowed is_causal="
+        )
     raise ValueError(
         "cu_seq_lens_q: got lengths beside an attention_mask; allowed either: packed sequences have no padding"
     )
 
 
 def _attend_lazy(call: Inputs, mask: LazyMask) -> torch.Tensor:
-    """Attention with a mask of `make_mask`."""
+    """Attention with a mask of `make_mask`.
+
+    Raises:
+        ValueError: For a mask of other sizes than the call's.
+    """
     told, causal, window = mask.told, mask.causal, mask.window
+    size = (*call.q.shape[:1], 1, call.q.shape[2], call.k.shape[2])
+    if not is_compiling() and mask.shape != size:
+        if mask.shape != (1, *size[1:]):
+            got = f"attention_mask: got one made for {list(mask.shape)}"
+            raise ValueError(f"{got}; allowed [B, 1, Sq, Skv] of the call, {list(size)}")
+        out: torch.Tensor = attend_masked(call, mask.visible())
+        return out
     if mask.kind == "visible" or (mask.kind == "packed" and call.bias is not None):
         return attend_selected(call, mask, None, None)
     if mask.kind == "lengths":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
 OUTPUTS = (
@@ -106,6 +107,19 @@ def refuse_dropout(dropout: float) -> None:
         raise NotImplementedError(
             f"multiattn has no dropout of attention weights; got dropout={dropout}. Set the model's to 0 "
             "(attention_dropout, attention_probs_dropout_prob or dropout_rate of its config), or call model.eval()"
+        )
+
+
+def refuse_trace() -> None:
+    """Refuse `torch.jit.trace`, which would keep what masks and positions of its example are.
+
+    Raises:
+        NotImplementedError: While it traces.
+    """
+    if torch._C._is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace would keep the padding and the packing of its example; allowed torch.export and "
+            'torch.compile. Or use attn_implementation="eager"'
         )
 
 

@@ -7,11 +7,14 @@ is told in few numbers, and any other mask in full.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from transformers import masking_utils
 from transformers.masking_utils import (
+    and_masks,
     bidirectional_mask_function,
     causal_mask_function,
     chunked_overlay,
@@ -21,6 +24,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from multiattn.integrations.transformers_keywords import refuse_trace
 from multiattn.integrations.transformers_lazy import LazyMask, lazy_mask
 from multiattn.integrations.transformers_models import refuse_own_attention
 
@@ -64,6 +68,7 @@ def make_mask(
         raise ValueError(f"attention_mask: got {got}; allowed [B, Skv] or [B, H, Sq, Skv]")
     size, config = (batch_size, 1, q_length, kv_length), kwargs.get("config")
     ids: torch.Tensor | None = None
+    is_chunk = False
     if is_compiling():
         is_chunk = _is_chunk(config, local_size, kv_offset + kv_length)
         band = _band_of_arguments(
@@ -71,6 +76,7 @@ def make_mask(
         )
     else:
         kind: Any = type(config)
+        refuse_trace()
         refuse_own_attention(kind)
         ids, band = _read(mask_function, kv_offset + kv_length)
         if band is not None and band[1] is not None and band[1] >= kv_length:
@@ -102,6 +108,9 @@ def make_mask(
         allow_is_bidirectional_skip=False,
         **kwargs,
     )
+    is_band = is_compiling() and not (allow_is_bidirectional_skip or is_chunk or kwargs.get("use_vmap"))
+    if is_band and attention_mask is None:
+        return lazy_mask(whole, "visible", True, local_size, size, dtype)
     return lazy_mask(whole, "visible", False, None, size, dtype)
 
 
@@ -124,12 +133,21 @@ def _keys(
         if window is not None:
             return None
     keys = int(keys) if isinstance(keys, torch.Tensor) else keys  # once for a prefill
+    if attention_mask is not None and attention_mask.shape[1] < kv_offset + keys:
+        return None  # the last queries are not among its tokens
     if attention_mask is not None:
         attention_mask = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + keys]
-        attention_mask = torch.nn.functional.pad(attention_mask, (0, keys - attention_mask.shape[1]))
-    if attention_mask is None or not (is_compiling() or not attention_mask.all()):
+    if attention_mask is None or (not is_compiling() and attention_mask.all()):
         return torch.empty((0, keys), dtype=torch.bool, device=device)
+    if window is not None and (is_compiling() or has_holes(attention_mask)):
+        return None
     return attention_mask
+
+
+def has_holes(mask: torch.Tensor) -> bool:
+    """True if padding is between tokens of a row of ``[B, n]``: a window counts it, and `fmha_padded` does not."""
+    begins = (mask[:, 1:] & ~mask[:, :-1]).sum(-1) + mask[:, 0]
+    return bool((begins > 1).any())
 
 
 def _band_of_arguments(
@@ -159,14 +177,17 @@ def _read(mask_function: MaskFunction, end: int) -> tuple[torch.Tensor | None, B
     """
     if mask_function in (causal_mask_function, bidirectional_mask_function):
         return None, (mask_function is causal_mask_function, None)
-    both = _variables(mask_function).get("mask_functions", ())
+    both = _variables(mask_function).get("mask_functions", ()) if _code(mask_function) is _CODES["both"] else ()
     if len(both) != 2:
         return None, None
-    code, variables = getattr(both[0], "__code__", None), _variables(both[0])
-    if getattr(both[1], "__code__", None) is _CODES["packed"]:
+    code, variables = _code(both[0]), _variables(both[0])
+    if _code(both[1]) is _CODES["packed"]:
         ids: torch.Tensor = _variables(both[1])["packed_sequence_mask"]
-        band = _read(variables.get("mask_function", both[0]), end)[1]  # transformers gives it positions of a sequence
-        return (ids, band) if band is not None and band[0] else (None, None)
+        inner = variables["mask_function"] if code is _CODES.get("positions", 0) else both[0]
+        band = _read(inner, end)[1]
+        if band is None or not band[0] or (ids.diff(dim=-1) < 0).any():  # a sequence that goes on behind another
+            return None, None
+        return ids, band
     if both[1] is causal_mask_function and code is _CODES["window"]:
         return None, (True, variables["sliding_window"])
     if both[1] is causal_mask_function and code is _CODES["chunk"] and end <= variables["chunk_size"]:
@@ -174,6 +195,10 @@ def _read(mask_function: MaskFunction, end: int) -> tuple[torch.Tensor | None, B
     if both[1] is bidirectional_mask_function and code is _CODES["both sides"]:
         return None, (False, variables["sliding_window"] + 1)  # transformers leaves the query's own key out
     return None, None
+
+
+def _code(function: MaskFunction) -> CodeType | None:
+    return getattr(function, "__code__", None)
 
 
 def _variables(function: MaskFunction) -> dict[str, Any]:
@@ -207,9 +232,13 @@ def starts_of(is_first: torch.Tensor) -> torch.Tensor:
 
 
 _CODES = {
+    "both": and_masks(causal_mask_function).__code__,
     "packed": packed_sequence_mask_function(None).__code__,
     "window": sliding_window_overlay(1).__code__,
     "chunk": chunked_overlay(1, None).__code__,
     "both sides": sliding_window_bidirectional_overlay(1).__code__,
 }
 """The code of transformers' closures."""
+if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # not in its older releases
+    _positions: Any = masking_utils.remap_positions_for_packed_sequence
+    _CODES["positions"] = _positions(None, None).__code__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -99,6 +100,15 @@ def _is_eager_only(attention: type) -> bool:
 
 is_eager_only: Callable[[type], bool] = torch.compiler.assume_constant_result(_is_eager_only)
 """True for the layers of a model in `EAGER_ONLY`, also in a compiled function."""
+
+
+def _makes_blocks(attention: type) -> bool:
+    module = sys.modules.get(attention.__module__)
+    return module is not None and hasattr(module, "__file__") and "block_sequence_ids" in inspect.getsource(module)
+
+
+makes_blocks: Callable[[type], bool] = torch.compiler.assume_constant_result(cache(_makes_blocks))
+"""True for the layers of a model whose masks may show blocks of tokens, such as an image, to themselves."""
 
 
 @cache
