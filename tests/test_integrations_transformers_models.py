@@ -182,7 +182,7 @@ def test_compiled_functions_lose_no_mask_to_lengths(kind):
         return hook.attend(Layer(True), heads, heads, heads, mask, **packing)[0]
 
     torch.compiler.reset()
-    compiled = torch.compile(forward, backend="aot_eager")
+    compiled = torch.compile(forward, backend="aot_eager", fullgraph=kind == "blocks")
     if kind != "blocks":
         with pytest.raises(ValueError, match="lengths beside an attention_mask"):
             compiled(states(), POSITIONS[None], lengths)

@@ -275,11 +275,11 @@ def _attend_lazy(call: Inputs, mask: LazyMask) -> torch.Tensor:
         ValueError: For a mask of other sizes than the call's.
     """
     told, causal, window = mask.told, mask.causal, mask.window
-    size = (*call.q.shape[:1], 1, call.q.shape[2], call.k.shape[2])
-    if not is_compiling() and mask.shape != size:
-        if mask.shape != (1, *size[1:]):
+    (batch, _, seq_q, _), seq_kv = call.q.shape, call.k.shape[2]
+    if not is_compiling() and mask.shape != (batch, 1, seq_q, seq_kv):
+        if mask.shape != (1, 1, seq_q, seq_kv):
             got = f"attention_mask: got one made for {list(mask.shape)}"
-            raise ValueError(f"{got}; allowed [B, 1, Sq, Skv] of the call, {list(size)}")
+            raise ValueError(f"{got}; allowed [B, 1, Sq, Skv] of the call, {[batch, 1, seq_q, seq_kv]}")
         out: torch.Tensor = attend_masked(call, mask.visible())
         return out
     if mask.kind == "visible" or (mask.kind == "packed" and call.bias is not None):
@@ -287,8 +287,8 @@ def _attend_lazy(call: Inputs, mask: LazyMask) -> torch.Tensor:
     if mask.kind == "lengths":
         return attend_lengths(call, told, window)
     if mask.kind == "packed":
-        count = call.q.shape[2]  # keys behind them are unused places of a static cache
-        call = call._replace(k=call.k[:, :, :count], v=call.v[:, :, :count])
+        # keys behind them are unused places of a static cache
+        call = call._replace(k=call.k[:, :, :seq_q], v=call.v[:, :, :seq_q])
         return attend_packed(call, (told[0], told[0], *2 * (told.shape[0],)), band_of(causal, window))
     return attend_padded(call, told, band_of(causal, window))
 

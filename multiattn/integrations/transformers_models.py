@@ -107,7 +107,7 @@ def _makes_blocks(attention: type) -> bool:
     return module is not None and hasattr(module, "__file__") and "block_sequence_ids" in inspect.getsource(module)
 
 
-makes_blocks: Callable[[type], bool] = torch.compiler.assume_constant_result(cache(_makes_blocks))
+makes_blocks: Callable[[type], bool] = torch.compiler.assume_constant_result(_makes_blocks)
 """True for the layers of a model whose masks may show blocks of tokens, such as an image, to themselves."""
 
 
