@@ -1,0 +1,495 @@
+"""The sweep over transformers' models: what each cell runs, and its verdict on multiattn beside eager attention.
+
+Run it as ``python tests/transformers_cells.py [class ...]`` for a table; without a name it takes all classes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import copy
+import inspect
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import transformers
+import transformers_models as models
+from transformers import AttentionInterface
+from transformers_models import BATCH, LENGTH, tokens
+
+from multiattn.integrations.transformers import register
+
+Tensors = list[tuple[torch.Tensor, torch.Tensor | None]]
+"""Results, each with the rows that count, a bool ``[B, S]``; None where all do."""
+
+TOLERANCE = 1e-4
+"""An error's share of the largest value; in float32, so that a fault has no rounding to hide in."""
+FIRST, STEPS, PROMPT = 9, 7, 9
+SECONDS = 40
+
+
+class TimeLimitError(BaseException):
+    """A cell took too long; not an Exception, for models to catch none."""
+
+
+class Spy:
+    """Counts the calls of `attend`, and keeps which keywords of packing it was given."""
+
+    def __init__(self, attend: Callable[..., Any]) -> None:
+        self.attend, self.calls, self.told = attend, 0, set[str]()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        self.told |= {it for it in ("cu_seq_lens_q", "position_ids") if kwargs.get(it) is not None}
+        return self.attend(*args, **kwargs)
+
+
+def flat(found: Any) -> Iterator[torch.Tensor]:
+    """All floating tensors of a model's output, less its cache."""
+    if isinstance(found, torch.Tensor):
+        if found.is_floating_point():
+            yield found
+    elif isinstance(found, dict):
+        for name, it in found.items():
+            if "past" not in name and "cache" not in name:
+                yield from flat(it)
+    elif isinstance(found, (tuple, list)):
+        for it in found:
+            yield from flat(it)
+
+
+def padding(left: int = 0, right: int = 0, length: int = LENGTH) -> torch.Tensor:
+    """A mask ``[B, length]`` of the tokenizer's kind; one row has padding, the other less."""
+    mask = torch.ones(BATCH, length, dtype=torch.long)
+    mask[0, :left] = 0
+    mask[1, :left // 3] = 0
+    mask[1, length - right :] = 0
+    return mask
+
+
+def outputs(model: Any, mask: torch.Tensor | None = None, **given: Any) -> Tensors:
+    """What a model gives; with a mask only those of its rows that are tokens."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        found = [it.double() for it in flat(model(**given))]
+    if mask is None:
+        return [(it, None) for it in found]
+    return [(it, mask.bool()) for it in found if it.shape[:2] == mask.shape]
+
+
+class Subject:
+    """A class made small, its inputs, and its cells."""
+
+    def __init__(self, name: str) -> None:
+        self.kind = getattr(transformers, name)
+        failures: list[str] = []
+        for recipe in models.recipes():
+            try:
+                self.config = models.small_of(self.kind, recipe)
+                self.eager = self.build("eager")
+            except Exception as error:
+                failures.append(f"{type(error).__name__}: {error}")
+                continue
+            for given in models.inputs(self.eager):
+                try:
+                    if outputs(self.eager, **given):
+                        self.inputs = given
+                        return
+                    failures.append("no output")
+                except Exception as error:
+                    frame = traceback.extract_tb(error.__traceback__)[-1]
+                    where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+                    failures.append(f"{list(given)}: {type(error).__name__}: {str(error)[:160]} {where}")
+        raise ValueError(" | ".join(failures[:3]))
+
+    def build(self, implementation: str, **changes: Any) -> Any:
+        config = copy.deepcopy(self.config)
+        for name, it in changes.items():
+            for part in (config, config.get_text_config(decoder=True)):
+                if hasattr(part, name):
+                    setattr(part, name, it)
+        return models.build(self.kind, config, implementation)
+
+    def takes(self, name: str) -> bool:
+        names = inspect.signature(self.kind.forward).parameters
+        return name in names
+
+    @property
+    def is_text(self) -> bool:
+        return "input_ids" in self.inputs
+
+    @property
+    def generates(self) -> bool:
+        return self.kind.can_generate() and hasattr(self.eager, "generate")
+
+    @property
+    def has_two_parts(self) -> bool:
+        return "decoder_input_ids" in self.inputs
+
+    def cells(self) -> Iterator[tuple[str, Callable[[Any], Tensors], list[Callable[[Any], Tensors]], dict[str, Any]]]:
+        """Each cell: its name, what multiattn runs, what of eager attention is true, and changes of the config."""
+        plain = self.plain
+        yield "plain", plain, [plain], {}
+        if self.is_text and self.takes("attention_mask"):
+            yield "left padding", self.left, [self.left], {}
+            yield "right padding", self.right, [self.right], {}
+            if self.has_two_parts and self.takes("decoder_attention_mask"):
+                yield "decoder padding", self.targets, [self.targets], {}
+            if not self.has_two_parts:
+                added, bools = self.mask(False), self.mask(True)
+                yield "4-D mask of numbers", added, [added], {}
+                yield "4-D mask of bools", bools, [added], {}
+        elif not self.is_text and self.takes("attention_mask"):
+            yield "right padding", self.sound, [self.sound], {}
+        if self.generates and self.is_text and not self.has_two_parts:
+            names = inspect.signature(self.kind.forward).parameters
+            if self.takes("position_ids"):
+                yield "packed by position_ids", self.packed(True, False), [self.apart, self.blocks], {}
+            if any(it.kind == it.VAR_KEYWORD for it in names.values()):
+                yield "packed by cu_seq_lens", self.packed(self.takes("position_ids"), True), [self.apart, self.blocks], {}
+            window = {"sliding_window": 6, "use_sliding_window": True}
+            if hasattr(self.config.get_text_config(decoder=True), "sliding_window"):
+                yield "sliding", self.sliding, [self.sliding], window
+        if self.generates:
+            for cache in ("dynamic", "static", "quantized"):
+                run = self.generate(cache_implementation=cache)
+                yield f"generate, {cache}", run, [run], {}
+            run = self.generate(num_beams=3)
+            yield "generate, beams", run, [run], {}
+        yield "training", self.train, [self.train], {}
+        for name in ("get_image_features", "get_audio_features"):
+            if hasattr(self.kind, name) and name.split("_")[1] not in "".join(self.inputs):
+                yield name.split("_")[1], self.features(name), [self.features(name)], {}
+
+    def plain(self, model: Any) -> Tensors:
+        found = outputs(model, **self.inputs)
+        if self.is_text and self.takes("position_ids") and self.generates and not self.has_two_parts:
+            with contextlib.suppress(IndexError, ValueError):
+                found += outputs(model, input_ids=tokens(1), position_ids=torch.arange(3, 3 + LENGTH)[None])
+        return found
+
+    def left(self, model: Any) -> Tensors:
+        mask = padding(left=7)
+        found = outputs(model, mask, **self.inputs, attention_mask=mask)
+        if self.takes("position_ids") and self.generates and not self.has_two_parts:
+            positions = (mask[:1].cumsum(-1) - 1).clamp(min=0)
+            found += outputs(model, mask[:1], input_ids=tokens(1), attention_mask=mask[:1], position_ids=positions)
+        return found or outputs(model, **self.inputs, attention_mask=mask)
+
+    def right(self, model: Any) -> Tensors:
+        mask = padding(right=7)
+        return outputs(model, mask, **self.inputs, attention_mask=mask) or outputs(
+            model, **self.inputs, attention_mask=mask
+        )
+
+    def targets(self, model: Any) -> Tensors:
+        length = self.inputs["decoder_input_ids"].shape[1]
+        mask = padding(right=4, length=length)
+        given = self.inputs | {"decoder_attention_mask": mask, "attention_mask": padding(right=7)}
+        return outputs(model, mask, **given)
+
+    def sound(self, model: Any) -> Tensors:
+        (given,) = (it for name, it in self.inputs.items() if name != "decoder_input_ids")
+        for dim in (1, 2):
+            if given.ndim <= dim:
+                continue
+            mask = torch.ones(BATCH, given.shape[dim], dtype=torch.long)
+            mask[1, given.shape[dim] // 2 :] = 0
+            with contextlib.suppress(RuntimeError, ValueError, IndexError):
+                found = outputs(model, **self.inputs, attention_mask=mask)
+                break
+        else:
+            found = outputs(model, **self.inputs, attention_mask=mask)
+        if self.has_two_parts:
+            return found
+        return [(it, self._first_half(it)) for it, _ in found if it.ndim >= 2]
+
+    @staticmethod
+    def _first_half(found: torch.Tensor) -> torch.Tensor:
+        rows = torch.ones(found.shape[:2], dtype=torch.bool)
+        rows[1, max(found.shape[1] // 2 - 3, 0) :] = False
+        return rows
+
+    def mask(self, is_bool: bool) -> Callable[[Any], Tensors]:
+        seen = torch.rand(BATCH, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(5)) < 0.6
+        seen |= torch.eye(LENGTH, dtype=torch.bool)
+        seen = seen.tril() if self.generates else seen
+        added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        given = self.inputs | {"attention_mask": seen if is_bool else added}
+
+        def run(model: Any) -> Tensors:
+            return outputs(model, **given)
+
+        return run
+
+    def packed(self, has_positions: bool, has_lengths: bool) -> Callable[[Any], Tensors]:
+        given: dict[str, Any] = {"input_ids": tokens(1), "use_cache": False}
+        if has_positions:
+            given["position_ids"] = torch.cat((torch.arange(FIRST), torch.arange(LENGTH - FIRST)))[None]
+        if has_lengths:
+            lengths = torch.tensor([0, FIRST, LENGTH], dtype=torch.int32)
+            given |= {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+            given |= {"max_length_q": LENGTH - FIRST, "max_length_k": LENGTH - FIRST}
+
+        def run(model: Any) -> Tensors:
+            return self._rows(outputs(model, **given))
+
+        return run
+
+    @staticmethod
+    def _rows(found: Tensors) -> Tensors:
+        return [it for it in found if it[0].ndim >= 3][:1]
+
+    def apart(self, model: Any) -> Tensors:
+        parts = [
+            self._rows(outputs(model, input_ids=it, use_cache=False))[0][0] for it in tokens(1).split([FIRST, LENGTH - FIRST], 1)
+        ]
+        return [(torch.cat(parts, 1), None)]
+
+    def blocks(self, model: Any) -> Tensors:
+        """Packed sequences by a full mask: the truth of models that mix tokens elsewhere, too."""
+        seen = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool)
+        seen[..., :FIRST, :FIRST] = seen[..., FIRST:, FIRST:] = True
+        added = torch.zeros(seen.shape).masked_fill(~seen.tril(), torch.finfo(torch.float32).min)
+        given = {"input_ids": tokens(1), "use_cache": False, "attention_mask": added}
+        if self.takes("position_ids"):
+            given["position_ids"] = torch.cat((torch.arange(FIRST), torch.arange(LENGTH - FIRST)))[None]
+        return self._rows(outputs(model, **given))
+
+    def generate(self, **how: Any) -> Callable[[Any], Tensors]:
+        def run(model: Any) -> Tensors:
+            found: Tensors = []
+            for mask in (None, padding(left=4, length=PROMPT)):
+                found += self._generated(model, mask, **how)
+            return found
+
+        return run
+
+    def _generated(self, model: Any, mask: torch.Tensor | None, **how: Any) -> Tensors:
+        given = {name: it for name, it in self.inputs.items() if name != "decoder_input_ids"}
+        if self.is_text:
+            given["input_ids"] = given["input_ids"][:, :PROMPT]
+            given["attention_mask"] = torch.ones_like(given["input_ids"]) if mask is None else mask
+        elif mask is not None:
+            return []
+        if self.has_two_parts:
+            how = {"decoder_start_token_id": 1} | how
+        torch.manual_seed(0)
+        with torch.no_grad():
+            out = model.generate(
+                **given,
+                max_new_tokens=STEPS,
+                min_new_tokens=STEPS,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+                **{"num_beams": 1} | how,
+            )
+        return [(it.double().nan_to_num(neginf=0.0), None) for it in out.logits]
+
+    def sliding(self, model: Any) -> Tensors:
+        found = self.right(model) + self.generate()(model)
+        return found + self.generate(cache_implementation="static")(model)
+
+    def train(self, model: Any) -> Tensors:
+        model = model.train()
+        model.zero_grad()
+        torch.manual_seed(0)
+        given = dict(self.inputs)
+        if self.is_text and self.takes("attention_mask"):
+            given["attention_mask"] = padding(right=7)
+        mask = given.get("attention_mask")
+        if self.is_text and self.generates and self.takes("labels"):
+            labels = given.get("decoder_input_ids", given["input_ids"])
+            if not self.has_two_parts and mask is not None:
+                labels = labels.masked_fill(mask == 0, -100)
+            loss = model(**given, labels=labels).loss
+        else:
+            loss = 0.0
+            for it in flat(model(**given)):
+                if it.requires_grad:
+                    rows = it[mask.bool()] if mask is not None and it.shape[:2] == mask.shape else it
+                    loss = loss + rows.square().mean()
+        loss.backward()
+        grads = [it.grad.double() for it in model.parameters() if it.grad is not None]
+        largest = max(it.abs().max() for it in grads)
+        # A gradient that is rounding alone is measured by the largest of all.
+        return [(torch.cat((it.flatten(), 1e-2 * largest[None])), None) for it in grads] + [(loss.detach().double(), None)]
+
+    def features(self, name: str) -> Callable[[Any], Tensors]:
+        def run(model: Any) -> Tensors:
+            failures: list[Exception] = []
+            for given in models.media(self.config, inspect.signature(getattr(model, name)).parameters):
+                try:
+                    return outputs(getattr(model, name), **given)
+                except Exception as error:
+                    failures.append(error)
+            raise failures[0] if failures else ValueError("no inputs")
+
+        return run
+
+
+def apart(ours: Tensors, truth: Tensors) -> float:
+    """The largest error, as a share of the largest value of its tensor."""
+    if len(ours) != len(truth):
+        return float("inf")
+    worst = 0.0
+    for (a, rows), (b, _) in zip(ours, truth, strict=True):
+        if a.shape != b.shape:
+            return float("inf")
+        if rows is not None:
+            a, b = a[rows], b[rows]
+        if b.numel():
+            error = (a - b).abs().max() / b.abs().max().clamp(min=1e-9)
+            worst = max(worst, error.item() if error.isfinite() else float("inf"))
+    return worst
+
+
+@contextlib.contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Raise TimeLimitError in what takes longer."""
+
+    def stop(*_: Any) -> None:
+        raise TimeLimitError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error says by name what is not done, and comes from multiattn or from the choice of it."""
+    if not isinstance(error, (NotImplementedError, ValueError, TypeError)):
+        return False
+    ours = any("/multiattn/" in it.filename for it in traceback.extract_tb(error.__traceback__)[-3:])
+    return (ours or "multiattn" in str(error)) and len(str(error)) > 20
+
+
+def judge(subject: Subject, run: Any, truths: list[Any], changes: dict[str, Any], spy: Spy) -> tuple[str, str]:
+    """The verdict of a cell, and a word on why."""
+    expected, failure = [], ""
+    for it in truths:
+        try:
+            found = it(subject.build("eager", **changes))
+            if found and all(value.isfinite().all() for value, _ in found):
+                expected.append(found)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {str(error)[:150]}"
+    if not expected:
+        return "eager cannot", failure
+    spy.calls, spy.told = 0, set()
+    try:
+        ours = run(subject.build("multiattn", **changes))
+    except Exception as error:
+        said = f"{type(error).__name__}: {str(error)[:300]}"
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f" ({os.path.basename(frame.filename)}:{frame.lineno})"
+        return ("refused" if is_refusal(error) else "unclear error"), said + where
+    calls, told = spy.calls, set(spy.told)
+    error = min(apart(ours, it) for it in expected)
+    if not calls:
+        return "never called", f"{error:.1e}"
+    if error <= TOLERANCE:
+        return "right", f"{error:.1e}"
+    said = f"off by {error:.1e}"
+    noise = 0.0
+    with contextlib.suppress(Exception):
+        fine = _double(truths[0], subject, changes)
+        noise = apart(expected[0], fine)
+    if error <= 10 * noise:
+        return "right", f"{said}, noise {noise:.1e}"
+    same: dict[str, float] = {}
+    for name in ("eager", "sdpa"):
+        with contextlib.suppress(Exception):
+            other = run(subject.build(name, **changes))
+            same[name] = apart(ours, other)
+            said += f"; {name} off by {min(apart(other, it) for it in expected):.1e}, from ours {same[name]:.1e}"
+    if len(truths) > 1 and not told and same.get("eager", 1.0) <= TOLERANCE:
+        return "not told", said
+    if same.get("sdpa", 1.0) <= TOLERANCE:
+        return "as sdpa, not as eager", said
+    return "WRONG", said
+
+
+def _double(run: Any, subject: Subject, changes: dict[str, Any]) -> Tensors:
+    before = torch.get_default_dtype()
+    model = subject.build("eager", **changes).double()
+    subject.inputs, given = {n: v.double() if v.is_floating_point() else v for n, v in subject.inputs.items()}, subject.inputs
+    torch.set_default_dtype(torch.float64)
+    try:
+        return run(model)
+    finally:
+        torch.set_default_dtype(before)
+        subject.inputs = given
+
+
+def sweep(name: str, only: tuple[str, ...] = (), plant: Callable[..., Any] | None = None) -> dict[str, tuple[str, str]]:
+    """The verdict of each cell of a class; `plant` makes a fault of `attend`."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    register()
+    attend = AttentionInterface()["multiattn"]
+    spy = Spy(attend if plant is None else plant(attend))
+    AttentionInterface.register("multiattn", spy)
+    try:
+        with limit(SECONDS):
+            subject = Subject(name)
+    except (Exception, TimeLimitError) as error:
+        return {"made small": ("no", f"{type(error).__name__}: {str(error)[:500]}")}
+    found = {"made small": ("yes", "")}
+    for cell, run, truths, changes in subject.cells():
+        if only and cell not in only:
+            continue
+        try:
+            with limit(SECONDS):
+                found[cell] = judge(subject, run, truths, changes, spy)
+        except TimeLimitError:
+            found[cell] = ("too slow", "")
+    register()
+    return found
+
+
+def _timed(name: str) -> tuple[str, dict[str, tuple[str, str]], float]:
+    start = time.monotonic()
+    return name, sweep(name), time.monotonic() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    names = args.names or list(dict.fromkeys(models.classes()))
+    found = {}
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        for name, cells, seconds in pool.map(_timed, names):
+            found[name] = cells
+            bad = {c: v for c, v in cells.items() if args.names or v[0] not in ("right", "yes", "eager cannot", "never called", "refused")}
+            print(f"{name}: {seconds:.1f} s, {dict(collections.Counter(v for v, _ in cells.values()))}", flush=True)
+            for cell, (verdict, why) in bad.items():
+                print(f"    {cell}: {verdict}: {why}", flush=True)
+            if args.json:
+                with open(args.json, "w") as file:
+                    json.dump(found, file, indent=1)
+    counts = collections.Counter((c, v) for cells in found.values() for c, (v, _) in cells.items())
+    for (cell, verdict), n in sorted(counts.items()):
+        print(f"{cell:26} {verdict:22} {n}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
