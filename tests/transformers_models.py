@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
 
 BATCH, LENGTH, TARGETS = 2, 23, 11
-VOCABULARY = 99
+VOCABULARY, LARGEST = 99, 50e6
 FIRST_TOKEN, LAST_TOKEN = 3, 60
 """Ordinary tokens; those above stand for images and the like."""
 
@@ -38,9 +39,16 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"(^|_)bos_(token_id|index|id)$|^(forced_)?decoder_start_token_id$", 1),
     (r"(^|_)eos_(token_id|index|id)$", 2),
     (r"(token_id|token_index|token_ids|_id|patch_id)$", "token"),
-    (r"^vocab_size_per_layer_input$|vocab_size$|^vocab$|codebook_size$", VOCABULARY),
+    (r"^vocab_size_per_layer_input$|vocab_size$|^vocab$", VOCABULARY),
+    (r"codebook_size$", 64),
+    (r"^upsample_groups$", 1),
+    (r"^(mamba_)?n_?groups$", 1),
+    (r"^mamba_(num|n)_heads$", 8),
     (r"type_vocab_size$", 2),
-    (r"^(num_nextn_predict_layers|num_kv_shared_layers|first_k_dense_replace|num_dense_layers|encoder_sparse_step)$", 0),
+    (
+        r"^(num_nextn_predict_layers|num_kv_shared_layers|first_k_dense_replace|num_dense_layers|encoder_sparse_step)$",
+        0,
+    ),
     (r"layers_per_|_layer_(period|interval|offset)$|feature_layer|global_attn_every", "keep"),
     (r"(layers|n_layer|_depth|^depth|num_blocks|n_layers)$", 2),
     (r"(num_key_value_heads|num_kv_heads|kv_heads|key_value_heads|num_key_value_groups|num_key_heads)$", "kv"),
@@ -53,7 +61,10 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"(experts_per_tok|experts_per_token|moe_topk|moe_k|top_k_experts|num_selected_experts)$", 2),
     (r"experts$", 4),
     (r"expert_capacity$", 64),
-    (r"(intermediate_size|intermediate_dim|ffn_dim|d_ff|mlp_dim|n_inner|d_inner|ffn_hidden_size|feed_forward_size)$", 96),
+    (
+        r"(intermediate_size|intermediate_dim|ffn_dim|d_ff|mlp_dim|n_inner|d_inner|ffn_hidden_size|feed_forward_size)$",
+        96,
+    ),
     (r"^index_topk$", 4),
     (r"^(sliding_window|sliding_window_size|attention_window_size|local_attention)$", 6),
     (r"(query_pre_attn_scalar)$", 16),
@@ -64,7 +75,66 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"dropout|drop_rate|drop_path|layerdrop|_drop$|_pdrop$|apply_spec_augment|^jitter|jitter_noise", "off"),
 )
 
-EXCEPTIONS: dict[str, dict[str, Any]] = {}
+RESNET = {
+    "embedding_size": 16,
+    "hidden_sizes": [16, 16, 32, 32],
+    "depths": [1, 1, 1, 1],
+    "out_features": ["stage2", "stage3", "stage4"],
+}
+BACKBONE = {"use_timm_backbone": False, "backbone": None, "backbone_kwargs": None}
+QSA = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
+CODES = {"num_codebooks": 1}
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "chameleon": {"vocabulary_map": {"<image>": 61, "IMGIMGA": 62}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "conditional_detr": BACKBONE,
+    "dab-detr": BACKBONE,
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}, "ffn_config": {"ffn_hidden_size": 48}},
+    "deformable_detr": BACKBONE,
+    "detr": BACKBONE,
+    "dory": {
+        "n_input_layers": 1,
+        "n_recurrent_layers": 1,
+        "n_output_layers": 1,
+        "num_hidden_layers": 3,
+        "layer_types": None,
+    },
+    "emu3": {"vocabulary_map": {"<image>": 61}},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 128},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "gemma4_text": {"global_head_dim": 32, "hidden_size_per_layer_input": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 6},
+    "glm5_next_text": {"num_key_value_heads": 4, "index_kpool": 2, "index_topk": 4},
+    "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "led": {"attention_window": 8, "max_encoder_position_embeddings": 128, "max_decoder_position_embeddings": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"num_heads": 8},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "musicgen_decoder": CODES,
+    "musicgen_melody_decoder": CODES,
+    "qwen4_exp_text": QSA,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 6},
+    "table-transformer": BACKBONE,
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+    },
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "zaya": {"num_experts_per_tok": 1},
+}
 """Fields of a config, by model type, that its names do not tell."""
 
 
@@ -89,54 +159,99 @@ def config_class(kind: type) -> type[PretrainedConfig]:
 
 
 class Recipe:
-    """One way to make a config small."""
+    """One way to make a config small.
 
-    def __init__(self, kv: int | None = 2, **changes: Any) -> None:
-        self.kv, self.changes, self.tokens = kv, changes, iter(range(LAST_TOKEN + 1, VOCABULARY))
+    `kv` are the heads of keys, None as many as of queries. `fills` gives numbers to fields that are None, too. `keeps`
+    leaves all sizes but the numbers of layers, tokens and experts; `whole` leaves everything but dropout.
+    """
+
+    def __init__(self, kv: int | None = 2, fills: bool = False, keeps: bool = False, whole: bool = False) -> None:
+        self.kv, self.fills, self.keeps, self.whole = kv, fills, keeps or whole, whole
+        self.tokens = iter(range(LAST_TOKEN + 1, VOCABULARY))
 
     def value(self, name: str, value: Any) -> Any:
         """The small value of a field, or the value as it is."""
-        if name in self.changes:
-            return self.changes[name]
-        for pattern, small in RULES:
-            if re.search(pattern, name):
-                break
-        else:
-            return value
-        if small == "keep" or value is None and small not in (0, 1, 2):
+        small = next((small for pattern, small in RULES if re.search(pattern, name)), "keep")
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        if small == "keep":
             return value
         if small == "off":
             return type(value)(0) if isinstance(value, (bool, int, float)) else value
-        if small == "token":
-            return next(self.tokens) if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else value
-        if small == "kv":
-            return min(value, self.kv) if self.kv else min(value, 4)
-        if isinstance(value, bool) or not isinstance(value, int):
+        if self.whole:
             return value
-        return small
+        if small == "token":
+            return next(self.tokens) if is_int and value >= 0 else value
+        if value is None and small in (0, 1, 2) and re.search("(id|index)$", name):
+            return small
+        if self.keeps and small not in (0, 1, 2, VOCABULARY) and not name.endswith("experts"):
+            return value
+        if small == "kv":
+            small = self.kv or 4
+            return small if value is None and self.fills else min(value, small) if is_int else value
+        return small if is_int or (value is None and self.fills and isinstance(small, int)) else value
 
     def small(self, kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
         """A small config of this kind."""
-        default = kind()
+        exceptions = EXCEPTIONS.get(kind.model_type, {})
+        default = _default(kind, exceptions)
         given: dict[str, Any] = {}
-        names = [it.name for it in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(vars(default))
-        for name in names:
-            value = getattr(default, name, None)
-            if name.startswith("_") or name in ("transformers_version", "dtype", "architectures"):
+        names = {it.name: it for it in dataclasses.fields(kind)}
+        for name, field in names.items():
+            try:
+                value = getattr(default, name, None)
+            except RuntimeError:  # another for each layer
+                value = field.default
+            if name.startswith("_") or name in ("transformers_version", "dtype", "architectures", "model_type"):
                 continue
             if isinstance(value, PretrainedConfig):
                 given[name] = self.small(type(value))
-            elif name == "layer_types" and isinstance(value, list):
+            elif name == "layer_types" and not self.whole and isinstance(value, list):
                 given[name] = list(dict.fromkeys(value))
                 given[name] *= 3 - min(len(given[name]), 2)
+            elif "rope" in name and isinstance(value, dict):
+                if "mrope_section" in value:
+                    given[name] = value | {"mrope_section": None}
             else:
                 small = self.value(name, value)
-                if small is not value:
+                if small is not value and not (value is None and name in ("layer_types",)):
                     given[name] = small
         if "layer_types" in given and "num_hidden_layers" in given:
             given["num_hidden_layers"] = len(given["layer_types"])
-        given |= EXCEPTIONS.get(kind.model_type, {}) | more
+        if not self.keeps and "rope_parameters" in names and _has_sections(kind):
+            rope = getattr(default, "rope_parameters", None) or {}
+            if not any(isinstance(it, dict) for it in rope.values()):
+                given["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4} | rope | {"mrope_section": None}
+        given |= {name: it for name, it in exceptions.items() if not self.keeps} | more
+        if "backbone_config" in given and exceptions is not None and "use_timm_backbone" in given:
+            given["backbone_config"] = transformers.ResNetConfig(**RESNET)
+        for name, it in given.items():
+            if isinstance(it, dict) and "mrope_section" in it:
+                given[name] = it | {"mrope_section": self.sections(default, given, it)}
         return kind(**given)
+
+    def sections(self, default: Any, given: dict[str, Any], rope: dict[str, Any]) -> list[int]:
+        """How a small head's pairs of places are dealt out to time, height and width."""
+        head = given.get("head_dim") or given.get("hidden_size", 64) // given.get("num_attention_heads", 4)
+        pairs = (
+            int(head * rope.get("partial_rotary_factor", getattr(default, "partial_rotary_factor", 1.0) or 1.0)) // 2
+        )
+        if getattr(default, "qk_rope_head_dim", None):
+            pairs = given["qk_rope_head_dim"] // 2
+        third = max(round(pairs / 3), 1)
+        return [third, third, pairs - 2 * third]
+
+
+def _default(kind: type[PretrainedConfig], exceptions: dict[str, Any]) -> PretrainedConfig:
+    try:
+        return kind()
+    except Exception:  # some defaults fit only each other's exceptions
+        return kind(**exceptions)
+
+
+def _has_sections(kind: type[PretrainedConfig]) -> bool:
+    path = Path(inspect.getfile(kind))
+    code = path.with_name(path.name.replace("configuration_", "modeling_"))
+    return code.is_file() and "mrope_section" in code.read_text()
 
 
 def small_of(kind: type, recipe: Recipe) -> PretrainedConfig:
@@ -151,11 +266,18 @@ def small_of(kind: type, recipe: Recipe) -> PretrainedConfig:
 def recipes() -> Iterator[Recipe]:
     """Ways to make a config small, best first."""
     yield Recipe()
-    yield Recipe(kv=None)
+    yield Recipe(fills=True)
+    yield Recipe(kv=None, fills=True)
+    yield Recipe(keeps=True)
+    yield Recipe(whole=True)
 
 
 def build(kind: type, config: PretrainedConfig, implementation: str = "eager", seed: int = 0) -> torch.nn.Module:
     """A random model whose attention is far from uniform, so that what scores are made of shows."""
+    with torch.device("meta"):
+        size = sum(it.numel() for it in kind(copy.deepcopy(config)).parameters())
+    if size > LARGEST:
+        raise ValueError(f"{size / 1e6:.0f} million parameters; allowed {LARGEST / 1e6:.0f}")
     torch.manual_seed(seed)
     model = kind._from_config(copy.deepcopy(config), attn_implementation=implementation, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -193,6 +315,10 @@ def inputs(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     config, names = model.config, inspect.signature(model.forward).parameters
     targets = {"decoder_input_ids": tokens(length=TARGETS, seed=3)} if "decoder_input_ids" in names else {}
     text = {"input_ids": tokens()} if "input_ids" in names else {}
+    if text and "bbox" in names:
+        text["bbox"] = torch.arange(4).expand(BATCH, LENGTH, 4)
+    if text and "qformer_input_ids" in names:
+        text["qformer_input_ids"] = tokens()
     if text:
         yield text | targets
     for given in media(config, names):
@@ -207,7 +333,9 @@ def media(config: PretrainedConfig, names: Any) -> list[dict[str, torch.Tensor]]
     if "pixel_values" in names or "pixel_values_videos" in names:
         name = "pixel_values" if "pixel_values" in names else "pixel_values_videos"
         size = _field(config, "image_size", "input_size", "crop_size") or 32
-        height, width = (size[-2:] if isinstance(size, (list, tuple)) else (size, size)) if not isinstance(size, dict) else (32, 32)
+        height, width = (
+            (size[-2:] if isinstance(size, (list, tuple)) else (size, size)) if not isinstance(size, dict) else (32, 32)
+        )
         channels = _field(config, "num_channels", "in_channels", "in_chans", "channels") or 3
         frames = _field(config, "num_frames", "frames_per_clip") or 4
         for side in ((height, width), (64, 64), (224, 224)):
@@ -216,8 +344,41 @@ def media(config: PretrainedConfig, names: Any) -> list[dict[str, torch.Tensor]]
     sounds: list[dict[str, torch.Tensor]] = []
     for name in ("input_features", "input_values", "audio_values", "spectrogram"):
         if name in names:
-            bins = _field(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim") or 80
+            bins = (
+                _field(
+                    config,
+                    "feature_projection_input_dim",
+                    "num_mel_bins",
+                    "feature_size",
+                    "input_feat_per_channel",
+                    "n_mels",
+                    "input_dim",
+                )
+                or 80
+            )
             longest = 2 * (_field(config, "max_source_positions") or 64)
             sounds += [{name: _noise(BATCH, bins, longest)}, {name: _noise(BATCH, 64, bins)}]
-            sounds += [{name: _noise(BATCH, 4000)}, {name: _noise(BATCH, 1, 4000)}, {name: _noise(BATCH, longest, bins)}]
-    return images + sounds
+            sounds += [
+                {name: _noise(BATCH, 4000)},
+                {name: _noise(BATCH, 1, 4000)},
+                {name: _noise(BATCH, longest, bins)},
+            ]
+    frames = [{"pixel_values": _noise(BATCH, 4, 3, 32, 32)}] if "pixel_values" in names else []
+    grids: list[dict[str, torch.Tensor]] = []
+    for grid in ("grid_thw", "image_grid_thw"):
+        for name in ("pixel_values", "hidden_states"):
+            if grid in names and name in names:
+                patch = _field(config, "patch_size") or 8
+                width = (_field(config, "in_channels", "num_channels", "in_chans") or 3) * patch**2
+                sizes = torch.tensor([[1, 4, 4], [1, 8, 4]])
+                depth = _field(config, "temporal_patch_size") or 1
+                for shape in ((48, width * depth), (48, width), (48, 3, patch, patch)):
+                    grids.append({name: _noise(*shape), grid: sizes})
+    series: list[dict[str, torch.Tensor]] = []
+    if "past_values" in names:
+        length, width = (
+            (_field(config, "context_length") or 32),
+            (_field(config, "num_input_channels", "input_size") or 1),
+        )
+        series += [{"past_values": _noise(BATCH, length, width)}, {"past_values": _noise(BATCH, length)}]
+    return grids + images + sounds + frames + series
