@@ -141,12 +141,14 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 def classes() -> Iterator[str]:
     """Name each class that is swept: `MAPPINGS` in full, and one class for each other config."""
     named: set[str] = set()
+    given: set[str] = set()
     for mapping in (*MAPPINGS, "MODEL_MAPPING", *sorted(vars(modeling_auto))):
         if not mapping.endswith("_MAPPING") or not hasattr(modeling_auto, f"{mapping}_NAMES"):
             continue
         for model_type, names in getattr(modeling_auto, f"{mapping}_NAMES").items():
             for name in (names,) if isinstance(names, str) else names:
-                if mapping in MAPPINGS or model_type not in named:
+                if name not in given and (mapping in MAPPINGS or model_type not in named):
+                    given.add(name)
                     yield name
             named.add(model_type)
 
@@ -372,8 +374,8 @@ def media(config: PretrainedConfig, names: Any) -> list[dict[str, torch.Tensor]]
                 width = (_field(config, "in_channels", "num_channels", "in_chans") or 3) * patch**2
                 sizes = torch.tensor([[1, 4, 4], [1, 8, 4]])
                 depth = _field(config, "temporal_patch_size") or 1
-                for shape in ((48, width * depth), (48, width), (48, 3, patch, patch)):
-                    grids.append({name: _noise(*shape), grid: sizes})
+                shapes = (48, width * depth), (48, width), (48, 3, patch, patch)
+                grids += [{name: _noise(*shape), grid: sizes} for shape in shapes]
     series: list[dict[str, torch.Tensor]] = []
     if "past_values" in names:
         length, width = (

@@ -1,0 +1,145 @@
+"""transformers' models with multiattn beside their own eager attention: a sample here, and every class each night."""
+
+import inspect
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import transformers_cells as cells  # noqa: E402
+import transformers_models as models  # noqa: E402
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs  # noqa: E402
+
+from multiattn.integrations.transformers import HARMLESS, attend  # noqa: E402
+
+PARAMETERS = set(inspect.signature(attend).parameters) - {"kwargs"}
+
+# Cells that are right today; each class has something that the others lack.
+SAMPLE = {
+    "LlamaForCausalLM": 11,
+    "GPT2LMHeadModel": 11,  # flattens masks
+    "Gemma2ForCausalLM": 12,  # softcap, a window in every other layer
+    "GptOssForCausalLM": 12,  # sinks; masks that know nothing of positions
+    "Qwen3NextForCausalLM": 0,
+    "DeepseekV32ForCausalLM": 0,  # selected keys
+    "OPTForCausalLM": 0,
+    "BertForMaskedLM": 6,
+    "ModernBertForMaskedLM": 0,  # a window to both sides
+    "T5ForConditionalGeneration": 8,  # a position bias
+    "BartForConditionalGeneration": 0,
+    "NllbMoeForConditionalGeneration": 0,  # a decoder that says it is not causal
+    "WhisperForConditionalGeneration": 0,
+    "Qwen2VLForConditionalGeneration": 0,
+    "PaliGemmaForConditionalGeneration": 0,  # a prefix without causality
+    "Wav2Vec2Model": 0,
+    "ViTModel": 0,
+}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_sample(name):
+    found = cells.sweep(name)
+    assert not cells.faults(found), cells.faults(found)
+    assert sum(verdict == "right" for verdict, _ in found.values()) >= SAMPLE[name], found
+
+
+def causal_alone(of):
+    def faulty(module, query, key, value, attention_mask, **given):
+        seen = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+        given |= dict.fromkeys(set(given) & {"cu_seq_lens_q", "cu_seq_lens_k", "position_ids"})
+        return of(module, query, key, value, seen, **given)
+
+    return faulty
+
+
+def full(of):
+    def faulty(module, query, key, value, attention_mask, **given):
+        seen = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool)
+        return of(module, query, key, value, seen, **given)
+
+    return faulty
+
+
+def instead(**others):
+    def plant(of):
+        return lambda *given, **options: of(*given, **options | others)
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "plant"),
+    [
+        ("LlamaForCausalLM", "plain", full),
+        ("LlamaForCausalLM", "left padding", causal_alone),
+        ("LlamaForCausalLM", "4-D mask of bools", causal_alone),
+        ("LlamaForCausalLM", "packed by position_ids", causal_alone),
+        ("LlamaForCausalLM", "packed by cu_seq_lens", causal_alone),
+        ("LlamaForCausalLM", "generate, dynamic", full),
+        ("LlamaForCausalLM", "generate, static", causal_alone),
+        ("LlamaForCausalLM", "training", instead(scaling=0.2501)),
+        ("BertForMaskedLM", "right padding", full),
+        ("Gemma2ForCausalLM", "sliding", causal_alone),
+        ("Gemma2ForCausalLM", "plain", instead(softcap=None)),
+        ("GptOssForCausalLM", "generate, beams", instead(s_aux=None)),
+        ("BartForConditionalGeneration", "decoder padding", full),
+    ],
+)
+def test_planted_faults_are_found(name, cell, plant):
+    assert cells.sweep(name, (cell,))[cell][0] == "right"
+    assert cells.sweep(name, (cell,), plant)[cell][0] == "WRONG"
+
+
+def test_only_attention_that_was_called_is_right():
+    found = cells.sweep("MambaForCausalLM")
+    assert {verdict for cell, (verdict, _) in found.items() if cell not in ("made small", "keywords")} <= {
+        "never called",
+        "eager cannot",
+    }
+
+
+def call_at(code, start):
+    """The arguments of the call that opens before this place."""
+    depth, end = 1, start
+    while depth:
+        depth += {"(": 1, ")": -1}.get(code[end], 0)
+        end += 1
+    return code[start - 1 : end]
+
+
+def keywords_of_models():
+    """The keywords by which models call the attention interface, each with one file that does."""
+    found = dict.fromkeys(FlashAttentionKwargs.__annotations__, "FlashAttentionKwargs")
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        code = path.read_text()
+        for start in re.finditer(r"attention_interface\(", code):
+            found |= dict.fromkeys(re.findall(r"[(\s](\w+)=", call_at(code, start.end())), path.name)
+    return found
+
+
+def test_each_keyword_of_a_model_is_known():
+    found = keywords_of_models()
+    assert {"dropout", "indices", "s_aux", "cu_seq_lens_q", "position_bias"} <= set(found)
+    unknown = {name: file for name, file in found.items() if name not in PARAMETERS | HARMLESS | {"output_attentions"}}
+    assert not unknown, f"look whether they change attention, then take or refuse them in `attend`: {unknown}"
+
+
+@pytest.mark.nightly
+def test_every_class(capsys):
+    found, seconds = {}, 0.0
+    for name, verdicts, took in cells.sweep_all(list(models.classes()), jobs=min(os.cpu_count() or 1, 4)):
+        found[name], seconds = verdicts, seconds + took
+    with capsys.disabled():
+        print(f"\n{len(found)} classes of transformers {transformers.__version__}, {seconds:.0f} s of processors")
+        print(cells.table(found))
+    wrong = {name: cells.faults(of) for name, of in found.items() if cells.faults(of)}
+    assert not wrong, wrong
+    given = {keyword for of in found.values() for keyword in of.get("keywords", ("", ""))[1].split()}
+    assert given <= PARAMETERS | HARMLESS | {"output_attentions"}
+    count = cells.counts(found)
+    assert count["made small", "yes"] >= 500
+    assert sum(count[cell, "right"] for cell, _ in count) >= 3000
