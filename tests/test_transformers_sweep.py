@@ -123,7 +123,7 @@ def keywords_of_models():
 
 def test_each_keyword_of_a_model_is_known():
     found = keywords_of_models()
-    assert {"dropout", "indices", "s_aux", "cu_seq_lens_q", "position_bias"} <= set(found)
+    assert {"dropout", "scaling", "s_aux", "cu_seq_lens_q", "softcap"} <= set(found)
     unknown = {name: file for name, file in found.items() if name not in PARAMETERS | HARMLESS | {"output_attentions"}}
     assert not unknown, f"look whether they change attention, then take or refuse them in `attend`: {unknown}"
 

@@ -56,6 +56,9 @@ VERDICTS = ("right", "refused", "eager cannot", "never called", "no way in", *NO
 - WRONG: silently; unclear error: one that names nothing.
 """
 
+AS_SDPA: dict[tuple[str, str], str] = {}
+"""Cells in which eager attention is what is wrong, with the reason."""
+
 NO_BOOL_MASKS = ("deepseek_v4",)
 """Models that join a mask of numbers to the caller's, by which bools become 0 and 1 under any implementation."""
 
@@ -415,7 +418,9 @@ def is_refusal(error: BaseException) -> bool:
     return (ours or "multiattn" in str(error)) and len(str(error)) > 20
 
 
-def judge(subject: Subject, run: Any, truths: list[Any], changes: dict[str, Any], spy: Spy) -> tuple[str, str]:
+def judge(
+    subject: Subject, cell: str, run: Any, truths: list[Any], changes: dict[str, Any], spy: Spy
+) -> tuple[str, str]:
     """The verdict of a cell, and a word on why."""
     expected, failure = [], ""
     for it in truths:
@@ -463,7 +468,7 @@ def judge(subject: Subject, run: Any, truths: list[Any], changes: dict[str, Any]
             said += f"; {name} off by {min(apart(other, it) for it in expected):.1e}, from ours {same[name]:.1e}"
     if len(truths) > 1 and not told and same.get("eager", 1.0) <= TOLERANCE:
         return "not told", said
-    if same.get("sdpa", 1.0) <= TOLERANCE and len(truths) == 1:
+    if same.get("sdpa", 1.0) <= TOLERANCE and (subject.kind.__name__, cell) in AS_SDPA:
         return "as sdpa, not as eager", said
     return "WRONG", said
 
@@ -502,7 +507,7 @@ def sweep(name: str, only: tuple[str, ...] = (), plant: Callable[..., Any] | Non
             continue
         try:
             with limit(SECONDS):
-                found[cell] = judge(subject, run, truths, changes, spy)
+                found[cell] = judge(subject, cell, run, truths, changes, spy)
         except TimeLimitError:
             found[cell] = ("too slow", "")
     register()

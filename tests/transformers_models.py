@@ -262,7 +262,12 @@ def small_of(kind: type, recipe: Recipe) -> PretrainedConfig:
     fields = config_class(kind)
     if kind.__name__ in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and hasattr(fields(), "is_decoder"):
         more["is_decoder"] = True
-    return recipe.small(fields, **more)
+    config = recipe.small(fields, **more)
+    with torch.device("meta"):
+        size = sum(it.numel() for it in kind(copy.deepcopy(config)).parameters())
+    if size > LARGEST:
+        raise ValueError(f"{size / 1e6:.0f} million parameters; allowed {LARGEST / 1e6:.0f}")
+    return config
 
 
 def recipes() -> Iterator[Recipe]:
@@ -276,10 +281,6 @@ def recipes() -> Iterator[Recipe]:
 
 def build(kind: type, config: PretrainedConfig, implementation: str = "eager", seed: int = 0) -> torch.nn.Module:
     """A random model whose attention is far from uniform, so that what scores are made of shows."""
-    with torch.device("meta"):
-        size = sum(it.numel() for it in kind(copy.deepcopy(config)).parameters())
-    if size > LARGEST:
-        raise ValueError(f"{size / 1e6:.0f} million parameters; allowed {LARGEST / 1e6:.0f}")
     torch.manual_seed(seed)
     model = kind._from_config(copy.deepcopy(config), attn_implementation=implementation, dtype=torch.float32).eval()
     with torch.no_grad():
