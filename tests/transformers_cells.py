@@ -25,7 +25,8 @@ import tabulate
 import torch
 import transformers
 import transformers_models as models
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import and_masks, causal_mask_function
 from transformers_models import BATCH, LENGTH, tokens
 
 from multiattn.integrations.transformers import register
@@ -294,14 +295,21 @@ class Subject:
         return [(torch.cat(parts, 1), None)]
 
     def blocks(self, model: Any) -> Tensors:
-        """Packed sequences by a full mask: the truth of models that mix tokens elsewhere, too."""
-        seen = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool)
-        seen[..., :FIRST, :FIRST] = seen[..., FIRST:, FIRST:] = True
-        added = torch.zeros(seen.shape).masked_fill(~seen.tril(), torch.finfo(torch.float32).min)
-        given = {"input_ids": tokens(1), "use_cache": False, "attention_mask": added}
-        if self.takes("position_ids"):
-            given["position_ids"] = torch.cat((torch.arange(FIRST), torch.arange(LENGTH - FIRST)))[None]
-        return self._rows(outputs(model, **given))
+        """Packed sequences that eager's masks keep apart: the truth of models that mix neighbours elsewhere, too."""
+        is_second = torch.arange(LENGTH) >= FIRST
+        eager = AttentionMaskInterface()["eager"]
+
+        def together(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return is_second[i] == is_second[j]
+
+        def apart(*args: Any, mask_function: Any = causal_mask_function, **given: Any) -> Any:
+            return eager(*args, mask_function=and_masks(mask_function, together), **given)
+
+        AttentionMaskInterface.register("eager", apart)
+        try:
+            return self.packed(self.takes("position_ids"), False)(model)
+        finally:
+            AttentionMaskInterface.register("eager", eager)
 
     def generate(self, **how: Any) -> Callable[[Any], Tensors]:
         def run(model: Any) -> Tensors:
