@@ -3,10 +3,12 @@
 import inspect
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
 
@@ -18,33 +20,42 @@ from multiattn.integrations.transformers import HARMLESS, attend  # noqa: E402
 
 PARAMETERS = set(inspect.signature(attend).parameters) - {"kwargs"}
 
-# Cells that are right today; each class has something that the others lack.
+# How many cells are right with transformers 5.24; each class has something that the others lack.
 SAMPLE = {
     "LlamaForCausalLM": 11,
     "GPT2LMHeadModel": 11,  # flattens masks
     "Gemma2ForCausalLM": 12,  # softcap, a window in every other layer
     "GptOssForCausalLM": 12,  # sinks; masks that know nothing of positions
-    "Qwen3NextForCausalLM": 0,
-    "DeepseekV32ForCausalLM": 0,  # selected keys
-    "OPTForCausalLM": 0,
+    "Llama4ForCausalLM": 11,  # chunks
+    "Qwen3NextForCausalLM": 10,  # recurrent layers
+    "DeepseekV32ForCausalLM": 11,  # selected keys, another D of values
+    "InklingForCausalLM": 10,  # keys of another stride
+    "OPTForCausalLM": 9,  # positions of masks
     "BertForMaskedLM": 6,
-    "ModernBertForMaskedLM": 0,  # a window to both sides
+    "SplinterModel": 6,  # an encoder that does not say that it is none
+    "ModernBertForMaskedLM": 6,  # a window to both sides
     "T5ForConditionalGeneration": 8,  # a position bias
-    "BartForConditionalGeneration": 0,
-    "NllbMoeForConditionalGeneration": 0,  # a decoder that says it is not causal
-    "WhisperForConditionalGeneration": 0,
-    "Qwen2VLForConditionalGeneration": 0,
-    "PaliGemmaForConditionalGeneration": 0,  # a prefix without causality
-    "Wav2Vec2Model": 0,
-    "ViTModel": 0,
+    "BartForConditionalGeneration": 8,
+    "NllbMoeForConditionalGeneration": 8,  # a decoder that says it is not causal
+    "WhisperForConditionalGeneration": 6,
+    "Qwen2VLForConditionalGeneration": 12,  # packed images
+    "PaliGemmaForConditionalGeneration": 12,  # a prefix without causality
+    "Wav2Vec2Model": 3,
+    "ViTModel": 2,
+    "BloomForCausalLM": 0,  # attention of its own
 }
+IS_NEW = Version(transformers.__version__) >= Version("5.24")
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_sample(name):
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     found = cells.sweep(name)
+    assert found["made small"][0] == "yes", found
     assert not cells.faults(found), cells.faults(found)
-    assert sum(verdict == "right" for verdict, _ in found.values()) >= SAMPLE[name], found
+    if IS_NEW:
+        assert sum(verdict == "right" for verdict, _ in found.values()) >= SAMPLE[name], found
 
 
 def causal_alone(of):
@@ -134,12 +145,13 @@ def test_every_class(capsys):
     for name, verdicts, took in cells.sweep_all(list(models.classes()), jobs=min(os.cpu_count() or 1, 4)):
         found[name], seconds = verdicts, seconds + took
     with capsys.disabled():
-        print(f"\n{len(found)} classes of transformers {transformers.__version__}, {seconds:.0f} s of processors")
-        print(cells.table(found))
+        told = f"{len(found)} classes of transformers {transformers.__version__}, {seconds:.0f} s of processors"
+        print(f"\n{told}\n{cells.table(found)}", file=sys.stderr)  # the stream that pytest-xdist leaves to its workers
     wrong = {name: cells.faults(of) for name, of in found.items() if cells.faults(of)}
     assert not wrong, wrong
     given = {keyword for of in found.values() for keyword in of.get("keywords", ("", ""))[1].split()}
     assert given <= PARAMETERS | HARMLESS | {"output_attentions"}
-    count = cells.counts(found)
-    assert count["made small", "yes"] >= 500
-    assert sum(count[cell, "right"] for cell, _ in count) >= 3000
+    if IS_NEW:
+        count = cells.counts(found)
+        assert count["made small", "yes"] >= 520
+        assert sum(count[cell, "right"] for cell in {cell for cell, _ in count}) >= 3000
