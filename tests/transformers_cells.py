@@ -83,7 +83,9 @@ class Spy:
         self.calls += 1
         given = {name for name, it in kwargs.items() if it is not None}
         self.keywords |= given
-        self.told |= given & {"cu_seq_lens_q", "position_ids"}
+        positions = kwargs.get("position_ids")
+        is_told = positions is not None and positions.ndim == 2  # others have a row for each axis of an image
+        self.told |= (given & {"cu_seq_lens_q"}) | ({"position_ids"} if is_told else set())
         return self.attend(*args, **kwargs)
 
 
@@ -281,7 +283,9 @@ class Subject:
     def packed(self, has_positions: bool, has_lengths: bool) -> Callable[[Any], Tensors]:
         given: dict[str, Any] = {"input_ids": tokens(1), "use_cache": False}
         if has_positions:
-            given["position_ids"] = torch.cat((torch.arange(FIRST), torch.arange(LENGTH - FIRST)))[None]
+            positions = torch.cat((torch.arange(FIRST), torch.arange(LENGTH - FIRST)))[None]
+            is_split = "shape[0] == 4" in inspect.getsource(inspect.getmodule(self.kind))
+            given["position_ids"] = positions.expand(4, 1, -1) if is_split else positions  # of text, then of images
         if has_lengths:
             lengths = torch.tensor([0, FIRST, LENGTH], dtype=torch.int32)
             given |= {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
