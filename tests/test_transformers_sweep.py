@@ -22,15 +22,15 @@ PARAMETERS = set(inspect.signature(attend).parameters) - {"kwargs"}
 
 # How many cells are right with transformers 5.24; each class has something that the others lack.
 SAMPLE = {
-    "LlamaForCausalLM": 11,
-    "GPT2LMHeadModel": 11,  # flattens masks
-    "Gemma2ForCausalLM": 12,  # softcap, a window in every other layer
-    "GptOssForCausalLM": 12,  # sinks; masks that know nothing of positions
-    "Llama4ForCausalLM": 11,  # chunks
+    "LlamaForCausalLM": 12,
+    "GPT2LMHeadModel": 12,  # flattens masks
+    "Gemma2ForCausalLM": 13,  # softcap, a window in every other layer
+    "GptOssForCausalLM": 13,  # sinks; masks that know nothing of positions
+    "Llama4ForCausalLM": 12,  # chunks
     "Qwen3NextForCausalLM": 10,  # recurrent layers
     "DeepseekV32ForCausalLM": 11,  # selected keys, another D of values
-    "InklingForCausalLM": 10,  # keys of another stride
-    "OPTForCausalLM": 9,  # positions of masks
+    "InklingForCausalLM": 11,  # keys of another stride
+    "OPTForCausalLM": 10,  # positions of masks
     "BertForMaskedLM": 6,
     "SplinterModel": 6,  # an encoder that does not say that it is none
     "ModernBertForMaskedLM": 6,  # a window to both sides
@@ -38,8 +38,8 @@ SAMPLE = {
     "BartForConditionalGeneration": 8,
     "NllbMoeForConditionalGeneration": 8,  # a decoder that says it is not causal
     "WhisperForConditionalGeneration": 6,
-    "Qwen2VLForConditionalGeneration": 12,  # packed images
-    "PaliGemmaForConditionalGeneration": 12,  # a prefix without causality
+    "Qwen2VLForConditionalGeneration": 14,  # packed images
+    "PaliGemmaForConditionalGeneration": 13,  # a prefix without causality
     "Wav2Vec2Model": 3,
     "ViTModel": 2,
     "BloomForCausalLM": 0,  # attention of its own
