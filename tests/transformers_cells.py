@@ -46,8 +46,8 @@ FIRST, STEPS, PROMPT = 9, 7, 9
 SECONDS = 40
 """How long a cell may take."""
 
-FAULTS = ("WRONG", "unclear error", "too slow")
-NOTED = ("not told", "as sdpa, not as eager")
+FAULTS = ("WRONG", "unclear error")
+NOTED = ("not told", "as sdpa, not as eager", "too slow")
 VERDICTS = ("right", "refused", "eager cannot", "never called", "no way in", *NOTED, *FAULTS)
 """
 - right: as eager attention, within `TOLERANCE`, and `attend` was called;
@@ -57,6 +57,7 @@ VERDICTS = ("right", "refused", "eager cannot", "never called", "no way in", *NO
 - no way in: the model has a table of implementations of its own, and says that our name is not in it;
 - not told: packed sequences of which no call of attention is told; eager attention mixes them, too;
 - as sdpa, not as eager: eager attention is what differs;
+- too slow: it took longer than `SECONDS`;
 - WRONG: silently; unclear error: one that names nothing.
 """
 

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
 
 BATCH, LENGTH, TARGETS = 2, 23, 11
-VOCABULARY, LARGEST = 99, 50e6
+VOCABULARY, LARGEST = 99, 30e6
 FIRST_TOKEN, LAST_TOKEN = 3, 60
 """Ordinary tokens; those above stand for images and the like."""
 
