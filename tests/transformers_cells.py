@@ -215,7 +215,12 @@ class Subject:
                 yield "sliding", self.sliding, [self.sliding], window
         if self.generates:
             for cache in ("dynamic", "static", "quantized"):
-                run = self.generate(cache_implementation=cache)
+                how = (
+                    {"cache_config": {"backend": "quanto", "q_group_size": 16, "nbits": 4}}
+                    if cache == "quantized"
+                    else {}
+                )
+                run = self.generate(cache_implementation=cache, **how)
                 yield f"generate, {cache}", run, [run], {}
             run = self.generate(num_beams=3)
             yield "generate, beams", run, [run], {}
