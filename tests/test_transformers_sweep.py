@@ -12,8 +12,8 @@ from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
 
-import transformers_cells as cells  # noqa: E402
 import transformers_models as models  # noqa: E402
+import transformers_sweep as sweeps  # noqa: E402
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs  # noqa: E402
 
 from multiattn.integrations.transformers import HARMLESS, attend  # noqa: E402
@@ -51,9 +51,9 @@ IS_NEW = Version(transformers.__version__) >= Version("5.24")
 def test_sample(name):
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    found = cells.sweep(name)
+    found = sweeps.sweep(name)
     assert found["made small"][0] == "yes", found
-    assert not cells.faults(found), cells.faults(found)
+    assert not sweeps.faults(found), sweeps.faults(found)
     if IS_NEW:
         assert sum(verdict == "right" for verdict, _ in found.values()) >= SAMPLE[name], found
 
@@ -101,12 +101,12 @@ def instead(**others):
     ],
 )
 def test_planted_faults_are_found(name, cell, plant):
-    assert cells.sweep(name, (cell,))[cell][0] == "right"
-    assert cells.sweep(name, (cell,), plant)[cell][0] == "WRONG"
+    assert sweeps.sweep(name, (cell,))[cell][0] == "right"
+    assert sweeps.sweep(name, (cell,), plant)[cell][0] == "WRONG"
 
 
 def test_only_attention_that_was_called_is_right():
-    found = cells.sweep("MambaForCausalLM")
+    found = sweeps.sweep("MambaForCausalLM")
     assert {verdict for cell, (verdict, _) in found.items() if cell not in ("made small", "keywords")} <= {
         "never called",
         "eager cannot",
@@ -142,17 +142,17 @@ def test_each_keyword_of_a_model_is_known():
 @pytest.mark.nightly
 def test_every_class(capsys):
     found, seconds = {}, 0.0
-    for name, verdicts, took in cells.sweep_all(list(models.classes()), jobs=min(os.cpu_count() or 1, 4)):
+    for name, verdicts, took in sweeps.sweep_all(list(models.classes()), jobs=min(os.cpu_count() or 1, 4)):
         found[name], seconds = verdicts, seconds + took
     with capsys.disabled():
         told = f"{len(found)} classes of transformers {transformers.__version__}, {seconds:.0f} s of processors"
-        print(f"\n{told}\n{cells.table(found)}", file=sys.stderr)  # the stream that pytest-xdist leaves to its workers
-    wrong = {name: cells.faults(of) for name, of in found.items() if cells.faults(of)}
+        print(f"\n{told}\n{sweeps.table(found)}", file=sys.stderr)  # the stream that pytest-xdist leaves to its workers
+    wrong = {name: sweeps.faults(of) for name, of in found.items() if sweeps.faults(of)}
     assert not wrong, wrong
     given = {keyword for of in found.values() for keyword in of.get("keywords", ("", ""))[1].split()}
     assert given <= PARAMETERS | HARMLESS | {"output_attentions"}
     if IS_NEW:
-        count = cells.counts(found)
+        count = sweeps.counts(found)
         assert count["made small", "yes"] >= 480
         assert sum(count[cell, "too slow"] for cell in {cell for cell, _ in count}) <= 20
         assert sum(count[cell, "right"] for cell in {cell for cell, _ in count}) >= 3000

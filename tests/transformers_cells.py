@@ -1,94 +1,33 @@
-"""The sweep over transformers' models: what each cell runs, and its verdict on multiattn beside eager attention.
-
-Run it as ``python tests/transformers_cells.py [class ...]`` for a table; without a name it takes all classes.
-"""
+"""The cells of a model in the sweep over transformers' models: what runs, and what of eager attention is true."""
 
 from __future__ import annotations
 
-import argparse
-import collections
-import concurrent.futures
 import contextlib
 import copy
 import inspect
-import json
-import multiprocessing
 import os
 import random
-import signal
-import time
+import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tabulate
 import torch
 import transformers
 import transformers_models as models
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionMaskInterface
 from transformers.masking_utils import and_masks, causal_mask_function
 from transformers_models import BATCH, LENGTH, tokens
-
-from multiattn.integrations.transformers import register
 
 Tensors = list[tuple[torch.Tensor, torch.Tensor | None]]
 """Results, each with the rows that count, a bool ``[B, S]``; None where all do."""
 
-TOLERANCE = 1e-4
-"""An error's share of the largest value; in float32, so that a fault has no rounding to hide in."""
-ROUNDING = 1e-2
-"""Below it, an error may be rounding, where the last bits of weights change eager attention as much."""
 FIRST, STEPS, PROMPT = 9, 7, 9
 """Tokens in the first of two packed sequences; tokens that are generated, and those of the prompt."""
-SECONDS = 40
-"""How long a cell may take."""
-
-FAULTS = ("WRONG", "unclear error")
-NOTED = ("not told", "as sdpa, not as eager", "too slow")
-VERDICTS = ("right", "refused", "eager cannot", "never called", "no way in", *NOTED, *FAULTS)
-"""
-- right: as eager attention, within `TOLERANCE`, and `attend` was called;
-- refused: by an error of multiattn that names what;
-- eager cannot: the cell has no meaning for this model, or it needs a package that is not there;
-- never called: the model does not call the interface, so our name changes nothing;
-- no way in: the model has a table of implementations of its own, and says that our name is not in it;
-- not told: packed sequences of which no call of attention is told; eager attention mixes them, too;
-- as sdpa, not as eager: eager attention is what differs;
-- too slow: it took longer than `SECONDS`;
-- WRONG: silently; unclear error: one that names nothing.
-"""
-
-AS_SDPA: dict[tuple[str, str], str] = {}
-"""Cells in which eager attention is what is wrong, with the reason."""
-
 NO_BOOL_MASKS = ("deepseek_v4",)
 """Models that join a mask of numbers to the caller's, by which bools become 0 and 1 under any implementation."""
-
-Cells = dict[str, tuple[str, str]]
-"""The verdict of each cell, and a word on why."""
-
-
-class TimeLimitError(BaseException):
-    """A cell took too long; not an Exception, for models to catch none."""
-
-
-class Spy:
-    """Counts the calls of `attend`, and keeps which keywords it was given."""
-
-    def __init__(self, attend: Callable[..., Any]) -> None:
-        self.attend, self.calls, self.told, self.keywords = attend, 0, set[str](), set[str]()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        given = {name for name, it in kwargs.items() if it is not None}
-        self.keywords |= given
-        positions = kwargs.get("position_ids")
-        is_told = positions is not None and positions.ndim == 2  # others have a row for each axis of an image
-        self.told |= (given & {"cu_seq_lens_q"}) | ({"position_ids"} if is_told else set())
-        return self.attend(*args, **kwargs)
 
 
 def flat(found: Any) -> Iterator[torch.Tensor]:
@@ -294,7 +233,7 @@ class Subject:
         given: dict[str, Any] = {"input_ids": tokens(1), "use_cache": False}
         if has_positions:
             positions = torch.cat((torch.arange(FIRST), torch.arange(LENGTH - FIRST)))[None]
-            is_split = "shape[0] == 4" in inspect.getsource(inspect.getmodule(self.kind))
+            is_split = "shape[0] == 4" in inspect.getsource(sys.modules[self.kind.__module__])
             given["position_ids"] = positions.expand(4, 1, -1) if is_split else positions  # of text, then of images
         if has_lengths:
             lengths = torch.tensor([0, FIRST, LENGTH], dtype=torch.int32)
@@ -407,191 +346,3 @@ class Subject:
             raise failures[0] if failures else ValueError("no inputs")
 
         return run
-
-
-def apart(ours: Tensors, truth: Tensors) -> float:
-    """The largest error, as a share of the largest value of its tensor."""
-    if len(ours) != len(truth):
-        return float("inf")
-    worst = 0.0
-    for (a, rows), (b, _) in zip(ours, truth, strict=True):
-        if a.shape != b.shape:
-            return float("inf")
-        if rows is not None:
-            a, b = a[rows], b[rows]
-        if b.numel():
-            error = (a - b).abs().max() / b.abs().max().clamp(min=1e-9)
-            worst = max(worst, error.item() if error.isfinite() else float("inf"))
-    return worst
-
-
-@contextlib.contextmanager
-def limit(seconds: float) -> Iterator[None]:
-    """Raise TimeLimitError in what takes longer."""
-
-    def stop(*_: Any) -> None:
-        raise TimeLimitError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether an error says by name what is not done, and comes from multiattn or from the choice of it."""
-    if not isinstance(error, (NotImplementedError, ValueError, TypeError)):
-        return False
-    ours = any("/multiattn/" in it.filename for it in traceback.extract_tb(error.__traceback__)[-3:])
-    return (ours or "multiattn" in str(error)) and len(str(error)) > 20
-
-
-def judge(
-    subject: Subject, cell: str, run: Any, truths: list[Any], changes: dict[str, Any], spy: Spy
-) -> tuple[str, str]:
-    """The verdict of a cell, and a word on why."""
-    expected, failure = [], ""
-    for it in truths:
-        try:
-            found = it(subject.build("eager", **changes))
-            if found and all(value.isfinite().all() for value, _ in found):
-                expected.append(found)
-        except Exception as error:
-            failure = f"{type(error).__name__}: {str(error)[:150]}"
-    if not expected:
-        return "eager cannot", failure
-    spy.calls, spy.told = 0, set()
-    try:
-        ours = run(subject.build("multiattn", **changes))
-    except Exception as error:
-        said = f"{type(error).__name__}: {str(error)[:300]}"
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f" ({os.path.basename(frame.filename)}:{frame.lineno})"
-        if isinstance(error, KeyError) and str(error) == "'multiattn'":  # a model's own table of implementations
-            return "no way in", said + where
-        if is_refusal(error):
-            return "refused", said + where
-        with contextlib.suppress(Exception):
-            run(subject.build("eager", **changes))
-            return "unclear error", said + where
-        return "eager cannot", said + where
-    calls, told = spy.calls, set(spy.told)
-    error = min(apart(ours, it) for it in expected)
-    if not calls:
-        return "never called", f"{error:.1e}"
-    if error <= TOLERANCE:
-        return "right", f"{error:.1e}"
-    said = f"off by {error:.1e}"
-    if error < ROUNDING:
-        noise = 0.0
-        with contextlib.suppress(Exception):
-            noise = max(apart(_shaken(truths[0], subject, changes, it), expected[0]) for it in range(3))
-        if error <= 4 * noise and noise <= ROUNDING:
-            return "right", f"{said}, noise {noise:.1e}"
-        said += f", noise {noise:.1e}"
-    same: dict[str, float] = {}
-    for name in ("eager", "sdpa"):
-        with contextlib.suppress(Exception):
-            other = run(subject.build(name, **changes))
-            same[name] = apart(ours, other)
-            said += f"; {name} off by {min(apart(other, it) for it in expected):.1e}, from ours {same[name]:.1e}"
-    if cell.startswith("packed") and not told and same.get("eager", 1.0) <= TOLERANCE:
-        return "not told", said
-    if same.get("sdpa", 1.0) <= TOLERANCE and (subject.kind.__name__, cell) in AS_SDPA:
-        return "as sdpa, not as eager", said
-    return "WRONG", said
-
-
-def _shaken(run: Any, subject: Subject, changes: dict[str, Any], times: int) -> Any:
-    """What eager attention gives where each weight is off by about its last bit."""
-    model = subject.build("eager", **changes)
-    generator = torch.Generator().manual_seed(times)
-    with torch.no_grad():
-        for it in model.parameters():
-            it.mul_(1 + 1e-7 * torch.randn(it.shape, generator=generator))
-    return run(model)
-
-
-def sweep(name: str, only: tuple[str, ...] = (), plant: Callable[..., Any] | None = None) -> Cells:
-    """The verdict of each cell of a class; `plant` makes a fault of `attend`."""
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    register()
-    attend = AttentionInterface()["multiattn"]
-    spy = Spy(attend if plant is None else plant(attend))
-    AttentionInterface.register("multiattn", spy)
-    try:
-        with limit(SECONDS):
-            subject = Subject(name)
-    except (Exception, TimeLimitError) as error:
-        return {"made small": ("no", f"{type(error).__name__}: {str(error)[:500]}")}
-    found = {"made small": ("yes", " ".join(f"{it}{list(of.shape)}" for it, of in subject.inputs.items()))}
-    for cell, run, truths, changes in subject.cells():
-        if only and cell not in only:
-            continue
-        try:
-            with limit(SECONDS):
-                found[cell] = judge(subject, cell, run, truths, changes, spy)
-        except TimeLimitError:
-            found[cell] = ("too slow", "")
-    register()
-    found["keywords"] = ("given", " ".join(sorted(spy.keywords)))
-    return found
-
-
-def _timed(name: str) -> tuple[str, Cells, float]:
-    start = time.monotonic()
-    return name, sweep(name), time.monotonic() - start
-
-
-def sweep_all(names: Sequence[str], jobs: int) -> Iterator[tuple[str, Cells, float]]:
-    """The cells of each class, and the seconds that they took."""
-    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(_timed, names)
-
-
-def faults(cells: Cells) -> dict[str, str]:
-    """The cells that may not be."""
-    return {cell: f"{verdict}: {why}" for cell, (verdict, why) in cells.items() if verdict in FAULTS}
-
-
-def counts(found: dict[str, Cells]) -> collections.Counter[tuple[str, str]]:
-    """How many classes have each verdict in each cell."""
-    return collections.Counter(
-        (cell, verdict) for cells in found.values() for cell, (verdict, _) in cells.items() if cell != "keywords"
-    )
-
-
-def table(found: dict[str, Cells]) -> str:
-    """Cells by verdicts."""
-    count = counts(found)
-    verdicts = [it for it in ("yes", "no", *VERDICTS) if any(verdict == it for _, verdict in count)]
-    rows = [[cell, *(count[cell, it] or "" for it in verdicts)] for cell in dict.fromkeys(cell for cell, _ in count)]
-    return tabulate.tabulate(rows, headers=["", *verdicts], tablefmt="github")
-
-
-def main() -> None:
-    """Print the verdicts of the classes that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="classes of transformers; all where none is named")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--json", help="a file for all verdicts and what is told of each")
-    args = parser.parse_args()
-    found: dict[str, Cells] = {}
-    for name, cells, seconds in sweep_all(args.names or list(models.classes()), args.jobs):
-        found[name] = cells
-        told = {cell: verdict for cell, (verdict, _) in cells.items() if cell != "keywords"}
-        print(f"{name}: {seconds:.1f} s, {dict(collections.Counter(told.values()))}", flush=True)
-        for cell, (verdict, why) in cells.items():
-            if args.names or verdict in (*FAULTS, *NOTED):
-                print(f"    {cell}: {verdict}: {why}", flush=True)
-        if args.json:
-            Path(args.json).write_text(json.dumps(found, indent=1))
-    print(table(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -153,11 +153,10 @@ def classes() -> Iterator[str]:
             named.add(model_type)
 
 
-def config_class(kind: type) -> type[PretrainedConfig]:
+def config_class(kind: Any) -> type[PretrainedConfig]:
     """The config that a model class is made of."""
-    if getattr(kind, "config_class", None) is not None:
-        return kind.config_class
-    return inspect.signature(kind.__init__).parameters["config"].annotation
+    found: type[PretrainedConfig] | None = getattr(kind, "config_class", None)
+    return found or inspect.signature(kind.__init__).parameters["config"].annotation
 
 
 class Recipe:
@@ -256,7 +255,7 @@ def _has_sections(kind: type[PretrainedConfig]) -> bool:
     return code.is_file() and "mrope_section" in code.read_text()
 
 
-def small_of(kind: type, recipe: Recipe) -> PretrainedConfig:
+def small_of(kind: Any, recipe: Recipe) -> PretrainedConfig:
     """The small config of a model class."""
     more = {}
     fields = config_class(kind)
@@ -279,7 +278,7 @@ def recipes() -> Iterator[Recipe]:
     yield Recipe(whole=True)
 
 
-def build(kind: type, config: PretrainedConfig, implementation: str = "eager", seed: int = 0) -> torch.nn.Module:
+def build(kind: Any, config: PretrainedConfig, implementation: str = "eager", seed: int = 0) -> Any:
     """A random model whose attention is far from uniform, so that what scores are made of shows."""
     torch.manual_seed(seed)
     model = kind._from_config(copy.deepcopy(config), attn_implementation=implementation, dtype=torch.float32).eval()
