@@ -31,13 +31,13 @@ NO_BOOL_MASKS = ("deepseek_v4",)
 
 
 def flat(found: Any) -> Iterator[torch.Tensor]:
-    """All floating tensors of a model's output, less its cache."""
+    """All floating tensors of a model's output, less its cache and masks."""
     if isinstance(found, torch.Tensor):
         if found.is_floating_point():
             yield found
     elif isinstance(found, dict):
         for name, it in found.items():
-            if "past" not in name and "cache" not in name:
+            if not any(part in name for part in ("past", "cache", "mask")):
                 yield from flat(it)
     elif isinstance(found, (tuple, list)):
         for it in found:
@@ -207,8 +207,9 @@ class Subject:
                 break
         else:
             found = outputs(model, **self.inputs, attention_mask=mask)
-        if self.has_two_parts:
-            return found
+        if self.has_two_parts:  # rows of the encoder that are padding may be anything
+            length = self.inputs["decoder_input_ids"].shape[1]
+            return [it for it in found if it[0].ndim >= 2 and it[0].shape[1] == length]
         return [(it, self._first_half(it)) for it, _ in found if it.ndim >= 2]
 
     @staticmethod

@@ -51,7 +51,11 @@ VERDICTS = ("right", "refused", "eager cannot", "never called", "no way in", *NO
 - WRONG: silently; unclear error: one that names nothing.
 """
 
-AS_SDPA: dict[tuple[str, str], str] = {}
+AS_SDPA = {
+    ("DiffusionGemmaForBlockDiffusion", "decoder padding"): "its mask is of the cache, and leaves windows without a key",
+    ("MoonshineStreamingForConditionalGeneration", "right padding"): "all is padding; eager takes the mean of no key",
+    ("SeamlessM4Tv2ForSpeechToText", "right padding"): "it adds a mask of bools to scores, as 0 and 1",
+}
 """Cells in which eager attention is what is wrong, with the reason."""
 
 TOLD = {
