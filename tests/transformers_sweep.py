@@ -52,7 +52,7 @@ VERDICTS = ("right", "refused", "eager cannot", "never called", "no way in", *NO
 """
 
 AS_SDPA = {
-    ("DiffusionGemmaForBlockDiffusion", "decoder padding"): "its mask is of the cache, and leaves windows without a key",
+    ("DiffusionGemmaForBlockDiffusion", "decoder padding"): "its mask is of the cache; some windows have no key",
     ("MoonshineStreamingForConditionalGeneration", "right padding"): "all is padding; eager takes the mean of no key",
     ("SeamlessM4Tv2ForSpeechToText", "right padding"): "it adds a mask of bools to scores, as 0 and 1",
 }
