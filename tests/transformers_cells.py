@@ -77,6 +77,7 @@ class Subject:
         self.kind = getattr(transformers, name)
         failures: list[str] = []
         for recipe in models.recipes():
+            self.weights: dict[str, torch.Tensor] | None = None
             try:
                 self.config = models.small_of(self.kind, recipe)
                 self.eager = self.build("eager")
@@ -101,7 +102,11 @@ class Subject:
             for part in (config, config.get_text_config(decoder=True)):
                 if hasattr(part, name):
                     setattr(part, name, it)
-        return models.build(self.kind, config, implementation)
+        model = models.build(self.kind, config, implementation)
+        if self.weights is None:
+            self.weights = copy.deepcopy(model.state_dict())
+        model.load_state_dict(self.weights)  # some models leave weights as memory was
+        return model
 
     def takes(self, name: str) -> bool:
         names = inspect.signature(self.kind.forward).parameters
