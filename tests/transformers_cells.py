@@ -31,13 +31,13 @@ NO_BOOL_MASKS = ("deepseek_v4",)
 
 
 def flat(found: Any) -> Iterator[torch.Tensor]:
-    """All floating tensors of a model's output, less its cache and masks."""
+    """All floating tensors of a model's output, less its cache, masks and weights of attention."""
     if isinstance(found, torch.Tensor):
         if found.is_floating_point():
             yield found
     elif isinstance(found, dict):
         for name, it in found.items():
-            if not any(part in name for part in ("past", "cache", "mask")):
+            if not any(part in name for part in ("past", "cache", "mask", "attentions")):
                 yield from flat(it)
     elif isinstance(found, (tuple, list)):
         for it in found:
