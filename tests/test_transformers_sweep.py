@@ -107,7 +107,7 @@ def test_planted_faults_are_found(name, cell, plant):
 
 def test_only_attention_that_was_called_is_right():
     found = sweeps.sweep("MambaForCausalLM")
-    assert {verdict for cell, (verdict, _) in found.items() if cell not in ("made small", "keywords")} <= {
+    assert {verdict for cell, (verdict, _) in found.items() if cell != "made small"} <= {
         "never called",
         "eager cannot",
     }
@@ -149,8 +149,6 @@ def test_every_class(capsys):
         print(f"\n{told}\n{sweeps.table(found)}", file=sys.stderr)  # the stream that pytest-xdist leaves to its workers
     wrong = {name: sweeps.faults(of) for name, of in found.items() if sweeps.faults(of)}
     assert not wrong, wrong
-    given = {keyword for of in found.values() for keyword in of.get("keywords", ("", ""))[1].split()}
-    assert given <= PARAMETERS | HARMLESS | {"output_attentions"}
     if IS_NEW:
         count = sweeps.counts(found)
         assert count["made small", "yes"] >= 480
