@@ -186,13 +186,15 @@ class Subject:
         if self.takes("position_ids") and self.generates and not self.has_two_parts:
             positions = (mask[:1].cumsum(-1) - 1).clamp(min=0)
             found += outputs(model, mask[:1], input_ids=tokens(1), attention_mask=mask[:1], position_ids=positions)
-        return found or outputs(model, **self.inputs, attention_mask=mask)
+        return found or self._pooled(model, mask)
 
     def right(self, model: Any) -> Tensors:
         mask = padding(right=7)
-        return outputs(model, mask, **self.inputs, attention_mask=mask) or outputs(
-            model, **self.inputs, attention_mask=mask
-        )
+        return outputs(model, mask, **self.inputs, attention_mask=mask) or self._pooled(model, mask)
+
+    def _pooled(self, model: Any, mask: torch.Tensor) -> Tensors:
+        """What has no rows of tokens, where those that have do not tell which are padding."""
+        return [it for it in outputs(model, **self.inputs, attention_mask=mask) if it[0].ndim <= 2]
 
     def targets(self, model: Any) -> Tensors:
         length = self.inputs["decoder_input_ids"].shape[1]
@@ -330,9 +332,10 @@ class Subject:
         else:
             loss = 0.0
             for it in flat(model(**given)):
-                if it.requires_grad:
-                    rows = it[mask.bool()] if mask is not None and it.shape[:2] == mask.shape else it
-                    loss = loss + rows.square().mean()
+                is_rows = mask is not None and it.shape[:2] == mask.shape
+                if it.requires_grad and (mask is None or is_rows or it.ndim <= 2):
+                    rows = it[mask.bool()] if is_rows else it
+                    loss = loss + (rows * models.noise(*rows.shape)).mean()
         loss.backward()
         grads = [it.grad.double() for it in model.parameters() if it.grad is not None]
         largest = max(it.abs().max() for it in grads)

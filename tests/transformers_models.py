@@ -298,7 +298,8 @@ def tokens(batch: int = BATCH, length: int = LENGTH, seed: int = 1) -> torch.Ten
     return torch.randint(FIRST_TOKEN, LAST_TOKEN, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def _noise(*shape: int) -> torch.Tensor:
+def noise(*shape: int) -> torch.Tensor:
+    """Normal numbers, the same each time."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(2))
 
 
@@ -341,8 +342,8 @@ def media(config: PretrainedConfig, names: Any) -> list[dict[str, torch.Tensor]]
         channels = _field(config, "num_channels", "in_channels", "in_chans", "channels") or 3
         frames = _field(config, "num_frames", "frames_per_clip") or 4
         for side in ((height, width), (64, 64), (224, 224)):
-            images.append({name: _noise(BATCH, channels, *side)})
-            images.append({name: _noise(BATCH, frames, channels, *side)})
+            images.append({name: noise(BATCH, channels, *side)})
+            images.append({name: noise(BATCH, frames, channels, *side)})
     sounds: list[dict[str, torch.Tensor]] = []
     for name in ("input_features", "input_values", "audio_values", "spectrogram"):
         if name in names:
@@ -359,13 +360,13 @@ def media(config: PretrainedConfig, names: Any) -> list[dict[str, torch.Tensor]]
                 or 80
             )
             longest = 2 * (_field(config, "max_source_positions") or 64)
-            sounds += [{name: _noise(BATCH, bins, longest)}, {name: _noise(BATCH, 64, bins)}]
+            sounds += [{name: noise(BATCH, bins, longest)}, {name: noise(BATCH, 64, bins)}]
             sounds += [
-                {name: _noise(BATCH, 4000)},
-                {name: _noise(BATCH, 1, 4000)},
-                {name: _noise(BATCH, longest, bins)},
+                {name: noise(BATCH, 4000)},
+                {name: noise(BATCH, 1, 4000)},
+                {name: noise(BATCH, longest, bins)},
             ]
-    frames = [{"pixel_values": _noise(BATCH, 4, 3, 32, 32)}] if "pixel_values" in names else []
+    frames = [{"pixel_values": noise(BATCH, 4, 3, 32, 32)}] if "pixel_values" in names else []
     grids: list[dict[str, torch.Tensor]] = []
     for grid in ("grid_thw", "image_grid_thw"):
         for name in ("pixel_values", "hidden_states"):
@@ -375,12 +376,12 @@ def media(config: PretrainedConfig, names: Any) -> list[dict[str, torch.Tensor]]
                 sizes = torch.tensor([[1, 4, 4], [1, 8, 4]])
                 depth = _field(config, "temporal_patch_size") or 1
                 shapes = (48, width * depth), (48, width), (48, 3, patch, patch)
-                grids += [{name: _noise(*shape), grid: sizes} for shape in shapes]
+                grids += [{name: noise(*shape), grid: sizes} for shape in shapes]
     series: list[dict[str, torch.Tensor]] = []
     if "past_values" in names:
         length, width = (
             (_field(config, "context_length") or 32),
             (_field(config, "num_input_channels", "input_size") or 1),
         )
-        series += [{"past_values": _noise(BATCH, length, width)}, {"past_values": _noise(BATCH, length)}]
+        series += [{"past_values": noise(BATCH, length, width)}, {"past_values": noise(BATCH, length)}]
     return grids + images + sounds + frames + series
