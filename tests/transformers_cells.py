@@ -334,7 +334,7 @@ class Subject:
             for it in flat(model(**given)):
                 is_rows = mask is not None and it.shape[:2] == mask.shape
                 if it.requires_grad and (mask is None or is_rows or it.ndim <= 2):
-                    rows = it[mask.bool()] if is_rows else it
+                    rows = it[mask.bool()] if mask is not None and is_rows else it
                     loss = loss + (rows * models.noise(*rows.shape)).mean()
         loss.backward()
         grads = [it.grad.double() for it in model.parameters() if it.grad is not None]
