@@ -151,6 +151,6 @@ def test_every_class(capsys):
     assert not wrong, wrong
     if IS_NEW:
         count = sweeps.counts(found)
-        assert count["made small", "yes"] >= 480
+        assert count["made small", "yes"] >= 530
         assert sum(count[cell, "too slow"] for cell in {cell for cell, _ in count}) <= 20
-        assert sum(count[cell, "right"] for cell in {cell for cell, _ in count}) >= 3000
+        assert sum(count[cell, "right"] for cell in {cell for cell, _ in count}) >= 3450
