@@ -183,7 +183,7 @@ def refuse_call(
 
 
 def _meant_by(name: str, call: str, names: Sequence[str]) -> str:
-    """What a call has in place of a name that it does not have; empty where that is not known."""
+    """The option that a call has in place of a name that it does not have; empty where that is not known."""
     ours = _OF_CALLS.get(call, {}).get(name) or OUR_NAMES.get(name, "")
     option = ours.partition(",")[0].partition(";")[0].partition("=")[0].partition(":")[0].partition(" ")[0]
     if option == "nothing" or option in names:

@@ -81,7 +81,7 @@ def test_compiled_steps_need_no_other_code():
 
 
 def test_masks_of_a_step():
-    """What tells them stays on the device, and has one shape at every step."""
+    """The tensor that tells them stays on the device, and has one shape at every step."""
     length = torch.tensor(4)
     mask = hook.make_mask(BATCH, q_offset=length, **STEP)
     assert (mask.kind, mask.told.tolist(), mask.shape) == ("lengths", [5] * BATCH, (BATCH, 1, 1, 9))

@@ -61,7 +61,7 @@ def seed() -> None:
 
 
 def outputs(model: Any, mask: torch.Tensor | None = None, **given: Any) -> Tensors:
-    """What a model gives; with a mask only those of its rows that are tokens."""
+    """Results of a model; with a mask only those of its rows that are tokens."""
     seed()
     with torch.no_grad():
         found = [it.double() for it in flat(model(**given))]
@@ -193,7 +193,7 @@ class Subject:
         return outputs(model, mask, **self.inputs, attention_mask=mask) or self._pooled(model, mask)
 
     def _pooled(self, model: Any, mask: torch.Tensor) -> Tensors:
-        """What has no rows of tokens, where those that have do not tell which are padding."""
+        """Results that have no rows of tokens, where those that have do not tell which are padding."""
         return [it for it in outputs(model, **self.inputs, attention_mask=mask) if it[0].ndim <= 2]
 
     def targets(self, model: Any) -> Tensors:

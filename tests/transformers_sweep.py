@@ -60,7 +60,7 @@ TOLD = {
     "packed by cu_seq_lens alone": {"cu_seq_lens_q"},
     "packed by cu_seq_lens": {"position_ids", "cu_seq_lens_q"},
 }
-"""What tells attention of packed sequences."""
+"""Keywords that tell attention of packed sequences."""
 
 Cells = dict[str, tuple[str, str]]
 """The verdict of each cell, and a word on why."""
@@ -118,7 +118,7 @@ def limit(seconds: float) -> Iterator[None]:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an error says by name what is not done, and comes from multiattn or from the choice of it."""
+    """True if an error says by name what is not done, and comes from multiattn or from the choice of it."""
     if not isinstance(error, (NotImplementedError, ValueError, TypeError)):
         return False
     ours = any("/multiattn/" in it.filename for it in traceback.extract_tb(error.__traceback__)[-3:])
@@ -181,7 +181,7 @@ def judge(
 
 
 def _shaken(run: Any, subject: Subject, changes: dict[str, Any], times: int) -> Any:
-    """What eager attention gives where each weight is off by about its last bit."""
+    """Results of eager attention where each weight is off by about its last bit."""
     model = subject.build("eager", **changes)
     generator = torch.Generator().manual_seed(times)
     with torch.no_grad():

@@ -122,7 +122,7 @@ def _keys(
     is_step: bool,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """What a `LazyMask` is told of the keys of a band; None where only the mask in full can tell."""
+    """Keys of a band, as a `LazyMask` is told them; None where only the mask in full can tell."""
     q_length, kv_length, q_offset, kv_offset = where
     (causal, window), is_on_device = band, isinstance(q_offset, torch.Tensor)
     keys = q_offset + q_length - kv_offset
@@ -177,7 +177,8 @@ def _read(mask_function: MaskFunction, end: int) -> tuple[torch.Tensor | None, B
     """
     if mask_function in (causal_mask_function, bidirectional_mask_function):
         return None, (mask_function is causal_mask_function, None)
-    both = _variables(mask_function).get("mask_functions", ()) if _code(mask_function) is _CODES["both"] else ()
+    is_both = _code(mask_function) is _CODES["both"]
+    both: tuple[Any, ...] = _variables(mask_function).get("mask_functions", ()) if is_both else ()
     if len(both) != 2:
         return None, None
     code, variables = _code(both[0]), _variables(both[0])

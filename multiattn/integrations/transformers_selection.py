@@ -19,7 +19,7 @@ def selected_keys(
     indices: torch.Tensor | None,
     block_indices: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Which of `count` keys each query selects, bool ``[B, 1|Hq, Sq, Skv]``; None for all.
+    """Keys of `count` that each query selects, bool ``[B, 1|Hq, Sq, Skv]``; None for all.
 
     `indices` are keys ``[B, Sq, n]``. `block_indices` are blocks of keys, ``[B, H, Sq, n]`` with H heads that divide
     Hq; the module's `indexer` has the size of a block. A negative number selects nothing.

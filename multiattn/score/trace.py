@@ -50,7 +50,7 @@ TAKES = {
     5: "allowed (score, b, h, q_idx, kv_idx) -> score. A mask_mod, which has no score, goes to "
     "block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)",
 }
-"""What a callable takes, by the number of arguments that it is given."""
+"""Arguments that a callable takes, by the number of arguments that it is given."""
 _OPERATIONS = (
     "arithmetic, comparisons, logic, where, masked_fill, minimum, maximum, clamp, relu, abs, sign, floor, ceil, trunc, "
     "round, exp, exp2, log, log2, sqrt, rsqrt, pow, sin, cos, tanh, sigmoid, erf, //, %, div, fmod, >>, "
