@@ -23,7 +23,7 @@ warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]  # so the
 
 def _callers_level() -> int:
     """The `stacklevel`, from `warn_once`, of the first frame that is neither ours nor PyTorch's."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
+    frame, level = sys._getframe(1), 1  # code of a graph has no name
+    while frame.f_back is not None and frame.f_globals.get("__name__", "torch").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
     return level
