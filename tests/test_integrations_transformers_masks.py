@@ -185,13 +185,14 @@ HOLES = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0, 1, 1]])
         ((4, 12, 5), sliding_window_causal_mask_function(3), HOLES),
         ((4, 9, 5), causal_mask_function, HOLES[:, -4:]),  # of the new tokens alone, as for the first keys
         ((9, 9), causal_mask_function, HOLES[:1]),
+        ((1, 9), bidirectional_mask_function, HOLES),  # one row for all queries, as BridgeTower's
     ],
 )
 def test_attention_is_that_of_the_mask(place, function, padding):
     """In the rows of tokens: padding between them counts for windows, and queries may be behind all that is told."""
     mask = make_mask(padding.shape[0], *place, mask_function=function, attention_mask=padding.bool())
     of = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(BATCH, 2, length, 8, generator=of) for length in (place[0], place[1], place[1]))
+    q, k, v = (torch.randn(BATCH, 2, length, 8, generator=of) for length in (max(place[0], 4), place[1], place[1]))
     out = attend(torch.nn.Module(), q, k, v, mask)[0].transpose(1, 2)
     wanted = multiattn.reference(q, k, v, bias=mask.whole())[0]
     rows = padding[:, None, -place[0] :, None] if padding.shape[1] == 9 else 1

@@ -277,9 +277,9 @@ def _attend_lazy(call: Inputs, mask: LazyMask) -> torch.Tensor:
     told, causal, window = mask.told, mask.causal, mask.window
     (batch, _, seq_q, _), seq_kv = call.q.shape, call.k.shape[2]
     if not is_compiling() and mask.shape != (batch, 1, seq_q, seq_kv):
-        if mask.shape != (1, 1, seq_q, seq_kv):
+        if mask.shape[0] not in (1, batch) or mask.shape[2] not in (1, seq_q) or mask.shape[3] != seq_kv:
             got = f"attention_mask: got one made for {list(mask.shape)}"
-            raise ValueError(f"{got}; allowed [B, 1, Sq, Skv] of the call, {[batch, 1, seq_q, seq_kv]}")
+            raise ValueError(f"{got}; allowed [B|1, 1, Sq|1, Skv] of the call, {[batch, 1, seq_q, seq_kv]}")
         out: torch.Tensor = attend_masked(call, mask.visible())
         return out
     if mask.kind == "visible" or (mask.kind == "packed" and call.bias is not None):
