@@ -24,6 +24,11 @@ FORMS = {
 OF_BLOCKS = ("long", "long, of heads")
 
 
+@pytest.fixture(autouse=True)
+def short_ones_count_as_long(monkeypatch):
+    monkeypatch.setattr(block_mask, "LONG", block_mask.BLOCK)
+
+
 def qkv(seq_q, seq_kv, heads_kv=2, dtype=torch.float32):
     torch.manual_seed(0)
     shapes = (BATCH, HEADS, seq_q, DIM), *((BATCH, heads_kv, seq_kv, DIM),) * 2
@@ -88,6 +93,12 @@ def test_its_form_follows_from_its_shape(name):
     beside = create_block_mask(lambda b, h, i, j: i >= 0, None, None, *FORMS[name][0], device="cpu")
     assert multiattn.explain(*inputs, bias=mask, block_mask=beside).problem.has_score
     torch.testing.assert_close(fmha(*inputs, bias=mask, block_mask=beside), fmha(*inputs, bias=mask))
+
+
+@pytest.mark.parametrize(("lengths", "has_lists"), [((2048, 9000), False), ((2049, 2049), True), ((9000, 1), False)])
+def test_lists_are_made_where_they_pay(lengths, has_lists, monkeypatch):
+    monkeypatch.undo()
+    assert block_mask.may_hide_blocks(torch.empty(1, 1, *lengths, dtype=torch.bool, device="meta")) == has_lists
 
 
 def test_its_lists_are_those_of_the_same_block_mask():
