@@ -94,7 +94,7 @@ def fmha_padded(
     kv_mask = kv_mask.to(torch.bool)
     if seq_q == 1:  # a packed copy of all keys would cost more than one query does
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        return dense(q, k, v, bias=hiding_bias(kv_mask[:, None, None], q.dtype), **options)
+        return dense(q, k, v, bias=kv_mask[:, None, None], **options)
     keys = TokenPlaces.of(kv_mask)
     if causal or window is not None or alibi_slopes is not None:
         if seq_q > seq_kv:
@@ -132,12 +132,6 @@ def _check_mask(kv_mask: object) -> None:
     if kv_mask.is_floating_point() or kv_mask.is_complex():
         hint = "kv_mask.bool() where nonzero is a token, kv_mask == 0 of a mask that is added to scores"
         raise TypeError(f"kv_mask.dtype: got {kv_mask.dtype}; allowed torch.bool and integers; give {hint}")
-
-
-def hiding_bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A bias of this dtype that hides what is not `visible`."""
-    zero = torch.zeros((), dtype=dtype, device=visible.device)
-    return torch.where(visible, zero, -torch.inf)
 
 
 class TokenPlaces(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch.compiler import is_compiling
 
 from multiattn.block_mask import blocks_of
-from multiattn.integrations.padding import dense, fmha_padded, hiding_bias, packed
+from multiattn.integrations.padding import dense, fmha_padded, packed
 from multiattn.kvcache import fmha_kvcache
 
 
@@ -100,13 +100,11 @@ def attend_masked(call: Inputs, mask: torch.Tensor, **more: Any) -> Any:
     options = options | more
     mask = mask[..., : k.shape[2]]
     bias = None if bias is None else _as_bias(bias, q)[..., : k.shape[2]]
-    if mask.dtype == torch.bool:
-        if bias is None and mask.shape[2] == 1:
-            return dense(q, k, v, bias=hiding_bias(mask, q.dtype), **options)
-        blocks = blocks_of(mask.expand(-1, -1, q.shape[2], -1))
-        return dense(q, k, v, bias=bias, block_mask=blocks, **options)
+    is_bool = mask.dtype == torch.bool
     if bias is None:
-        return dense(q, k, v, bias=_as_bias(mask, q), **options)
+        return dense(q, k, v, bias=mask if is_bool else _as_bias(mask, q), **options)
+    if is_bool:
+        return dense(q, k, v, bias=bias, block_mask=blocks_of(mask.expand(-1, -1, q.shape[2], -1)), **options)
     added = mask.to(torch.float32).expand(q.shape[0], q.shape[1], q.shape[2], -1)
 
     def add(score: torch.Tensor, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
