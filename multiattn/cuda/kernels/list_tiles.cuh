@@ -33,22 +33,16 @@ struct ListedSide {
 
   DEVICE int start(int number) const { return max(min(load_global_4(cu_seqlens + number), rows), 0); }
 
-  // Of sequence `number`; of the two after the last the rows behind it, and before the first, on the side that `is_listed`.
-  DEVICE RowRange of(int number, bool is_listed) const {
-    if (number >= sequences && !is_listed) return {0, 0};
-    if (number > sequences) return {0, start(0)};
+  DEVICE RowRange of(int number) const {
     const int offset = start(number);
-    if (number == sequences) return {offset, rows - offset};
     return {offset, min(max(start(number + 1) - offset, 0), longest)};
   }
+  // Of the two numbers behind those of sequences: rows behind the last one, then before the first.
+  DEVICE RowRange around(int number) const {
+    if (number > sequences) return {0, start(0)};
+    return {start(sequences), rows - start(sequences)};
+  }
 };
-
-DEVICE Sequence sequence_of(const ListParams& params, int number, bool with_queries) {
-  const ListedSide of_q{params.cu_seqlens_q, params.sequences, params.rows_q, params.longest_q};
-  const ListedSide of_kv{params.cu_seqlens_kv, params.sequences, params.rows_kv, params.longest_kv};
-  const RowRange q = of_q.of(number, with_queries), kv = of_kv.of(number, !with_queries);
-  return {q.offset, kv.offset, q.len, kv.len};
-}
 
 // One of the two lists.
 struct TileList {
@@ -56,6 +50,18 @@ struct TileList {
   int32* entries;
   int rows_of_tile, count;
   bool of_queries;
+
+  DEVICE ListedSide queries() const { return {params.cu_seqlens_q, params.sequences, params.rows_q, params.longest_q}; }
+  DEVICE ListedSide keys() const { return {params.cu_seqlens_kv, params.sequences, params.rows_kv, params.longest_kv}; }
+  DEVICE Sequence sequence(int number) const {
+    const RowRange q = queries().of(number), kv = keys().of(number);
+    return {q.offset, kv.offset, q.len, kv.len};
+  }
+  DEVICE Sequence around(int number) const {
+    const RowRange range = (of_queries ? queries() : keys()).around(number);
+    if (of_queries) return {range.offset, 0, range.len, 0};
+    return {0, range.offset, 0, range.len};
+  }
 
   DEVICE int rows(const Sequence& it) const { return of_queries ? it.len_q : it.len_kv; }
   DEVICE int tiles(const Sequence& it) const { return (rows(it) + rows_of_tile - 1) / rows_of_tile; }
@@ -71,12 +77,16 @@ struct TileList {
   // negative for what comes behind all.
   DEVICE Counts count_tiles(int number, int cost_of_it) const {
     Counts counts{0, 0};
-    for (int other = thread_index() % WARP; other < params.sequences + 2; other += WARP) {
-      const Sequence it = sequence_of(params, other, of_queries);
+    const auto add = [&](int other, const Sequence& it) {
       const int its_tiles = tiles(it);
-      if (cost(it) > cost_of_it || (cost(it) == cost_of_it && other < number)) counts.before = min(counts.before + its_tiles, count);
+      const bool is_before = cost(it) > cost_of_it || (cost(it) == cost_of_it && other < number);
+      if (is_before) counts.before = min(counts.before + its_tiles, count);
       counts.all = min(counts.all + its_tiles, count);
-    }
+    };
+    const int lane = thread_index() % WARP;
+#pragma unroll 4
+    for (int other = lane; other < params.sequences; other += WARP) add(other, sequence(other));
+    if (lane < 2) add(params.sequences + lane, around(params.sequences + lane));
     return {sum_of_warp(counts.before), sum_of_warp(counts.all)};
   }
 
@@ -89,7 +99,7 @@ struct TileList {
 
   // The tiles of a sequence; under a mask those first that see the most: of queries the last ones, of keys the first.
   DEVICE void write(int number) const {
-    const Sequence it = sequence_of(params, number, of_queries);
+    const Sequence it = number < params.sequences ? sequence(number) : around(number);
     const auto [first, all] = count_tiles(number, cost(it));
     const int its_tiles = tiles(it);
     const int places = min(its_tiles, count - first);
