@@ -5,6 +5,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from packaging.version import Version  # noqa: E402
 from test_integrations_transformers import BATCH, CACHE, LENGTH, check, decoder, padding, tokens  # noqa: E402
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function  # noqa: E402
 
@@ -14,6 +15,7 @@ import multiattn.integrations.transformers_kinds as kinds  # noqa: E402
 import multiattn.integrations.transformers_paged as paged  # noqa: E402
 
 hook.register()
+RELEASE = Version(transformers.__version__)
 STEP = {"q_length": 1, "kv_length": 9, "allow_is_causal_skip": False, "device": torch.device("cpu")}
 
 
@@ -112,12 +114,17 @@ def test_lengths_beside_a_gradient_or_a_bias(kind, window):
     assert out.requires_grad == (kind == "gradient")
 
 
+of_its_release = pytest.mark.skipif(
+    (RELEASE.major, RELEASE.minor) < (5, 24),
+    reason=f"wraps what transformers 5.24 has; got {RELEASE}",
+)
+
+
+@of_its_release
 @pytest.mark.parametrize(("name", "dtype"), [("Llama", torch.float32), ("Llama", torch.bfloat16), ("Mistral", None)])
 def test_continuous_batching(name, dtype, calls):
     """More requests than a batch holds tokens of, prompts in parts, pages that a sequence fills, tokens of eager's."""
-    configuration = pytest.importorskip("transformers.generation.configuration_utils")
-    if not hasattr(configuration, "ContinuousBatchingConfig"):
-        pytest.skip("a transformers without ContinuousBatchingConfig")
+    configuration = transformers.generation.configuration_utils
     hook.register_continuous_batching()
     hook.register_continuous_batching()
     model = decoder(name).to(dtype or torch.float32)
@@ -160,9 +167,9 @@ def test_requests_of_no_length_write_nothing():
     assert all(map(torch.equal, caches, before))
 
 
+@of_its_release
 def test_other_names_go_where_they_went():
     """transformers still refuses what it knows not, and still decides about its own."""
-    pytest.importorskip("transformers.generation.continuous_batching.initialization")
     hook.register_continuous_batching()
     assert not paged.is_ours("sdpa")
     assert not paged.is_ours(None)

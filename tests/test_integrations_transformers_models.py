@@ -137,7 +137,7 @@ class Attention(torch.nn.Module):
 
     def forward(self, states, positions, mask=None):
         known = {"position_ids": positions if self.knows_positions else None}
-        mask = create_causal_mask(self.config, states, mask, None, **known)
+        mask = create_causal_mask(self.config, states, mask, past_key_values=None, **known)
         heads = states.unflatten(-1, (4, -1)).transpose(1, 2)
         return hook.attend(self, heads, heads, heads, mask, position_ids=positions)[0]
 
