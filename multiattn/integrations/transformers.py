@@ -155,11 +155,9 @@ def attend(
         mask = apart(mask, position_ids)
     if table is not None:  # continuous batching
         assert cu_seq_lens_k is not None
-        caches, options = (
-            (kwargs["k_cache"], kwargs["v_cache"]),
-            options | band_of(says_causal is not False, sliding_window),
-        )
-        out = attend_paged(query, key, value, caches, table, cu_seq_lens_k.to(torch.int32), options)
+        caches, band_options = (kwargs["k_cache"], kwargs["v_cache"]), band_of(says_causal is not False, sliding_window)
+        lengths_kv = cu_seq_lens_k.to(torch.int32)
+        out = attend_paged(query, key, value, caches, table, lengths_kv, options | band_options)
     elif is_packed:
         lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         band = _band_of_lengths(mask, says_causal, sliding_window)
@@ -240,11 +238,9 @@ def _says_causal(module: torch.nn.Module, is_causal: bool | None) -> bool | None
     if is_causal is not None:
         return bool(is_causal)
     says = getattr(module, "is_causal", None)
-    return (
-        says
-        if says is None
-        else bool(says) and getattr(getattr(module, "config", None), "is_causal", True) is not False
-    )
+    if says is None:
+        return None
+    return bool(says) and getattr(getattr(module, "config", None), "is_causal", True) is not False
 
 
 def _band_of_lengths(mask: torch.Tensor | None, says_causal: bool | None, window: int | None) -> Band:
