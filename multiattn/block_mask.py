@@ -10,17 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_compiling, is_exporting
+from torch.compiler import is_compiling
 
 from multiattn.layout import Shape, fits_broadcast
+from multiattn.score.transforms import is_wrapped
 
 BLOCK = 128
 """Queries and keys in a block of the lists that are made of a mask of bools."""
 
 LONG = 2048
 """The most queries or keys of a mask of bools that is read by the element. On an H200 (B1 H16 D128, 2026-11-28) a
-causal one of 1024 takes 64 us for 80 by blocks, one of 2048 takes 245 for 163, and the host 400 more to make lists. At
-4096 it takes 462 for 377, and a step of training 1983 for 1470."""
+causal one of 1024 takes 65 us for 57 by blocks, one of 2048 takes 244 for 124, and the host 160 to 220 more to make
+lists. At 4096 it takes 465 for 280, and a step of training 2000 for 1160."""
 
 KEYS_OF_QUERIES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 """The lists of a block of queries: of partial blocks of keys how many and which, then of full ones."""
@@ -132,7 +133,7 @@ def _is_long(size: int) -> bool:
         from torch.fx.experimental.symbolic_shapes import has_static_value  # imports SymPy
 
         if not has_static_value(size):
-            return not is_exporting()
+            return not torch.compiler._is_exporting_flag  # Dynamo 2.11 takes is_exporting() for true in any graph
     return size > LONG
 
 
@@ -142,15 +143,15 @@ def lists_of(visible: torch.Tensor) -> tuple[BlockLists, MaskMod]:
     The mask is read once, on its device, and nothing waits for that. A block that the end of a sequence cuts counts as
     one that hides a part.
     """
-    batch, heads, seq_q, seq_kv = visible.shape
-    rows, columns = (seq_q + BLOCK - 1) // BLOCK, (seq_kv + BLOCK - 1) // BLOCK
-    beyond = (0, columns * BLOCK - seq_kv, 0, rows * BLOCK - seq_q)
-    whole = torch.nn.functional.pad(visible, beyond) if is_compiling() or any(beyond) else visible  # which copies
-    of_rows = whole.unflatten(3, (columns, BLOCK)).sum(4, dtype=torch.int32)
-    counts = of_rows.unflatten(2, (rows, BLOCK)).sum(3, dtype=torch.int32)
+    batch, heads = visible.shape[:2]
+    counts = _seen_of_blocks(visible)
     full = counts == BLOCK * BLOCK
-    both = torch.stack(((counts > 0) ^ full, full))
-    tensors = (*_listed(both), *_listed(both.mT.contiguous()))
+    partial = (counts > 0) ^ full
+    of_queries, of_keys = (partial, full), (partial.mT, full.mT)
+    if not is_compiling() and partial.shape == partial.mT.shape:  # one sort, and a third less for the host to do
+        tensors = _listed(*of_queries, *of_keys)
+    else:
+        tensors = (*_listed(*of_queries), *_listed(*of_keys))
 
     def see(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
         return visible[b if batch != 1 else 0, h if heads != 1 else 0, i, j]
@@ -158,11 +159,27 @@ def lists_of(visible: torch.Tensor) -> tuple[BlockLists, MaskMod]:
     return BlockLists(BlockSpec(BLOCK, BLOCK, has_full=True), tensors), see
 
 
-def _listed(both: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Counts and numbers of partial blocks, then of full ones, from bools ``[2, ..., R, C]``; true ones come first."""
-    counts = both.sum(-1, dtype=torch.int32)
-    order = both.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    return counts[0], order[0], counts[1], order[1]
+def _seen_of_blocks(visible: torch.Tensor) -> torch.Tensor:
+    """How many scores each block shows, int32 ``[B|1, H|1, rows, columns]``, of a mask ``[B|1, H|1, Sq, Skv]``."""
+    rows, columns = ((size + BLOCK - 1) // BLOCK for size in visible.shape[2:])
+    beyond = (0, columns * BLOCK - visible.shape[3], 0, rows * BLOCK - visible.shape[2])
+    whole = torch.nn.functional.pad(visible, beyond) if is_compiling() or any(beyond) else visible  # which copies
+    if is_compiling() or is_wrapped(whole):
+        by_block: torch.Tensor = whole.unflatten(3, (columns, BLOCK)).unflatten(2, (rows, BLOCK))
+        return by_block.sum((3, 5), dtype=torch.int32)
+    # Elsewhere torch writes bools as int32 before it adds them. Eight of them are one word, and a byte holds BLOCK.
+    if whole.stride(3) != 1 or any(it % 8 for it in (*whole.stride()[:3], whole.storage_offset())):
+        whole = whole.contiguous()
+    words: torch.Tensor = whole.view(torch.int64).unflatten(3, (columns, BLOCK // 8)).unflatten(2, (rows, BLOCK))
+    return words.sum(3).view(torch.uint8).sum(4, dtype=torch.int32)
+
+
+def _listed(*seen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Counts and numbers of the blocks of each of `seen`, bools ``[..., R, C]``; true ones come first."""
+    stacked = torch.stack(seen)
+    counts = stacked.sum(-1, dtype=torch.int32).unbind()
+    numbers = stacked.argsort(dim=-1, descending=True, stable=True).to(torch.int32).unbind()
+    return tuple(it for pair in zip(counts, numbers, strict=True) for it in pair)
 
 
 def blocks_of(visible: torch.Tensor) -> Any:

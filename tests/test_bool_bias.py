@@ -101,10 +101,30 @@ def test_lists_are_made_where_they_pay(lengths, has_lists, monkeypatch):
     assert block_mask.may_hide_blocks(torch.empty(1, 1, *lengths, dtype=torch.bool, device="meta")) == has_lists
 
 
-def test_its_lists_are_those_of_the_same_block_mask():
-    mask = torch.rand(BATCH, 1, 256, 384) > 0.4
-    mask[0, :, :128, 128:256], mask[1, :, 128:, :256] = False, True
-    expected = create_block_mask(lambda b, h, i, j: mask[b, 0, i, j], BATCH, None, 256, 384, device="cpu")
+LAYOUTS = {
+    "of rows": lambda: random_mask(BATCH, 1, 256, 384),
+    "as many rows as columns": lambda: random_mask(1, HEADS, 384, 384),
+    "cut at its ends": lambda: random_mask(1, 1, 300, 380),
+    "of a longer cache": lambda: random_mask(1, 1, 256, 390)[..., :384],
+    "from an odd key": lambda: random_mask(1, 1, 256, 640)[..., 131:515],
+    "from an even key": lambda: random_mask(1, 1, 256, 640)[..., 8:392],
+    "every eighth key": lambda: random_mask(1, 1, 256, 3072)[..., ::8],
+    "transposed": lambda: random_mask(1, 1, 384, 256).mT,
+    "one for all": lambda: random_mask(1, 1, 256, 256).expand(BATCH, HEADS, -1, -1),
+}
+
+
+def random_mask(batch, heads, seq_q, seq_kv):
+    torch.manual_seed(0)
+    mask = torch.rand(batch, heads, seq_q, seq_kv) > 0.4
+    mask[:1, :, :128, 128:256], mask[-1:, :, 128:, :256] = False, True
+    return mask
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_its_lists_are_those_of_the_same_block_mask(name):
+    mask = LAYOUTS[name]()
+    expected = create_block_mask(lambda b, h, i, j: mask[b, h, i, j], *mask.shape, device="cpu")
     found = block_mask.blocks_of(mask)
     assert torch.equal(found.to_dense(), expected.to_dense())
     for name in block_mask.LISTS:
@@ -181,6 +201,14 @@ def test_one_graph_serves_every_mask(name):
     run = torch.compile(by_fmha, backend="aot_eager", fullgraph=True)
     for its in (mask, mask.roll(1, -1)):
         torch.testing.assert_close(with_gradients(run, *inputs, its), with_gradients(by_fmha, *inputs, its))
+
+
+def test_a_graph_of_lengths_that_a_run_knows_makes_lists():
+    graphs = []
+    run = torch.compile(by_fmha, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True, dynamic=True)
+    inputs, mask = qkv(*LONG), visible("long")
+    torch.testing.assert_close(run(*inputs, mask), by_fmha(*inputs, mask))
+    assert ["argsort" in graph.code for graph in graphs] == [True]
 
 
 @pytest.mark.parametrize("strict", [False, True])
