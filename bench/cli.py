@@ -22,7 +22,7 @@ from bench.timing import REGIMES, Budget, CudaClock
 from multiattn.__main__ import main as run_multiattn
 from multiattn.inspect.build import Compilation, requests
 from multiattn.inspect.cli import compile_all, verdict
-from multiattn.inspect.options import layer
+from multiattn.inspect.options import Command, layer
 from multiattn.inspect.tables import text_table
 from parity.__main__ import main as run_parity
 
@@ -260,7 +260,8 @@ COMMANDS = {
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__, epilog=EPILOG)
-    commands = parser.add_subparsers(dest="command", metavar="{" + ",".join(COMMANDS) + "}")
+    metavar = "{" + ",".join(COMMANDS) + "}"
+    commands = parser.add_subparsers(dest="command", metavar=metavar, parser_class=Command)
 
     def add(name: str) -> argparse.ArgumentParser:
         summary = (COMMANDS[name].__doc__ or "").splitlines()[0]

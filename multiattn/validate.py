@@ -68,7 +68,8 @@ def not_a_tensor(name: str, given: object, allowed: str = "a torch.Tensor") -> T
     elif isinstance(given, (list, tuple)):
         hint = f"; torch.tensor({name}) makes one of numbers, torch.stack({name}) one of tensors"
     elif isinstance(given, Real):
-        hint = f"; torch.full(size, {name}, device=q.device) makes one of a number"
+        size = "(B,), {}, dtype=torch.int32" if "seqlens" in name else "size, {}"
+        hint = f"; torch.full({size.format(name)}, device=q.device) makes one of a number"
     else:
         hint = "; give one"
     return TypeError(f"{name} must be {allowed}; got {got}{hint}")
@@ -296,7 +297,8 @@ def refuse_dropout(dropout_p: object) -> None:
     """NotImplementedError for a `dropout_p` that drops something; TypeError for one that is no number."""
     number = plain(dropout_p)
     if isinstance(number, bool) or not isinstance(number, Real):
-        raise TypeError(f"dropout_p must be a float; got {type(dropout_p).__name__}")
+        got = f"{type(dropout_p).__name__}; leave it out or give 0.0, which drops nothing"
+        raise TypeError(f"dropout_p must be a float; got {got}")
     if number != 0:
         raise NotImplementedError(
             f"dropout_p: got {number}; allowed 0.0: no kernel here drops attention weights. Give 0.0 while evaluating, "

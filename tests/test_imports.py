@@ -22,7 +22,7 @@ ALLOWED = {
     "told": set(),
     "meant": set(),
     "mask": {"plain"},
-    "block_mask": {"layout"},
+    "block_mask": {"layout", "score"},
     "packed": {"layout", "plain", "validate"},
     "paged": {"layout", "packed", "validate"},
     "score": set(),

@@ -6,7 +6,8 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
 import multiattn
-from multiattn import flex_attention, fmha, fmha_kvcache, fmha_varlen, merge, nn, reference
+from bench import cli
+from multiattn import __main__, flex_attention, fmha, fmha_kvcache, fmha_varlen, merge, nn, reference
 from multiattn.inspect.options import window
 from multiattn.integrations import flash_attn, flashinfer
 from multiattn.integrations.padding import fmha_padded
@@ -20,6 +21,11 @@ def bf16(*shape):
 def flash(**options):
     """A call of FlashAttention's function, [B, S, H, D]."""
     return flash_attn.flash_attn_func(bf16(2, 8, 4, 16), bf16(2, 8, 2, 16), bf16(2, 8, 2, 16), **options)
+
+
+def over_cache(**options):
+    """A call of its function over a cache, [B, S, H, D]."""
+    return flash_attn.flash_attn_with_kvcache(bf16(2, 1, 4, 16), *[bf16(2, 32, 2, 16)] * 2, **options)
 
 
 Q, K, X = bf16(2, 4, 8, 16), bf16(2, 2, 8, 16), bf16(2, 8, 64)
@@ -91,6 +97,7 @@ NAMES = {
     "layer q, k, v": (lambda: layer(X, X, X), "Attention.forward() takes 2 by position; got 3"),
     "layer padding": (lambda: layer(X, key_padding_mask=X), "'key_padding_mask' | bias=~mask[:, None, None, :]"),
     "layer attn_mask": (lambda: layer(X, attn_mask=X), "'attn_mask' | bias, bool | [B|1, num_heads|1, Sq|1, Skv|1]"),
+    "flash cache seqlens_kv": (lambda: over_cache(seqlens_kv=LENGTHS), "'seqlens_kv'; here it is cache_seqlens"),
     "flash is_causal": (lambda: flash(is_causal=True), "'is_causal'; here it is causal"),
 }
 
@@ -107,7 +114,7 @@ VALUES = {
     "bias of kv heads": (lambda: fmha(Q, K, K, bias=bf16(2, 2, 8, 8)), "(2, 2, 8, 8) | repeat_interleave(2, dim=1)"),
     "lengths a number": (
         lambda: fmha_kvcache(ONE, CACHE, CACHE, seqlens_kv=3),
-        "got int | a torch.Tensor | torch.full(",
+        "got int | a torch.Tensor | torch.full((B,), seqlens_kv, dtype=torch.int32, device=q.device)",
     ),
     "lengths of one": (lambda: fmha_kvcache(ONE, CACHE, CACHE, seqlens_kv=LENGTHS[:1]), "(1,) | a number for each"),
     "max_seqlen a float": (
@@ -132,6 +139,9 @@ VALUES = {
     "layer of an array": (lambda: layer(numpy.zeros((2, 8, 64))), "x | got numpy.ndarray | torch.from_numpy"),
     "flash window": (lambda: flash(window_size=128), "got 128 | a pair (left, right) | are (n - 1, 0)"),
     "flash window of three": (lambda: flash(window_size=(4, 0, 1)), "got (4, 0, 1) | a pair (left, right)"),
+    "flash cache pages": (lambda: over_cache(page_table=LENGTHS), "page_table: got shape [2] | [B, pages]"),
+    "flash cache softcap": (lambda: over_cache(softcap=torch.ones(4)), "softcap | of shape (4,) | one number for all"),
+    "dropout None": (lambda: fmha(Q, K, K, dropout_p=None), "dropout_p | got NoneType | give 0.0"),
     "flash heads": (
         lambda: flash_attn.flash_attn_func(bf16(2, 8, 4, 16), *[bf16(2, 8, 3, 16)] * 2),
         "q=(2, 8, 4, 16), k=(2, 8, 3, 16) | allowed [B, S, H, D] | x.transpose(-3, -2)",
@@ -179,11 +189,16 @@ def test_a_window_on_the_command_line_is_a_pair(text, meant):
         window(text)
 
 
-def test_a_command_shows_its_own_options_for_one_that_it_has_not(capsys):
-    from multiattn.__main__ import main
-
+@pytest.mark.parametrize(
+    ("main", "given", "own"),
+    [
+        (__main__.main, ["explain", "--shape", "1,2,64,64", "--is-causal"], "[--causal]"),
+        (cli.main, ["report", "--is-causal"], "[--markdown]"),
+    ],
+)
+def test_a_command_shows_its_own_options_for_one_that_it_has_not(main, given, own, capsys):
     with pytest.raises(SystemExit):
-        main(["explain", "--shape", "1,2,64,64", "--is-causal"])
+        main(given)
     told = capsys.readouterr().err
-    assert "[--causal]" in told
-    assert "explain: error: got --is-causal; allowed the options above" in told
+    assert own in told
+    assert f"{given[0]}: error: got --is-causal; allowed the options above" in told

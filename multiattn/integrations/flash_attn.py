@@ -33,6 +33,7 @@ from multiattn.integrations.flash_attn_options import (
     refuse,
     result_of,
     sinks_of,
+    softcap_of,
     window_of,
 )
 from multiattn.layout import unit_stride
@@ -345,7 +346,7 @@ def _options(
         "causal": bool(causal),
         "window": window_of(window_size),
         "scale": q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,  # of the D that is not padded
-        "softcap": softcap if softcap > 0.0 else None,
+        "softcap": softcap_of(softcap),
         "alibi_slopes": alibi_slopes,
         "deterministic": True if deterministic else None,
         "backend": backend,

@@ -18,6 +18,7 @@ from multiattn.integrations.flash_attn_options import (
     WindowSize,
     refuse,
     result_of,
+    softcap_of,
     window_of,
 )
 from multiattn.kvcache import fmha_kvcache
@@ -65,6 +66,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None,
     backend: BackendName = "auto",
+    **others: Any,
 ) -> Result:
     """FlashAttention 3's `flash_attn_with_kvcache`, with a `backend` as in `multiattn.fmha_kvcache`. It has no
     gradient.
@@ -113,7 +115,7 @@ def flash_attn_with_kvcache(
     """
     refuse(
         _NAME,
-        {},
+        others,
         qv=qv,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
@@ -131,6 +133,8 @@ def flash_attn_with_kvcache(
         raise NotImplementedError(f"{_NAME} has no gradient: call it under torch.no_grad()")
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     table = block_table if page_table is None else page_table
+    if table is not None and table.ndim != 2:
+        raise ValueError(f"page_table: got shape {list(table.shape)}; allowed [B, pages], the pages of each sequence")
     if cache_batch_idx is not None:  # an entry of a cache without pages is a page of that size
         table = cache_batch_idx.to(torch.int32)[:, None] if table is None else table[cache_batch_idx]
     if cache_seqlens is None and k is not None:
@@ -217,7 +221,7 @@ def attend_cache(
         causal=bool(causal),
         window=window_of(window_size),
         scale=scale,
-        softcap=softcap if softcap > 0.0 else None,
+        softcap=softcap_of(softcap),
         sinks=sinks,
         backend=backend,
         return_lse=True,

@@ -8,6 +8,7 @@ import torch
 
 from multiattn.mask import Window
 from multiattn.plain import plain
+from multiattn.validate import as_float
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
 WindowSize = tuple[int | None, int | None] | list[int] | torch.Tensor | None
@@ -41,7 +42,8 @@ _MEANT = {
     "attn_mask": "FlashAttention has no masks; bias of multiattn.fmha takes them",
     "bias": "FlashAttention has no bias; multiattn.fmha has",
     "sinks": "here it is learnable_sink",
-    "return_lse": "here it is return_attn_probs",
+    "return_lse": "here it is return_attn_probs, or return_softmax_lse of flash_attn_with_kvcache",
+    "seqlens_kv": "here it is cache_seqlens of flash_attn_with_kvcache, and seqused_k of flash_attn_varlen_func",
     "dropout": "here it is dropout_p, which may be 0.0 alone",
 }
 """Names that other libraries have for options of FlashAttention."""
@@ -73,6 +75,12 @@ def window_of(window_size: WindowSize) -> Window | None:
         raise TypeError(f"window_size: got {window_size!r}; allowed a pair (left, right), -1 for all of a side; {hint}")
     left, right = (None if it is None or it < 0 else int(it) for it in window_size)
     return None if left is None and right is None else (left, right)
+
+
+def softcap_of(softcap: float) -> float | None:
+    """The softcap as `multiattn.fmha` takes it: 0 and less is none."""
+    number = as_float(softcap, "softcap")
+    return number if number > 0.0 else None
 
 
 def sinks_of(learnable_sink: torch.Tensor | None, s_aux: torch.Tensor | None) -> torch.Tensor | None:
