@@ -368,6 +368,23 @@ def test_selected_blocks():
     torch.testing.assert_close(out.transpose(1, 2), multiattn.reference(q, k, v, bias=bias)[0])
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_queries_that_see_none_of_their_selected_keys(has_sinks):
+    """Every score is the lowest number then: all values have one weight, or none where there is a sink."""
+    q, k, v = qkv()
+    layer = Layer()
+    layer.indexer = torch.nn.Module()
+    layer.indexer.block_size = 4
+    blocks = torch.zeros(BATCH, 1, FIRST, 1, dtype=torch.int64)
+    mask = (torch.arange(FIRST) >= torch.tensor([0, 4] + [2] * 7)[:, None])[None, None]
+    sinks = torch.zeros(4) if has_sinks else None
+    out, _ = hook.attend(layer, q, k, v, mask, block_indices=blocks, s_aux=sinks)
+    wanted, _ = multiattn.reference(q, k, v, bias=mask & (torch.arange(FIRST) < 4), sinks=sinks)
+    if not has_sinks:
+        wanted[:, :, 1] = v.mean(2)
+    torch.testing.assert_close(out.transpose(1, 2), wanted)
+
+
 def test_a_position_bias_of_packed_sequences():
     q, k, v = qkv()
     bias = torch.randn(1, 4, FIRST, FIRST, generator=torch.Generator().manual_seed(8))

@@ -87,10 +87,22 @@ def attend_selected(
         mask = mask & selected if mask.dtype == torch.bool else mask.masked_fill(~selected, -torch.inf)
     if sinks is None:
         out: torch.Tensor = attend_masked(call, mask)
-        return out
+        is_certain = selected is None or call.options["sinks"] is not None
+        return out if is_certain else _with_means(out, mask, call.v)
     out, lse = attend_masked(call, mask, return_lse=True)
     weight = torch.sigmoid(lse - sinks.to(torch.float32).logsumexp(-1))
     return (out * weight[..., None]).to(out.dtype)
+
+
+def _with_means(out: torch.Tensor, mask: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The output ``[B, Hq, Sq, D]``, with the mean of all values for queries that see none of the keys they select.
+
+    MiniMax-M3 selects by positions, and hides by places: behind padding or other sequences nothing may be left. Eager
+    attention then has the lowest number for every score, so that all values have one weight.
+    """
+    sees = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    mean = v.mean(2, keepdim=True).repeat_interleave(out.shape[1] // v.shape[1], 1)
+    return torch.where(sees.any(-1, keepdim=True), out, mean)
 
 
 def packed_mask(call: Inputs, lengths: tuple[Any, Any, Any, Any], band: Band) -> LazyMask:
