@@ -16,7 +16,7 @@ import transformers_models as models  # noqa: E402
 import transformers_sweep as sweeps  # noqa: E402
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs  # noqa: E402
 
-from multiattn.integrations.transformers import HARMLESS, attend  # noqa: E402
+from multiattn.integrations.transformers import HARMLESS, LazyMask, attend  # noqa: E402
 
 PARAMETERS = set(inspect.signature(attend).parameters) - {"kwargs"}
 
@@ -26,9 +26,10 @@ SAMPLE = {
     "GPT2LMHeadModel": 12,  # flattens masks
     "Gemma2ForCausalLM": 13,  # softcap, a window in every other layer
     "GptOssForCausalLM": 13,  # sinks; masks that know nothing of positions
-    "Llama4ForCausalLM": 12,  # chunks
+    "Llama4ForCausalLM": 10,  # chunks
     "Qwen3NextForCausalLM": 10,  # recurrent layers
     "DeepseekV32ForCausalLM": 11,  # selected keys, another D of values
+    "MiniMaxM3VLForCausalLM": 11,  # selected blocks, of which padding leaves none
     "InklingForCausalLM": 11,  # keys of another stride
     "OPTForCausalLM": 10,  # positions of masks
     "BertForMaskedLM": 6,
@@ -44,6 +45,7 @@ SAMPLE = {
     "ViTModel": 2,
     "BloomForCausalLM": 0,  # attention of its own
 }
+JOBS = min(os.cpu_count() or 1, 4)
 IS_NEW = Version(transformers.__version__) >= Version("5.24")
 
 
@@ -75,6 +77,16 @@ def full(of):
     return faulty
 
 
+def without_windows(of):
+    def faulty(module, query, key, value, attention_mask, **given):
+        if isinstance(attention_mask, LazyMask) and attention_mask.window is not None:
+            it = attention_mask
+            attention_mask = LazyMask(it.told, it.kind, it.causal, None, it.shape, it.dtype)
+        return of(module, query, key, value, attention_mask, **given | {"sliding_window": None})
+
+    return faulty
+
+
 def instead(**others):
     def plant(of):
         return lambda *given, **options: of(*given, **options | others)
@@ -94,7 +106,11 @@ def instead(**others):
         ("LlamaForCausalLM", "generate, static", causal_alone),
         ("LlamaForCausalLM", "training", instead(scaling=0.2501)),
         ("BertForMaskedLM", "right padding", full),
-        ("Gemma2ForCausalLM", "sliding", causal_alone),
+        ("Llama4ForCausalLM", "plain", causal_alone),
+        ("DeepseekV32ForCausalLM", "left padding", instead(indices=None)),
+        ("MiniMaxM3VLForCausalLM", "plain", instead(block_indices=None)),
+        ("Gemma2ForCausalLM", "sliding", without_windows),
+        ("Qwen2VLForConditionalGeneration", "sliding", without_windows),
         ("Gemma2ForCausalLM", "plain", instead(softcap=None)),
         ("GptOssForCausalLM", "generate, beams", instead(s_aux=None)),
         ("BartForConditionalGeneration", "decoder padding", full),
@@ -142,7 +158,7 @@ def test_each_keyword_of_a_model_is_known():
 @pytest.mark.nightly
 def test_every_class(capsys):
     found, seconds = {}, 0.0
-    for name, verdicts, took in sweeps.sweep_all(list(models.classes()), jobs=min(os.cpu_count() or 1, 4)):
+    for name, verdicts, took in sweeps.sweep_all(list(models.classes()), JOBS):
         found[name], seconds = verdicts, seconds + took
     with capsys.disabled():
         told = f"{len(found)} classes of transformers {transformers.__version__}, {seconds:.0f} s of processors"
@@ -154,3 +170,25 @@ def test_every_class(capsys):
         assert count["made small", "yes"] >= 530
         assert sum(count[cell, "too slow"] for cell in {cell for cell, _ in count}) <= 20
         assert sum(count[cell, "right"] for cell in {cell for cell, _ in count}) >= 3450
+
+
+UNSEEN = {
+    "BigBirdPegasusForConditionalGeneration",  # encoders by code of their own
+    "LongT5ForConditionalGeneration",
+    "PegasusXForConditionalGeneration",
+    "DogeForCausalLM",  # sliding_window of a config whose model has none
+    "ZayaForCausalLM",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("cells", "plant"),
+    [(("left padding", "4-D mask of numbers", "packed by position_ids"), full), (("sliding",), without_windows)],
+)
+def test_every_class_shows_a_fault(cells, plant):
+    """Attention that ignores a mask or a window is wrong in each cell that has one; none is right unseen."""
+    names = list(models.classes())
+    found = {name: its for name, its, _ in sweeps.sweep_all(names, JOBS, only=cells, plant=plant)}
+    unseen = {name for name, its in found.items() if any(its.get(cell, ("",))[0] == "right" for cell in cells)}
+    assert unseen <= UNSEEN

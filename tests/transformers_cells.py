@@ -162,9 +162,8 @@ class Subject:
                     [self.apart, by_masks],
                     {},
                 )
-            window = {"sliding_window": 6, "use_sliding_window": True}
             if hasattr(self.config.get_text_config(decoder=True), "sliding_window"):
-                yield "sliding", self.sliding, [self.sliding], window
+                yield "sliding", self.sliding, [self.sliding], self.windows()
         if self.generates:
             for cache in ("dynamic", "static"):
                 run = self.generate(cache_implementation=cache)
@@ -183,7 +182,7 @@ class Subject:
     def plain(self, model: Any) -> Tensors:
         found = outputs(model, **self.inputs)
         if self.is_text and self.takes("position_ids") and self.generates and not self.has_two_parts:
-            with contextlib.suppress(IndexError, ValueError):
+            with contextlib.suppress(IndexError, RuntimeError, ValueError):
                 found += outputs(model, input_ids=tokens(1), position_ids=torch.arange(3, 3 + LENGTH)[None])
         return found
 
@@ -318,6 +317,13 @@ class Subject:
                 **{"num_beams": 1} | how,
             )
         return [(it.double().nan_to_num(neginf=0.0), None) for it in out.logits]
+
+    def windows(self) -> dict[str, Any]:
+        """Changes of the config by which a layer or more has a window; most configs choose when they are made."""
+        kinds = list(getattr(self.config.get_text_config(decoder=True), "layer_types", None) or ())
+        if "full_attention" in kinds and not any("sliding" in it for it in kinds):
+            kinds[kinds.index("full_attention")] = "sliding_attention"
+        return {"sliding_window": 6, "use_sliding_window": True} | ({"layer_types": kinds} if kinds else {})
 
     def sliding(self, model: Any) -> Tensors:
         found = self.right(model) + self.generate()(model)

@@ -9,6 +9,7 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -30,6 +31,8 @@ from multiattn.integrations.transformers import register
 
 TOLERANCE = 1e-4
 """An error's share of the largest value; in float32, so that a fault has no rounding to hide in."""
+HUGE = 1e30
+"""Larger values, such as a logit that a model forbids, count as none: every error is small beside them."""
 SECONDS = 40
 """How long a cell may take."""
 
@@ -95,6 +98,7 @@ def apart(ours: Tensors, truth: Tensors) -> float:
             return float("inf")
         if rows is not None:
             a, b = a[rows], b[rows]
+        a, b = (it.masked_fill(it.abs() > HUGE, 0.0) for it in (a, b))
         if b.numel():
             error = (a - b).abs().max() / b.abs().max().clamp(min=1e-9)
             worst = max(worst, error.item() if error.isfinite() else float("inf"))
@@ -216,15 +220,15 @@ def sweep(name: str, only: tuple[str, ...] = (), plant: Callable[..., Any] | Non
     return found
 
 
-def _timed(name: str) -> tuple[str, Cells, float]:
+def _timed(name: str, **given: Any) -> tuple[str, Cells, float]:
     start = time.monotonic()
-    return name, sweep(name), time.monotonic() - start
+    return name, sweep(name, **given), time.monotonic() - start
 
 
-def sweep_all(names: Sequence[str], jobs: int) -> Iterator[tuple[str, Cells, float]]:
-    """The cells of each class, and the seconds that they took."""
+def sweep_all(names: Sequence[str], jobs: int, **given: Any) -> Iterator[tuple[str, Cells, float]]:
+    """The cells of each class, and the seconds that they took; the other arguments are those of `sweep`."""
     with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(_timed, names)
+        yield from pool.map(functools.partial(_timed, **given), names)
 
 
 def faults(cells: Cells) -> dict[str, str]:
