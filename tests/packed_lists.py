@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import pytest
 import torch
 
 _RANDOM = random.Random(0)
@@ -28,6 +29,20 @@ WRONG = {
 }
 """Values of both cu_seqlens that no batch of 100 queries and 130 keys has."""
 WRONG_ROWS = 100, 130
+LISTS = [
+    pytest.param([5, 0, 100, 33, 1], [5, 7, 0, 64, 200], 11, (16, 32), 2, id="both"),
+    pytest.param([5, 0, 100, 33, 1], [5, 7, 0, 64, 200], 0, (16, 0), 1, id="queries"),
+    pytest.param([5, 0, 100, 33, 1], [5, 7, 0, 64, 200], 11, (0, 64), 1, id="keys"),
+    pytest.param([], [], 50, (16, 16), 2, id="no-sequence"),
+    pytest.param(MANY, MANY[::-1], 3, (16, 32), 3, id="groups"),
+]
+"""Lengths of both sides, rows behind them, tiles of both lists (0: not wanted), and the parts that share a group's."""
+WRONG_LISTS = [
+    pytest.param([torch.tensor(it, dtype=torch.int32) for it in given], longest, id=f"{name}-{bound}")
+    for name, given in WRONG.items()
+    for bound, longest in (("any", (0, 0)), ("bounded", (35, 17)))
+]
+"""Both cu_seqlens, and bounds of the most rows of a sequence."""
 _LARGEST = 2**31 - 1
 
 

@@ -8,7 +8,7 @@ import cuda_fakes
 import pytest
 import torch
 from cuda_runs import on_cpu, with_nvrtc
-from packed_lists import WRONG, WRONG_ROWS, listed, starts
+from packed_lists import WRONG_LISTS, WRONG_ROWS, listed, starts
 
 from multiattn import aot, fmha_varlen, fmha_varlen_backward
 from multiattn.cuda import BACKEND
@@ -43,10 +43,9 @@ def test_each_list_has_every_tile_once_and_longest_first(lengths_q, lengths_kv, 
 
 
 @on_cpu
-@pytest.mark.parametrize("longest", [(0, 0), (35, 17)], ids=["any", "bounded"])
-@pytest.mark.parametrize("given", WRONG.values(), ids=WRONG.keys())
-def test_lists_name_rows_that_there_are_whatever_is_given(given, longest):
-    check_lists([torch.tensor(it, dtype=torch.int32) for it in given], WRONG_ROWS, longest)
+@pytest.mark.parametrize(("cu_seqlens", "longest"), WRONG_LISTS)
+def test_lists_name_rows_that_there_are_whatever_is_given(cu_seqlens, longest):
+    check_lists(cu_seqlens, WRONG_ROWS, longest)
 
 
 def check_lists(operands, rows, longest=(0, 0)):

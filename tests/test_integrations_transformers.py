@@ -285,22 +285,6 @@ def test_compiles_whole(given):
     check(decoder("Mistral", num_hidden_layers=1), logits)
 
 
-def test_other_masks_are_kept():
-    """Chunks of attention, bidirectional windows, and one that the attention is not told of."""
-    llama4 = transformers.Llama4TextConfig(
-        **SIZES, attention_chunk_size=6, num_local_experts=2, intermediate_size_mlp=48
-    )
-    chunked = build(transformers.Llama4ForCausalLM, llama4)
-    mask = padding(left=5)
-    check(chunked, lambda it: [it(tokens()).logits, it(tokens(), attention_mask=mask).logits * mask[..., None]])
-
-    sizes = {name: it for name, it in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
-    windows = {"local_attention": 6, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
-    modern = build(transformers.ModernBertModel, transformers.ModernBertConfig(**sizes, **windows))
-    mask = padding(right=5)
-    check(modern, lambda it: [it(tokens(), attention_mask=mask).last_hidden_state * mask[..., None]])
-
-
 def test_windows_that_only_the_mask_knows():
     """Phimoe does not tell its attention; T5Gemma tells its encoder's of one that is a key too small on either side."""
     given = {name: it for name, it in SIZES.items() if name != "head_dim"} | {"sliding_window": 6}

@@ -39,24 +39,6 @@ def made(name, head="ForCausalLM", **given):
     return build(getattr(transformers, f"{name}{head}"), getattr(transformers, f"{name}Config")(**given))
 
 
-def gpt2():
-    return made("GPT2", "LMHeadModel", n_embd=64, n_layer=2, n_head=4, vocab_size=61, n_positions=64)
-
-
-def nllb():
-    sizes = {f"{part}_{name}": it for part in ("encoder", "decoder") for name, it in (("layers", 1), ("ffn_dim", 48))}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_sparse_step": 0}
-    experts = {"num_experts": 2, "expert_capacity": 64, "decoder_sparse_step": 0}
-    return made("NllbMoe", "ForConditionalGeneration", vocab_size=61, d_model=64, **sizes, **heads, **experts)
-
-
-def test_selected_keys_are_the_only_ones():
-    """DeepSeek-V3.2 hands them over as `indices`, where its eager attention has them in its mask."""
-    model = made("DeepseekV32", **SIZES | {"num_key_value_heads": 4}, **LATENT)
-    mask = padding(left=7)
-    check(model, lambda it: [it(tokens()).logits, it(tokens(), attention_mask=mask).logits * mask[..., None]])
-
-
 def test_keys_selected_among_other_sequences_are_refused():
     model, rows = made("DeepseekV32", **SIZES | {"num_key_value_heads": 4}, **LATENT), tokens()[:1]
     model.set_attn_implementation("multiattn")
@@ -69,16 +51,6 @@ def test_keys_selected_among_other_sequences_are_refused():
         hook.attend(Layer(), *qkv(), mask, indices=chosen, position_ids=torch.arange(FIRST)[None] % 4)
     parts = [model(it, use_cache=False).logits for it in rows.split([FIRST, LENGTH - FIRST], 1)]
     torch.testing.assert_close(model(rows, position_ids=POSITIONS[None], **given).logits, torch.cat(parts, 1))
-
-
-def test_a_static_cache_of_a_model_that_flattens_masks():
-    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static", "eos_token_id": None}
-    check(gpt2(), lambda it: [it.generate(tokens(), pad_token_id=0, **options)])
-
-
-def test_a_decoder_that_says_it_is_not_causal_is():
-    given = {"input_ids": tokens(), "decoder_input_ids": tokens(11, seed=2), "attention_mask": padding(right=7)}
-    check(nllb(), lambda it: [it(**given).logits])
 
 
 @pytest.mark.parametrize("name", ["GptOss", "Llama"])

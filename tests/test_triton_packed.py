@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from packed_lists import MANY, WRONG, WRONG_ROWS, listed, starts
+from packed_lists import LISTS, WRONG_LISTS, WRONG_ROWS, listed, starts
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -27,25 +27,15 @@ RANDOM = random.Random(0)
 # ---------------------------------------------------------------- lists of tiles
 
 
-@pytest.mark.parametrize(
-    ("lengths_q", "lengths_kv", "behind", "tiles", "group", "parts"),
-    [
-        pytest.param([5, 0, 100, 33, 1], [5, 7, 0, 64, 200], 11, (16, 32), 128, 2, id="both"),
-        pytest.param([5, 0, 100, 33, 1], [5, 7, 0, 64, 200], 0, (16, 0), 128, 1, id="queries"),
-        pytest.param([5, 0, 100, 33, 1], [5, 7, 0, 64, 200], 11, (0, 64), 128, 1, id="keys"),
-        pytest.param([], [], 50, (16, 16), 128, 2, id="no-sequence"),
-        pytest.param(MANY, MANY[::-1], 3, (16, 32), 16, 3, id="groups"),
-    ],
-)
-def test_lists_have_every_tile_the_costly_ones_first(lengths_q, lengths_kv, behind, tiles, group, parts):
+@pytest.mark.parametrize(("lengths_q", "lengths_kv", "behind", "tiles", "parts"), LISTS)
+def test_lists_have_every_tile_the_costly_ones_first(lengths_q, lengths_kv, behind, tiles, parts):
     rows = (sum(lengths_q) + behind, sum(lengths_kv) + behind)
+    group = 16 if len(lengths_q) > 16 else 128
     check_lists([starts(lengths_q), starts(lengths_kv)], rows, tiles, group, parts)
 
 
-@pytest.mark.parametrize("longest", [(0, 0), (35, 17)], ids=["any", "bounded"])
-@pytest.mark.parametrize("given", WRONG.values(), ids=WRONG.keys())
-def test_lists_name_rows_that_there_are_whatever_is_given(given, longest):
-    cu_seqlens = [torch.tensor(it, dtype=torch.int32) for it in given]
+@pytest.mark.parametrize(("cu_seqlens", "longest"), WRONG_LISTS)
+def test_lists_name_rows_that_there_are_whatever_is_given(cu_seqlens, longest):
     check_lists(cu_seqlens, WRONG_ROWS, (16, 32), 16, 2, longest)
 
 

@@ -143,10 +143,7 @@ def attend(
     call = Inputs(query, key, value, position_bias, options)
     mask, says_causal = _as_mask(attention_mask, query), _says_causal(module, is_causal)
     selected = selected_keys(module, query, key.shape[2], indices, block_indices)
-    table, is_packed = kwargs.get("block_table"), cu_seq_lens_q is not None
-    if is_packed != (cu_seq_lens_k is not None):
-        given, missing = ("cu_seq_lens_q", "cu_seq_lens_k") if is_packed else ("cu_seq_lens_k", "cu_seq_lens_q")
-        raise ValueError(f"{given}: got lengths without {missing}; allowed both, or neither")
+    table, is_packed = kwargs.get("block_table"), _has_lengths(cu_seq_lens_q, cu_seq_lens_k)
     if mask is None and says_causal and not is_packed and (is_causal or not is_eager_only(layer)):
         mask = _causal_mask(call, sliding_window)
     if selected is not None and not is_compiling():
@@ -175,11 +172,7 @@ def attend(
         _refuse_window(sliding_window, key.shape[2])
         out = attend_padded(call, None, band_of(False, None))
     elif mask.ndim == 2:
-        if sliding_window is not None and (is_compiling() or has_holes(mask.to(torch.bool))):
-            raise NotImplementedError(
-                f"attention_mask: got padding {list(mask.shape)} that may be between tokens, which sliding_window="
-                f"{sliding_window} counts; allowed a mask that has the window. Let transformers make it"
-            )
+        _refuse_holes(mask, sliding_window)
         out = attend_padded(call, mask, band_of(says_causal is True, sliding_window))
     else:
         if mask.dtype == torch.bool and not is_compiling():
@@ -243,6 +236,15 @@ def _says_causal(module: torch.nn.Module, is_causal: bool | None) -> bool | None
     return bool(says) and getattr(getattr(module, "config", None), "is_causal", True) is not False
 
 
+def _has_lengths(cu_seq_lens_q: torch.Tensor | None, cu_seq_lens_k: torch.Tensor | None) -> bool:
+    """True if lengths of packed sequences are given; ValueError for those of one side alone."""
+    given = {"cu_seq_lens_q": cu_seq_lens_q is not None, "cu_seq_lens_k": cu_seq_lens_k is not None}
+    if len(set(given.values())) > 1:
+        missing, told = sorted(given, key=lambda it: given[it])
+        raise ValueError(f"{told}: got lengths without {missing}; allowed both, or neither")
+    return given["cu_seq_lens_q"]
+
+
 def _band_of_lengths(mask: torch.Tensor | None, says_causal: bool | None, window: int | None) -> Band:
     """The band of each of the sequences whose lengths are given beside a mask.
 
@@ -281,7 +283,7 @@ def _attend_lazy(call: Inputs, mask: LazyMask) -> torch.Tensor:
     if mask.kind == "visible" or (mask.kind == "packed" and call.bias is not None):
         return attend_selected(call, mask, None, None)
     if mask.kind == "lengths":
-        return attend_lengths(call, told, window)
+        return attend_lengths(call, mask)
     if mask.kind == "packed":
         # keys behind them are unused places of a static cache
         call = call._replace(k=call.k[:, :, :seq_q], v=call.v[:, :, :seq_q])
@@ -305,6 +307,19 @@ def _causal_mask(call: Inputs, sliding_window: int | None) -> LazyMask:
     band_of(True, sliding_window)
     told = torch.empty((0, seq_kv), dtype=torch.bool, device=call.q.device)
     return lazy_mask(told, "padding", True, sliding_window, (batch, 1, seq_q, seq_kv), call.q.dtype)
+
+
+def _refuse_holes(mask: torch.Tensor, sliding_window: int | None) -> None:
+    """Refuse a padding mask ``[B, n]`` beside a window, which counts padding between tokens.
+
+    Raises:
+        NotImplementedError: For a window where there is such padding, or might be in a compiled function.
+    """
+    if sliding_window is not None and (is_compiling() or has_holes(mask.to(torch.bool))):
+        raise NotImplementedError(
+            f"attention_mask: got padding {list(mask.shape)} that may be between tokens, which sliding_window="
+            f"{sliding_window} counts; allowed a mask that has the window. Let transformers make it"
+        )
 
 
 def _refuse_window(sliding_window: int | None, seq_kv: int) -> None:

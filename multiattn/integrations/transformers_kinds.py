@@ -9,6 +9,7 @@ from torch.compiler import is_compiling
 
 from multiattn.block_mask import blocks_of
 from multiattn.integrations.padding import dense, fmha_padded, packed
+from multiattn.integrations.transformers_lazy import LazyMask
 from multiattn.kvcache import fmha_kvcache
 
 
@@ -40,17 +41,15 @@ def band_of(is_causal: bool, sliding_window: int | None) -> dict[str, Any]:
     return {"causal": is_causal, "window": (sliding_window - 1, None if is_causal else sliding_window - 1)}
 
 
-def attend_lengths(call: Inputs, lengths: torch.Tensor, window: int | None) -> torch.Tensor:
+def attend_lengths(call: Inputs, mask: LazyMask) -> torch.Tensor:
     """Causal attention over a static cache; a gradient or a position bias costs a mask of every score."""
     q, k, v, bias, options = call
     wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if bias is None and not wants_gradient:
         options = {name: it for name, it in options.items() if name != "deterministic"}
-        out: torch.Tensor = fmha_kvcache(q, k, v, seqlens_kv=lengths, **options, **band_of(True, window))
+        out: torch.Tensor = fmha_kvcache(q, k, v, seqlens_kv=mask.told, **options, **band_of(True, mask.window))
         return out
-    last = lengths[:, None] - q.shape[2] + torch.arange(q.shape[2], device=q.device)
-    behind = last[:, None, :, None] - torch.arange(k.shape[2], device=q.device)
-    out = attend_masked(call, behind >= 0 if window is None else (behind >= 0) & (behind < window))
+    out = attend_masked(call, mask.visible())
     return out
 
 

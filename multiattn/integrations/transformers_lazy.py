@@ -175,11 +175,11 @@ def _is_all(mask: LazyMask, dim: int = 0, start: int | None = None, end: int | N
     return not start and step == 1 and (end is None or end >= mask.shape[dim])
 
 
-def _made(
+def _lazy_mask(
     told: torch.Tensor, kind: Kind, causal: bool, window: int | None, size: tuple[int, ...], dtype: torch.dtype
 ) -> LazyMask:
     return LazyMask(told, kind, causal, window, size, dtype)
 
 
-lazy_mask: Callable[..., LazyMask] = torch.compiler.allow_in_graph(_made)
+lazy_mask: Callable[..., LazyMask] = torch.compiler.allow_in_graph(_lazy_mask)
 """A LazyMask, whose arguments it takes, also in a compiled function."""

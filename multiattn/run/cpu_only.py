@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import CPU
@@ -44,7 +44,7 @@ def _refusals(problem: Problem, direction: Direction) -> tuple[Reason, ...]:
     return min(each, key=len, default=())
 
 
-def _capabilities(direction: Direction) -> Iterator[Capability]:
+def _capabilities(direction: Direction) -> list[Capability]:
     """Those of all kernels, the widest heads first."""
     found = (it.capability for name in BACKENDS for it in registry.get(name).op(direction).variants)
-    return iter(sorted(found, key=lambda it: -it.head_dim_max))
+    return sorted(found, key=lambda it: -it.head_dim_max)

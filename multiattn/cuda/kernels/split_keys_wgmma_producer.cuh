@@ -108,7 +108,8 @@ class GatherLoader : FreedKeys<T::FREES> {
       const uint16* source = head + static_cast<int64>(high << 32 | low);
 #pragma unroll
       for (int panel = 0; panel < TileKV::PANELS; ++panel) {
-        const bool valid = first + key < owned_.len_kv && !Freed::is_freed(first + key) && panel * CHUNKS + chunk < T::HEAD_DIM / CHUNK_ELEMENTS;
+        const bool is_key = first + key < owned_.len_kv && !Freed::is_freed(first + key);
+        const bool valid = is_key && panel * CHUNKS + chunk < T::HEAD_DIM / CHUNK_ELEMENTS;
         cp_async_16(Panel::chunk(tile + panel * TileKV::PANEL_BYTES, first_row() + key, chunk),
                     source + panel * TileKV::PANEL_COLUMNS, valid);
       }

@@ -197,11 +197,10 @@ def find_keys(const: Any, place: Any, k: Any, cache: Any, block: Any) -> Any:
             entry = ct.gather(cache[1], (place.batch, page), check_bounds=False)
         return Keys(entry=entry, head=place.head_kv, row=0)
     key = block * const.tile_n + ct.arange(const.tile_n, dtype=ct.int32)  # [tile_n]
+    page = key // k.shape[2]
     if place.first_key is None:
-        page = key // k.shape[2]
         entry = ct.gather(cache[1], (place.batch, page), mask=key < place.seq_kv, check_bounds=False)
     else:
-        page = key // k.shape[2]
         seen = ct.minimum(ct.maximum(page, place.first_key // k.shape[2]), (place.seq_kv - 1) // k.shape[2])
         entry = ct.gather(cache[1], (place.batch, seen), check_bounds=False)
     return Keys(entry=entry, head=place.head_kv, row=key - page * k.shape[2])
