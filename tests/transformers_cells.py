@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -55,10 +56,14 @@ def padding(left: int = 0, right: int = 0, length: int = LENGTH) -> torch.Tensor
 
 
 def unpack_by_torch() -> None:
-    """Leave quanto its own unpacking by PyTorch's operations; the extension before it takes a compiler 20 seconds."""
+    """Have quanto unpack by PyTorch's operations; the extension that it would compile takes 20 seconds."""
+
+    def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+        return torch.cat([packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)])
+
     with contextlib.suppress(ImportError):
-        unpack = importlib.import_module("optimum.quanto.library.unpack")
-        importlib.import_module("optimum.quanto.library.extensions").get_extension("quanto_cpp")._lib = unpack
+        extensions = importlib.import_module("optimum.quanto.library.extensions")
+        extensions.get_extension("quanto_cpp")._lib = types.SimpleNamespace(unpack=unpack)
 
 
 def seed() -> None:
