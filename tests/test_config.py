@@ -1,16 +1,21 @@
 """Rules as data: each field is a condition, and what was passed over is said with why."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
+import torch
 
-from multiattn import Problem
+from multiattn.block_mask import BlockSpec
+from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import PackingSpec
 from multiattn.paged import CacheSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS
 from multiattn.plan.config import COMPILED, Config, Rule, select
+from multiattn.plan.features import Features
+from multiattn.plan.support import Capability
+from multiattn.problem import Problem, problem_of
 
 
 def problem(batch=2, seq=1000, seq_kv=None, head_dim=64, causal=False):
@@ -197,3 +202,39 @@ def test_a_rule_for_gpus_that_nobody_timed_says_so(name, direction):
     assert [rule.why for rule in rules if not rule.why.startswith(EVIDENCE)] == []
     assert [rule.why for rule in untimed if not rule.why.startswith(COMPILED)] == []
     assert all(len(rule.why) > len(COMPILED) for rule in untimed)
+
+
+def plain(**changes):
+    sizes = {"batch": 2, "heads_q": 2, "seq_q": 100, "head_dim": 64, **changes}
+    return Problem.contiguous(**sizes)
+
+
+def scored(bias):
+    """The problem of a call with this bias."""
+    q = torch.zeros(2, 2, 100, 64, dtype=torch.bfloat16)
+    return problem_of(*with_score(Operands(q, q, q), Options(), None, None, bias, None))
+
+
+BIAS = torch.zeros(1, 1, 100, 100)
+
+
+FEATURES = {
+    "sinks": plain(has_sinks=True),
+    "score": scored(BIAS),
+    "gradients": scored(BIAS.clone().requires_grad_()),
+    "blocks": replace(plain(), blocks=BlockSpec(128, 128, False)),
+    "keys": plain(cache=CacheSpec(2, 2)),
+    "packed_queries": plain(batch=1, packing=PackingSpec(3)),
+}
+"""A problem for each feature that a kernel may have no code for."""
+NAMES = {"gradients": "score_gradient", "blocks": "block_mask", "keys": "cache", "packed_queries": "packing"}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_is_refused_by_name_where_there_is_no_code_for_it(name):
+    """A new field of `Features` needs a problem here, and a refusal."""
+    always = {"dtype", "head_dim", "mask", "aligned"}
+    assert {it.name for it in fields(Features)} - always == set(FEATURES)
+    refusals = Capability(arches=()).why_not(FEATURES[name], SM80)
+    assert NAMES.get(name, name) in [reason.code for reason in refusals]
+    assert Features.of(FEATURES[name]) != Features.of(plain())

@@ -5,13 +5,16 @@ A rule carries its evidence. There is no catch-all row: an arch without a rule i
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from multiattn.packed import USUAL_LENGTH
 from multiattn.plan.arch import Arch
+from multiattn.plan.features import Features
 from multiattn.problem import Problem
 
 
@@ -40,120 +43,222 @@ COMPILED = "compiled, not measured: "
 """Starts the `why` of a rule that was never timed on its GPUs: only what the compilers say of it is known."""
 
 
+# ---------------------------------------------------------------- conditions of rules
+
+
+class Case(NamedTuple):
+    """A rule, and the problem, the arch and the call that it may be for."""
+
+    rule: Rule[Any]
+    problem: Problem
+    arch: Arch
+    named: bool
+    """The caller asked for the variant by its name."""
+
+    @property
+    def features(self) -> Features:
+        """Those of the problem."""
+        return Features.of(self.problem)
+
+    @property
+    def is_ragged(self) -> bool:
+        """True if the last block of keys is not full, or may be."""
+        return self.features.keys == "packed" or self.problem.seq_kv % self.rule.config.tile_n != 0
+
+    @property
+    def lone_heads(self) -> int:
+        """Heads of all sequences, if keys are in no cache and no query heads share them; 0 for named variants."""
+        is_lone = self.problem.cache is None and self.problem.group == 1
+        return self.problem.batch * self.problem.heads_q if is_lone and not self.named else 0
+
+    def unless_divided(self, number: int) -> int | None:
+        """A batch or a length, of which rules may know nothing where a caller says into how many parts keys go."""
+        return number if self.problem.asked_splits is None else None
+
+
+Bound = Any
+Fact = Callable[[Case], Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """How a field of a rule, its bound, is compared with one fact of a case."""
+
+    fact: Fact
+    """None where no rule may ask for it."""
+    words: Callable[[Rule[Any]], str]
+    """The problems that the rule is for."""
+    holds: Callable[[Bound, Any], bool]
+    covers: Callable[[Bound, Bound], bool]
+    """True if the first bound allows all that the second does."""
+    absent: Bound = None
+    """The bound that allows everything."""
+
+    def why_not(self, bound: Bound, case: Case) -> str | None:
+        """The problems that the rule is for, where this one is not among them."""
+        if bound == self.absent:
+            return None
+        if (value := self.fact(case)) is None:
+            return "for calls that leave the number of parts to the plan: batches and lengths choose no tiles of others"
+        return None if self.holds(bound, value) else self.words(case.rule)
+
+
+def _field(condition: Condition, **default: Bound) -> Any:
+    return field(metadata={CONDITION: condition}, **default)
+
+
+def _least(fact: Fact, words: Callable[[Rule[Any]], str], *, default: Bound = 0) -> Any:
+    """A field that is the least value."""
+    return _field(Condition(fact=fact, words=words, holds=operator.le, covers=operator.le, absent=0), default=default)
+
+
+def _most(fact: Fact, words: Callable[[Rule[Any]], str], *, default: int | None = None) -> Any:
+    """A field that is the most that a value may be; None is no limit."""
+
+    def covers(mine: int | None, others: int | None) -> bool:
+        return mine is None or (others is not None and others <= mine)
+
+    return _field(Condition(fact=fact, words=words, holds=operator.ge, covers=covers), default=default)
+
+
+def _only(fact: Fact, words: Callable[[Rule[Any]], str]) -> Any:
+    """A field that is the one value; None for all."""
+
+    def covers(mine: Bound, others: Bound) -> bool:
+        return mine in (None, others)
+
+    return _field(Condition(fact=fact, words=words, holds=operator.eq, covers=covers), default=None)
+
+
+def _either(name: str, fact: Fact, yes: str, no: str) -> Any:
+    """A field that is True, False, or None for both, with the words of the first two."""
+    return _only(fact, lambda rule: yes if getattr(rule, name) else no)
+
+
+CONDITION = "condition"
+"""The key of a field's `Condition` among its metadata."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule(Generic[C]):
-    """Where a config applies, and why: GPU, date, shape, alternative; or that it is a guess."""
+    """Where a config applies, and why: GPU, date, shape, alternative; or that it is a guess.
 
-    arches: tuple[str, ...]
+    A field with a `Condition` limits the problems that it is for. They are asked in this order.
+    """
+
+    arches: tuple[str, ...] = _field(
+        Condition(
+            fact=lambda it: it.arch.name,
+            words=lambda rule: f"for {', '.join(rule.arches)}",
+            holds=operator.contains,
+            covers=lambda mine, others: set(others) <= set(mine),
+        )
+    )
     config: C
     why: str
-    head_dim_min: int = 1
-    head_dim_max: int = 256
-    whole_sectors: bool | None = None
+    head_dim_min: int = _least(lambda it: it.features.head_dim, lambda rule: rule.head_dims, default=1)
+    head_dim_max: int = _most(lambda it: it.features.head_dim, lambda rule: rule.head_dims, default=256)
+    whole_sectors: bool | None = _only(
+        lambda it: has_whole_sectors(it.features.head_dim, it.problem.torch_dtype.itemsize),
+        lambda rule: (
+            f"for rows {'of' if rule.whole_sectors else 'other than'} a whole number of {SECTOR_BYTES}-byte sectors"
+        ),
+    )
     """True for rows of head_dim elements that are whole sectors, False for the others, None for both."""
-    ragged: bool | None = None
+    ragged: bool | None = _only(
+        lambda it: it.is_ragged,
+        lambda rule: f"for lengths of keys that {rule.config.tile_n} {'does not divide' if rule.ragged else 'divides'}",
+    )
     """For keys whose last block, of the config's `tile_n`, is not full, or for those of full blocks; None for both."""
-    banded: bool | None = None
+    banded: bool | None = _either("banded", lambda it: it.features.mask != "full", "for causal", "for full")
     """For problems whose mask hides keys, which is a band of diagonals, or for those without a mask; None for both."""
-    scored: bool | None = None
+    scored: bool | None = _either("scored", lambda it: it.problem.has_score, "for modified scores", "for plain scores")
     """For problems whose scores an expression changes, or for those without one; None for both."""
-    reads_keys: bool | None = None
+    reads_keys: bool | None = _only(
+        lambda it: it.problem.reads_keys,
+        lambda rule: f"for scores that read {'an' if rule.reads_keys else 'no'} element for each key",
+    )
     """For expressions that read an element of a tensor for each key, or for those that do not; None for both."""
-    packed: bool | None = None
+    packed: bool | None = _either(
+        "packed", lambda it: it.features.keys == "packed", "for packed batches", "for batches [B, H, S, D]"
+    )
     """For packed batches, or for ``[B, H, S, D]``; None for both."""
-    cached: bool | None = None
+    cached: bool | None = _either(
+        "cached", lambda it: it.problem.cache is not None, "for caches", "for keys that are in no cache"
+    )
     """For keys in a cache, or for those that are not; None for both."""
-    page_multiple: int = 1
+    page_multiple: int = _field(
+        Condition(
+            fact=lambda it: 0 if it.problem.cache is None else it.problem.cache.page or 0,
+            words=lambda rule: f"for pages of multiples of {rule.page_multiple} keys",
+            holds=lambda multiple, page: page % multiple == 0,
+            covers=lambda mine, others: others % mine == 0,
+            absent=1,
+        ),
+        default=1,
+    )
     """For caches whose pages hold a multiple of so many keys, or that have no pages; and for keys in no cache."""
-    rows_min: int = 0
+    rows_min: int = _least(lambda it: it.problem.rows, lambda rule: rule.rows)
     """The least `Problem.rows`, as `rows_max` is the most; None is no limit."""
-    rows_max: int | None = None
-    lone_max: int | None = None
+    rows_max: int | None = _most(lambda it: it.problem.rows, lambda rule: rule.rows)
+    lone_max: int | None = _most(
+        lambda it: it.lone_heads, lambda rule: f"for up to {rule.lone_max} heads that share no keys"
+    )
     """The most heads of all sequences, if keys are in no cache and no query heads share them; None is no limit. Callers
     that name the variant may have more."""
-    dtype: str | None = None
-    seq_min: int = 0
+    dtype: str | None = _only(lambda it: it.features.dtype, lambda rule: f"for {rule.dtype}")
+    seq_min: int = _least(lambda it: it.unless_divided(length_of(it.problem)), lambda rule: rule.lengths)
     """The least `length_of` a problem, as `seq_max` is the most; None is no limit."""
-    seq_max: int | None = None
-    batch_max: int | None = None
-    smem_min: int = 0
+    seq_max: int | None = _most(lambda it: it.unless_divided(length_of(it.problem)), lambda rule: rule.lengths)
+    batch_max: int | None = _most(
+        lambda it: it.unless_divided(it.problem.batch), lambda rule: f"for batches of up to {rule.batch_max}"
+    )
+    smem_min: int = _least(
+        lambda it: it.arch.smem_per_block if it.arch.is_gpu else sys.maxsize,
+        lambda rule: f"for {rule.smem_min} bytes of shared memory a block and more",
+    )
     """Bytes of shared memory that a block must be able to have."""
-    only_named: bool = False
+    only_named: bool = _least(  # last: its evidence is told only where it would be the rule
+        lambda it: it.named, lambda rule: f"for callers that name the variant ({rule.why})", default=False
+    )
     """Applies only where the caller names the variant, as another variant is as good or better."""
+
+    @property
+    def head_dims(self) -> str:
+        """The head_dims that it is for, in words."""
+        return f"for D in {self.head_dim_min}..{self.head_dim_max}"
+
+    @property
+    def rows(self) -> str:
+        """The numbers of rows, in words."""
+        return f"for {self.rows_min} to {self.rows_max or 'any number of'} queries of the heads that share a key"
+
+    @property
+    def lengths(self) -> str:
+        """The lengths, in words."""
+        return f"for lengths in {self.seq_min}..{self.seq_max or ''}"
 
     def reject(self, problem: Problem, arch: Arch, *, named: bool = True) -> str | None:
         """Why this rule does not apply to `problem` on `arch`, or None when it does."""
-        if arch.name not in self.arches:
-            return f"for {', '.join(self.arches)}"
-        if not self.head_dim_min <= problem.head_dim <= self.head_dim_max:
-            return f"for D in {self.head_dim_min}..{self.head_dim_max}"
-        if self.whole_sectors not in (None, has_whole_sectors(problem.head_dim, problem.torch_dtype.itemsize)):
-            which = "of" if self.whole_sectors else "other than"
-            return f"for rows {which} a whole number of {SECTOR_BYTES}-byte sectors"
-        if self.ragged not in (None, problem.packing is not None or problem.seq_kv % self.config.tile_n != 0):
-            divides = "does not divide" if self.ragged else "divides"
-            return f"for lengths of keys that {self.config.tile_n} {divides}"
-        if self.banded not in (None, problem.is_banded):
-            return "for causal" if self.banded else "for full"
-        if self.scored not in (None, problem.has_score):
-            return "for modified scores" if self.scored else "for plain scores"
-        if self.reads_keys not in (None, problem.reads_keys):
-            return f"for scores that read {'an' if self.reads_keys else 'no'} element for each key"
-        if self.packed not in (None, problem.packing is not None):
-            return "for packed batches" if self.packed else "for batches [B, H, S, D]"
-        if self.cached not in (None, problem.cache is not None):
-            return "for caches" if self.cached else "for keys that are in no cache"
-        page = None if problem.cache is None else problem.cache.page
-        if page is not None and page % self.page_multiple:
-            return f"for pages of multiples of {self.page_multiple} keys"
-        if problem.rows < self.rows_min or (self.rows_max is not None and problem.rows > self.rows_max):
-            return f"for {self.rows_min} to {self.rows_max or 'any number of'} queries of the heads that share a key"
-        lone = problem.batch * problem.heads_q if problem.cache is None and problem.group == 1 else 0
-        if self.lone_max is not None and lone > self.lone_max and not named:
-            return f"for up to {self.lone_max} heads that share no keys"
-        if self.dtype not in (None, problem.dtype):
-            return f"for {self.dtype}"
-        limits = (self.seq_min or None, self.seq_max, self.batch_max)
-        if problem.asked_splits is not None and any(it is not None for it in limits):
-            return "for calls that leave the number of parts to the plan: batches and lengths choose no tiles of others"
-        seq = length_of(problem)
-        if seq < self.seq_min or (self.seq_max is not None and seq > self.seq_max):
-            return f"for lengths in {self.seq_min}..{self.seq_max or ''}"
-        if self.batch_max is not None and problem.batch > self.batch_max:
-            return f"for batches of up to {self.batch_max}"
-        if arch.is_gpu and arch.smem_per_block < self.smem_min:
-            return f"for {self.smem_min} bytes of shared memory a block and more"
-        if self.only_named and not named:  # last: its evidence is told only where it would be the rule
-            return f"for callers that name the variant ({self.why})"
-        return None
+        case = Case(self, problem, arch, named)
+        found = (it.why_not(getattr(self, name), case) for name, it in conditions().items())
+        return next(filter(None, found), None)
 
     def covers(self, other: Rule[C]) -> bool:
         """True if it applies wherever `other` does, so that `other` after it would never be chosen."""
-        longest, theirs = (rule.seq_max if rule.seq_max is not None else sys.maxsize for rule in (self, other))
-        most, its_most = (rule.rows_max if rule.rows_max is not None else sys.maxsize for rule in (self, other))
-        lone, its_lone = (rule.lone_max if rule.lone_max is not None else sys.maxsize for rule in (self, other))
-        optional = (
-            *("whole_sectors", "ragged", "banded", "scored", "reads_keys", "packed", "cached"),
-            *("dtype", "batch_max"),
-        )
-        return (
-            set(other.arches) <= set(self.arches)
-            and self.head_dim_min <= other.head_dim_min
-            and other.head_dim_max <= self.head_dim_max
-            and self.seq_min <= other.seq_min
-            and theirs <= longest
-            and other.page_multiple % self.page_multiple == 0
-            and self.rows_min <= other.rows_min
-            and its_most <= most
-            and its_lone <= lone
-            and self.smem_min <= other.smem_min
-            and not self.only_named
-            and (self.ragged is None or self.config.tile_n == other.config.tile_n)
-            and all(getattr(self, name) in (None, getattr(other, name)) for name in optional)
+        is_comparable = self.ragged is None or self.config.tile_n == other.config.tile_n
+        return is_comparable and all(
+            it.covers(getattr(self, name), getattr(other, name)) for name, it in conditions().items()
         )
 
     def __str__(self) -> str:
         return f"{self.config}: {self.why}"
+
+
+@functools.cache
+def conditions() -> Mapping[str, Condition]:
+    """The conditions of a rule by the names of its fields, in order."""
+    return {it.name: it.metadata[CONDITION] for it in fields(Rule) if CONDITION in it.metadata}
 
 
 def length_of(problem: Problem) -> int:

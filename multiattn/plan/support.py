@@ -6,8 +6,8 @@ them); what is wrong for everybody is a ValueError or TypeError of `problem`, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from multiattn.mask import Kind
@@ -34,6 +34,23 @@ class Reason:
         return f"{self.code}: got {self.got}; allowed {self.allowed}{hint}"
 
 
+Describe = Callable[[Problem], str | None]
+"""How a problem uses a feature, or None where it does not."""
+
+FEATURE = "feature"
+"""The key of ``(code, Describe, allowed)`` among the metadata of a `Capability` field."""
+
+
+def _has_code_for(code: str, describe: Describe, allowed: str = "none") -> Any:
+    """A field that is True for variants with code for a feature; the others refuse it by name."""
+    return field(default=False, metadata={FEATURE: (code, describe, allowed)})
+
+
+def _program(problem: Problem) -> str:
+    assert problem.score is not None
+    return f"program {problem.score.program.digest[:8]}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capability:
     """Problems that a kernel variant accepts. Each field is a constraint; `why_not` checks a Problem against all."""
@@ -51,26 +68,35 @@ class Capability:
     """Bytes that every base address and stride must be a multiple of."""
     masks: tuple[Kind, ...] = ("full", "causal")
     """Kinds of mask that it has code for."""
-    sinks: bool = False
-    """Heads may have a sink."""
-    scores: bool = False
-    """Scores may be modified by an expression."""
     block_masks: int = 0
     """A block mask may be given, in blocks of multiples of this; 0: none."""
-    score_gradients: bool = False
-    """Tensors that the expression loads from may want a gradient."""
-    packing: bool = False
-    """Sequences may be packed one after another."""
-    caches: bool = False
-    """Keys and values may be in a cache, with lengths and pages that the device knows."""
     zero_strides: bool = True
     """A dimension may be broadcast (stride 0, as `expand` makes it)."""
+    sinks: bool = _has_code_for("sinks", lambda it: "one for each head" if it.has_sinks else None)
+    """Heads may have a sink."""
+    scores: bool = _has_code_for("score", lambda it: _program(it) if it.has_score else None)
+    """Scores may be modified by an expression."""
+    score_gradients: bool = _has_code_for(
+        "score_gradient", lambda it: _program(it) if it.score is not None and it.score.gradients else None
+    )
+    """Tensors that the expression loads from may want a gradient."""
+    packing: bool = _has_code_for(
+        "packing",
+        lambda it: None if it.packing is None else f"a packed batch of {it.packing.sequences} sequences",
+        "batches [B, H, S, D]",
+    )
+    """Sequences may be packed one after another."""
+    caches: bool = _has_code_for(
+        "cache",
+        lambda it: None if it.cache is None else f"keys in a cache ({it.cache})",
+        "k and v in no cache, as fmha has them",
+    )
+    """Keys and values may be in a cache, with lengths and pages that the device knows."""
 
     @property
     def features(self) -> int:
         """How many features it has code for."""
-        flags = (self.sinks, self.scores, self.score_gradients, self.block_masks, self.packing, self.caches)
-        return len(self.masks) + sum(map(bool, (*flags, self.zero_strides)))
+        return len(self.masks) + sum(bool(getattr(self, it)) for it in (*_FEATURES, "block_masks", "zero_strides"))
 
     def why_not(self, problem: Problem, arch: Arch) -> tuple[Reason, ...]:
         """All reasons why this variant cannot run `problem` on `arch`; empty when it can."""
@@ -99,18 +125,12 @@ class Capability:
         if problem.is_two_sided and problem.seq_q + problem.seq_kv > self.seq_max:
             got = f"Sq={problem.seq_q} Skv={problem.seq_kv} with {problem.mask}"
             refuse("seq", got, f"Sq + Skv up to {self.seq_max}", remedies.for_length())
-        if problem.has_sinks and not self.sinks:
-            refuse("sinks", "one for each head", "none", remedies.OTHERS)
-        if problem.score is not None:
-            program = problem.score.program
-            for code, is_asked, has_code in (
-                ("score", program.score is not None, self.scores),
-                ("score_gradient", bool(problem.score.gradients), self.score_gradients),
-            ):
-                if is_asked and not has_code:
-                    refuse(code, f"program {program.digest[:8]}", "none", remedies.OTHERS)
-            apart = problem.score.gradients if problem.score.scores is not None else ()
-            if (which := program.why_not_apart(apart)) is not None:
+        for name, (code, describe, instead) in _FEATURES.items():
+            if not getattr(self, name) and (text := describe(problem)) is not None:
+                refuse(code, text, instead, remedies.OTHERS)
+        if problem.score is not None and problem.score.scores is not None:
+            which = problem.score.program.why_not_apart(problem.score.gradients)
+            if which is not None:
                 allowed = "with deterministic gradients tensors that are loaded once, at positions or constants"
                 refuse("score_gradient", which, allowed, "deterministic=False, or detach() that tensor")
         if (blocks := problem.blocks) is not None:
@@ -118,17 +138,15 @@ class Capability:
             if not step or blocks.queries % step or blocks.keys % step:
                 allowed = f"blocks of multiples of {step}" if step else "none"
                 refuse("block_mask", f"blocks of {blocks.queries} x {blocks.keys}", allowed, remedies.for_blocks(step))
-        if problem.packing is not None and not self.packing:
-            got = f"a packed batch of {problem.packing.sequences} sequences"
-            refuse("packing", got, "batches [B, H, S, D]", remedies.OTHERS)
-        if problem.cache is not None and not self.caches:
-            refuse(
-                "cache", f"keys in a cache ({problem.cache})", "k and v in no cache, as fmha has them", remedies.OTHERS
-            )
         strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)
         if not self.zero_strides and 0 in strides:
             refuse("strides", "a broadcast dimension (stride 0)", "positive strides", remedies.for_strides())
         return tuple(reasons)
+
+
+_FEATURES: Mapping[str, tuple[str, Describe, str]] = {
+    it.name: it.metadata[FEATURE] for it in fields(Capability) if FEATURE in it.metadata
+}
 
 
 class Unsupported(RuntimeError):  # noqa: N818 - the contract's name: `except multiattn.Unsupported` reads as it should

@@ -1,0 +1,61 @@
+"""What the code of a problem's kernels depends on, as one value: `Features`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+from multiattn.block_mask import BlockSpec
+from multiattn.layout import VECTOR_BYTES
+from multiattn.mask import Kind
+from multiattn.problem import Problem
+
+Keys = Literal["dense", "packed", "cache", "pages"]
+"""Where a kernel finds keys and values: in ``[B, H, S, D]``, in a packed batch, in a cache, in pages of a cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Features:
+    """All of a problem that constants and names of kernels, conditions of rules and capabilities may depend on.
+
+    Two problems with equal features take the same code with the same config. Numbers that kernels are told when they
+    run (lengths, strides, heads, a scale, the bounds of a window) are not here. A new feature is a field here first.
+    """
+
+    dtype: str
+    head_dim: int
+    mask: Kind
+    sinks: bool = False
+    score: str | None = None
+    """The digest of the program that modifies scores or hides some; None for plain scores."""
+    gradients: tuple[int, ...] = ()
+    """Slots of the tensors that the program loads from, and that want a gradient."""
+    blocks: BlockSpec | None = None
+    """The blocks of a block mask."""
+    keys: Keys = "dense"
+    packed_queries: bool = False
+    """Queries are those of sequences one after another."""
+    aligned: bool = True
+    """Every row of q, k and v starts at a multiple of 16 bytes."""
+
+    @classmethod
+    @functools.lru_cache(maxsize=1024)
+    def of(cls, problem: Problem) -> Features:
+        """The features of a problem."""
+        cache, score = problem.cache, problem.score
+        keys: Keys = "dense" if problem.packing is None else "packed"
+        if cache is not None:
+            keys = "cache" if cache.page is None else "pages"
+        return cls(
+            dtype=problem.dtype,
+            head_dim=problem.head_dim,
+            mask=problem.band.kind,
+            sinks=problem.has_sinks,
+            score=None if score is None else score.program.digest,
+            gradients=() if score is None else score.gradients,
+            blocks=problem.blocks,
+            keys=keys,
+            packed_queries=problem.has_packed_queries,
+            aligned=problem.alignment % VECTOR_BYTES == 0,
+        )
