@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
@@ -11,7 +11,6 @@ from multiattn.kvcache import Where, with_cache
 from multiattn.mask import Window
 from multiattn.meant import refuse_call, refuses_calls
 from multiattn.operands import Operands, Options, ScoreMod, with_score
-from multiattn.plain import plain
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name as arch_by_name
 from multiattn.plan.arch import detect
@@ -23,15 +22,21 @@ from multiattn.problem import Problem, problem_of
 from multiattn.run import compat
 from multiattn.run.autograd import attend, autocast, differentiate, needs_grad, refuse_gradient
 from multiattn.run.tuning import tuning_for
-from multiattn.validate import not_a_tensor, refuse_dropout
-from multiattn.varlen import Lengths, pack, with_packing
+from multiattn.signatures import CallOptions, ExplainOptions, Scores, names_of, settled, takes
+from multiattn.validate import not_a_tensor
+from multiattn.varlen import Lengths, packed_call
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
     from typing_extensions import Unpack
 
     from multiattn.plan.tuning import Tuning
-    from multiattn.signatures import FmhaOptions
+
+
+_NAMES, _EXPLAINED = names_of(CallOptions), names_of(ExplainOptions)
+_NOT_CACHED = ("alibi_slopes", "bias", "score_mod", "block_mask", "cu_seqlens_kv", "max_seqlen_kv")
+_OF_PROBLEM = {*Scores._fields, *Lengths._fields, "window", "scale", "sinks", "seqlens_kv"}
+"""Options of `explain` that a Problem has values of."""
 
 
 @overload
@@ -41,7 +46,7 @@ def fmha(
     v: torch.Tensor,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[FmhaOptions],
+    **options: Unpack[CallOptions],
 ) -> torch.Tensor: ...
 
 
@@ -52,7 +57,7 @@ def fmha(
     v: torch.Tensor,
     *,
     return_lse: Literal[True],
-    **options: Unpack[FmhaOptions],
+    **options: Unpack[CallOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -63,7 +68,7 @@ def fmha(
     v: torch.Tensor,
     *,
     return_lse: bool,
-    **options: Unpack[FmhaOptions],
+    **options: Unpack[CallOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -150,13 +155,12 @@ def fmha(
     """
     if unknown or extra or v is None:
         refuse_call(fmha, extra, unknown, q=q, k=k, v=v)
-    if dropout_p != 0.0:
-        refuse_dropout(dropout_p)
     options = Options.of(
         causal=causal,
         window=window,
         scale=scale,
         has_sinks=sinks is not None,
+        dropout_p=dropout_p,
         backend=backend,
         variant=variant,
         deterministic=deterministic,
@@ -170,7 +174,7 @@ def fmha(
     return (out, lse) if return_lse else out
 
 
-@refuses_calls
+@takes(CallOptions)
 def fmha_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -180,21 +184,7 @@ def fmha_backward(
     dout: torch.Tensor,
     *extra: NoReturn,
     dlse: torch.Tensor | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None,
-    dropout_p: float = 0,
-    dropout_seed: int | torch.Tensor | None = None,
-    backend: BackendName = "auto",
-    variant: str | None = None,
-    deterministic: bool | None = None,
-    **unknown: NoReturn,
+    **options: Unpack[CallOptions],
 ) -> tuple[torch.Tensor, ...]:
     """The gradient of `fmha` from the results of a forward, for callers without autograd.
 
@@ -221,60 +211,27 @@ def fmha_backward(
     and dlse contiguous, all from addresses that are multiples of 16 bytes. A tensor in another layout, such as an
     expanded or transposed dout, costs a copy.
     """
-    if unknown or extra or dout is None:
-        refuse_call(fmha_backward, extra, unknown, q=q, k=k, v=v, out=out, lse=lse, dout=dout)
-    if dropout_p != 0.0:
-        refuse_dropout(dropout_p)
-    options = Options.of(
-        causal=causal,
-        window=window,
-        scale=scale,
-        has_sinks=sinks is not None,
-        backend=backend,
-        variant=variant,
-        deterministic=deterministic,
-    )
+    if extra or dout is None or not _NAMES.issuperset(options):
+        refuse_call(fmha_backward, extra, options, q=q, k=k, v=v, out=out, lse=lse, dout=dout)
+    asked, scores = settled(options)
     if not isinstance(dout, torch.Tensor):
         raise not_a_tensor("dout", dout)
-    operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
+    operands = Operands(q, k, v, out, lse, dout, dlse, sinks=options.get("sinks"))
     with torch.enable_grad():  # who asks for a gradient is a matter of tensors here
-        operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
-    gradients = differentiate(operands, options)
+        operands, asked = with_score(operands, asked, *scores)
+    gradients = differentiate(operands, asked)
     plain = len(operands.inputs) - len(operands.captured)
     of_captured = (it for it in gradients[plain:] if it is not None)
     return (*gradients[:plain], *of_captured)  # type: ignore[arg-type]  # the others are there, as dout is
 
 
-@refuses_calls
+@takes(ExplainOptions)
 def explain(
     q: torch.Tensor | Problem,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     *extra: NoReturn,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None,
-    dropout_p: float = 0,
-    dropout_seed: int | torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None,
-    seqlens_kv: torch.Tensor | None = None,
-    page_table: torch.Tensor | None = None,
-    num_splits: int | None = None,
-    backend: BackendName = "auto",
-    variant: str | None = None,
-    arch: str | None = None,
-    direction: Direction = "forward",
-    deterministic: bool | None = None,
-    **unknown: NoReturn,
+    **options: Unpack[ExplainOptions],
 ) -> Plan | tuple[Reason, ...]:
     """The Plan that `fmha` would launch for these arguments, or the reasons why it would refuse.
 
@@ -297,33 +254,24 @@ def explain(
     Raises:
         TypeError, ValueError, NotImplementedError: As the call that is explained.
     """
-    if unknown or extra or q is None:
-        refuse_call(explain, extra, unknown, q=q)
-    if dropout_p != 0.0:
-        refuse_dropout(dropout_p)
+    if extra or q is None or not _EXPLAINED.issuperset(options):
+        refuse_call(explain, extra, options, q=q)
+    direction, arch, seqlens_kv = options.get("direction", "forward"), options.get("arch"), options.get("seqlens_kv")
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
     directions: tuple[Direction, ...] = (direction,)
     tuning: Tuning | None = None
+    given = {name: it for name, it in options.items() if it is not None}
     if seqlens_kv is None:
-        _refuse_given({"page_table": page_table, "num_splits": num_splits}, "without seqlens_kv")
+        _refuse_given(given, ("page_table", "num_splits"), "without seqlens_kv")
     elif direction != "forward":
         raise ValueError(f"direction: got {direction!r}; allowed forward with seqlens_kv: a cache has no gradient")
-    options = Options.of(
-        causal=causal,
-        window=window,
-        scale=scale,
-        has_sinks=sinks is not None,
-        backend=backend,
-        variant=variant,
-        deterministic=deterministic,
-    )
+    asked, scores = settled(options)
     if isinstance(q, Problem):
         if arch is None:
             raise ValueError('explain(Problem) needs arch=, as no tensor tells it; got None; allowed "sm90", "H100"...')
         target = arch_by_name(arch)
-        given = (k, v, window, scale, softcap, alibi_slopes, bias, sinks, score_mod, block_mask, cu_seqlens_q)
-        if causal or any(it is not None for it in (*given, seqlens_kv)):
+        if k is not None or v is not None or asked.right is not None or given.keys() & _OF_PROBLEM:
             raise TypeError("explain(Problem) takes q alone, as the Problem has its own mask, scale, scores, sinks")
         problem = q
     elif k is None or v is None:
@@ -331,38 +279,32 @@ def explain(
             raise not_a_tensor("q", q, "a torch.Tensor or a multiattn.Problem")
         raise TypeError(f"explain needs q, k and v, or one Problem; got no {'k' if k is None else 'v'}; give it, too")
     else:
-        packing = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        changes = (softcap, alibi_slopes, bias, score_mod)
+        sinks = options.get("sinks")
         if seqlens_kv is not None:
-            named = {"alibi_slopes": alibi_slopes, "bias": bias, "score_mod": score_mod, "block_mask": block_mask}
-            named |= {"cu_seqlens_kv": cu_seqlens_kv, "max_seqlen_kv": max_seqlen_kv}
-            _refuse_given(named, "with seqlens_kv: fmha_kvcache has no such argument")
-            where = Where(seqlens_kv, page_table, cu_seqlens_q, plain(max_seqlen_q), plain(num_splits))
-            operands, options = with_cache(q, k, v, options, where, softcap, sinks)
+            _refuse_given(given, _NOT_CACHED, "with seqlens_kv: fmha_kvcache has no such argument")
+            operands, asked = with_cache(q, k, v, asked, Where.of(options), scores.softcap, sinks)
             refuse_gradient(operands)
-        elif all(it is None for it in packing):
-            operands, options = with_score(Operands(q, k, v, sinks=sinks), options, *changes, block_mask)
+        elif given.keys() & Lengths._fields:
+            operands, asked = packed_call(q, k, v, options, Lengths.of(options))
         else:
-            lengths = Lengths(*packing)  # type: ignore[arg-type]  # `pack` refuses None
-            operands = pack(q, k, v, lengths, block_mask)._replace(sinks=sinks)
-            operands, options = with_packing(operands, options, lengths, *changes)
-        problem = problem_of(operands, options)
+            operands, asked = with_score(Operands(q, k, v, sinks=sinks), asked, *scores)
+        problem = problem_of(operands, asked)
         target = detect(q.device) if arch is None else arch_by_name(arch)
         tuning = tuning_for(q.device) if arch is None else None
-        from_autograd = needs_grad(operands) and (direction == "forward" or variant is None)
+        from_autograd = needs_grad(operands) and (direction == "forward" or asked.variant is None)
         directions = BOTH if from_autograd else directions
     try:
-        plans = choose(problem, target, options, *directions, probe=arch is None, tuning=tuning)
+        plans = choose(problem, target, asked, *directions, probe=arch is None, tuning=tuning)
     except Unsupported as error:
         return error.reasons
     return plans[directions.index(direction)]
 
 
-def _refuse_given(named: Mapping[str, object], why: str) -> None:
-    """TypeError for an argument that is not None."""
-    for name, value in named.items():
-        if value is not None:
-            raise TypeError(f"{name}: got {type(value).__name__}; allowed None {why}; leave it out")
+def _refuse_given(given: Mapping[str, object], names: Iterable[str], why: str) -> None:
+    """TypeError for an argument of these names."""
+    for name in names:
+        if name in given:
+            raise TypeError(f"{name}: got {type(given[name]).__name__}; allowed None {why}; leave it out")
 
 
 def backends(device: torch.device | str | None = None) -> Mapping[str, tuple[Reason, ...]]:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, overload
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch.compiler import is_compiling
 
-from multiattn.mask import Window
-from multiattn.meant import refuse_call, refuses_calls
+from multiattn.meant import refuse_call
 from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import as_batch_of_one
 from multiattn.paged import Cache, check_cache, check_numbers, check_out, check_values
 from multiattn.plain import plain
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend_cached, autocast
+from multiattn.signatures import CacheOptions, names_of, settled, takes
 from multiattn.validate import check_modification
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from multiattn.plan.backend import BackendName
-    from multiattn.signatures import CacheOptions
+_NAMES = names_of(CacheOptions)
 
 
 @overload
@@ -30,7 +30,6 @@ def fmha_kvcache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
-    seqlens_kv: torch.Tensor,
     return_lse: Literal[False] = ...,
     **options: Unpack[CacheOptions],
 ) -> torch.Tensor: ...
@@ -42,7 +41,6 @@ def fmha_kvcache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
-    seqlens_kv: torch.Tensor,
     return_lse: Literal[True],
     **options: Unpack[CacheOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -54,33 +52,19 @@ def fmha_kvcache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
-    seqlens_kv: torch.Tensor,
     return_lse: bool,
     **options: Unpack[CacheOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@refuses_calls
+@takes(CacheOptions)
 def fmha_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *extra: NoReturn,
-    seqlens_kv: torch.Tensor,
-    page_table: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    num_splits: int | None = None,
-    out: torch.Tensor | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    backend: BackendName = "auto",
-    variant: str | None = None,
     return_lse: bool = False,
-    **unknown: NoReturn,
+    **options: Unpack[CacheOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Fused attention of new queries over B caches that already hold the new keys and values. It has no gradient.
 
@@ -131,24 +115,18 @@ def fmha_kvcache(
 
     Source of the division of keys: "Flash-Decoding" (https://pytorch.org/blog/flash-decoding/).
     """
-    if unknown or extra or v_cache is None or seqlens_kv is None:
-        refuse_call(fmha_kvcache, extra, unknown, q=q, k_cache=k_cache, v_cache=v_cache, seqlens_kv=seqlens_kv)
-    options = Options.of(
-        causal=causal,
-        window=window,
-        scale=scale,
-        has_sinks=sinks is not None,
-        backend=backend,
-        variant=variant,
-        deterministic=None,
-    )
+    where = Where.of(options)
+    if extra or v_cache is None or where.seqlens_kv is None or not _NAMES.issuperset(options):
+        needed = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seqlens_kv": where.seqlens_kv}
+        refuse_call(fmha_kvcache, extra, options, **needed)
+    asked, scores = settled(options)
     if compat.autocast_active():
         q, k_cache, v_cache = autocast(q, k_cache, v_cache)
-    where = Where(seqlens_kv, page_table, cu_seqlens_q, plain(max_seqlen_q), plain(num_splits))
-    operands, options = with_cache(q, k_cache, v_cache, options, where, softcap, sinks, out)
-    is_packed = cu_seqlens_q is not None
+    out = options.get("out")
+    operands, asked = with_cache(q, k_cache, v_cache, asked, where, scores.softcap, options.get("sinks"), out)
+    is_packed = where.cu_seqlens_q is not None
     own = out if out is None or not is_packed else as_batch_of_one(out)
-    found, lse = attend_cached(operands, options, own)
+    found, lse = attend_cached(operands, asked, own)
     if out is None:
         out = found[0].transpose(0, 1) if is_packed else found
     if not return_lse:
@@ -164,6 +142,13 @@ class Where(NamedTuple):
     cu_seqlens_q: torch.Tensor | None
     max_seqlen_q: int | None
     num_splits: int | None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Where:
+        """Those among the options of a call."""
+        given: Callable[[str], Any] = options.get
+        numbers = plain(given("max_seqlen_q")), plain(given("num_splits"))
+        return cls(given("seqlens_kv"), given("page_table"), given("cu_seqlens_q"), *numbers)
 
 
 def with_cache(

@@ -135,37 +135,40 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
 """Options that other calls have."""
 
 
-def refuses_calls(function: F, absent: object = None) -> F:
+def refuses_calls(function: F, absent: object = None, options: Sequence[inspect.Parameter] = ()) -> F:
     """The function itself, which can say what is wrong with a call that Python would refuse in words of its own.
 
-    Its signature does not show the ``*extra`` and ``**unknown`` that it takes to hand them to `refuse_call`. What it
-    must be given is `absent` where a call leaves it out, for the function to look at.
+    Its signature does not show the ``*extra`` and ``**unknown`` that it takes to hand them to `refuse_call`, but the
+    `options` that it takes by name. What it must be given is `absent` where a call leaves it out, for the function to
+    look at.
     """
     signature = inspect.signature(function)
     hidden = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    shown = [it for it in signature.parameters.values() if it.kind not in hidden]
+    own = [it for it in signature.parameters.values() if it.kind not in hidden]
+    of_options = sorted(options, key=lambda it: it.default is not inspect.Parameter.empty)
+    needed = sum(it.default is inspect.Parameter.empty for it in options)
+    leading = sum(it.kind is not inspect.Parameter.KEYWORD_ONLY for it in own)
+    shown = [*own[:leading], *of_options[:needed], *own[leading:], *of_options[needed:]]
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]  # `inspect` looks for it
-    needed = [it for it in shown if it.default is inspect.Parameter.empty]
-    leading = sum(it.kind is not inspect.Parameter.KEYWORD_ONLY for it in needed)
-    given = function.__defaults__ or ()
-    function.__defaults__ = (absent,) * leading + given
-    keywords = {it.name: absent for it in needed[leading:]}
-    function.__kwdefaults__ = {**keywords, **(function.__kwdefaults__ or {})}
+    without = [it for it in own if it.default is inspect.Parameter.empty]
+    by_place = sum(it.kind is not inspect.Parameter.KEYWORD_ONLY for it in without)
+    function.__defaults__ = (absent,) * by_place + (function.__defaults__ or ())
+    function.__kwdefaults__ = {**{it.name: absent for it in without[by_place:]}, **(function.__kwdefaults__ or {})}
     return function
 
 
 def refuse_call(
-    function: Callable[..., Any], extra: Sequence[object], unknown: Mapping[str, object], **needed: object
+    function: Callable[..., Any], extra: Sequence[object], options: Mapping[str, object], **needed: object
 ) -> NoReturn:
     """TypeError for a call of a function that `refuses_calls`: with more arguments than it takes by position, with
-    names that it does not have, or without those that it needs, which are None.
+    `options` that it does not have, or without those that it needs, which are None.
     """
     parameters = [it for it in inspect.signature(function).parameters.values() if it.name != "self"]
     call = function.__qualname__.removesuffix(".__init__")
     told = f"{call}()"
     named = [it.name for it in parameters if it.kind is inspect.Parameter.KEYWORD_ONLY]
-    if unknown:
-        names = [it.name for it in parameters]
+    names = [it.name for it in parameters]
+    if unknown := [it for it in options if it not in names]:
         found = {name: hint for name in unknown if (hint := _meant_by(name, call, names))}
         name = next(iter(found or unknown))
         near = difflib.get_close_matches(name, names, n=1)

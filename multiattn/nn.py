@@ -8,14 +8,17 @@ import torch
 from torch import nn
 
 from multiattn.api import fmha
-from multiattn.mask import Window, band_of
+from multiattn.mask import band_of
 from multiattn.meant import refuse_call, refuses_calls
 from multiattn.plain import plain
 from multiattn.plan.backend import get as get_backend
+from multiattn.signatures import LayerOptions, names_of, takes
 from multiattn.validate import check_scale, check_softcap, not_a_tensor
 
 if TYPE_CHECKING:
-    from multiattn.plan.backend import BackendName
+    from typing_extensions import Unpack
+
+_NAMES = names_of(LayerOptions)
 
 
 class Attention(nn.Module):
@@ -39,7 +42,7 @@ class Attention(nn.Module):
     rank has its heads. Sinks stay whole.
     """
 
-    @refuses_calls
+    @takes(LayerOptions)
     def __init__(
         self,
         embed_dim: int,
@@ -48,19 +51,14 @@ class Attention(nn.Module):
         head_dim: int | None = None,
         *extra: NoReturn,
         bias: bool = False,
-        causal: bool = False,
-        window: Window | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
         sinks: bool = False,
-        backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **unknown: NoReturn,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        if unknown or extra or num_heads is None:
-            refuse_call(Attention.__init__, extra, unknown, embed_dim=embed_dim, num_heads=num_heads)
+        if extra or num_heads is None or not _NAMES.issuperset(options):
+            refuse_call(Attention.__init__, extra, options, embed_dim=embed_dim, num_heads=num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, size in sizes.items():
@@ -73,14 +71,16 @@ class Attention(nn.Module):
         if head_dim is None and embed_dim % num_heads:
             got = f"{embed_dim}, {num_heads}; give head_dim"
             raise ValueError(f"embed_dim must be a multiple of num_heads without head_dim; got {got}")
-        band_of(causal, window)  # refuses here, as the three below, what a call would
-        check_scale(scale, 1)
-        check_softcap(softcap)
-        if backend != "auto":
-            get_backend(backend)
+        self.causal, self.window = options.get("causal", False), options.get("window")
+        self.scale, self.softcap = options.get("scale"), options.get("softcap")
+        self.backend = options.get("backend", "auto")
+        band_of(self.causal, self.window)  # refuses here, as the three below, what a call would
+        check_scale(self.scale, 1)
+        check_softcap(self.softcap)
+        if self.backend != "auto":
+            get_backend(self.backend)
         self.embed_dim = embed_dim
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        self.causal, self.window, self.scale, self.softcap, self.backend = causal, window, scale, softcap, backend
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias, **made)
         self.k_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias, **made)

@@ -18,7 +18,7 @@ from multiattn.plain import as_bool
 from multiattn.score import BoundScore, LoweredScore, ScoreProgram, bind_score
 from multiattn.score.record import Recorder, program_of
 from multiattn.score.serial import dumps, loads
-from multiattn.validate import as_float, check_inputs, check_modification
+from multiattn.validate import as_float, check_inputs, check_modification, refuse_dropout
 
 ScoreMod = Callable[..., torch.Tensor]
 """FlexAttention's ``(score, b, h, q_idx, kv_idx) -> score``."""
@@ -55,6 +55,7 @@ class Options(NamedTuple):
         window: Window | None,
         scale: float | None,
         has_sinks: bool = False,
+        dropout_p: float = 0,
         backend: str,
         variant: str | None,
         deterministic: bool | None,
@@ -64,6 +65,8 @@ class Options(NamedTuple):
         ``True == 1 == 1.0``, so an unchecked value would find the plan of another call. `deterministic` None follows
         `torch.use_deterministic_algorithms`.
         """
+        if dropout_p != 0.0:
+            refuse_dropout(dropout_p)
         if window is None and type(causal) is bool:
             left, right = None, 0 if causal else None
         else:

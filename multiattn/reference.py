@@ -6,14 +6,14 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
 from multiattn.block_mask import BlockLists, seen_blocks
-from multiattn.mask import KINDS, Window, band_of
-from multiattn.meant import refuse_call, refuses_calls
-from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options, ScoreMod, with_score
+from multiattn.mask import KINDS
+from multiattn.meant import refuse_call
+from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options, with_score
 from multiattn.plan.backend import BACKENDS, REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem, options_of
@@ -21,25 +21,21 @@ from multiattn.progress import NOTE, LongWork
 from multiattn.score import BoundScore, eager
 from multiattn.score.eager import Part
 from multiattn.score.transforms import is_wrapped
+from multiattn.signatures import ReferenceOptions, names_of, settled, takes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_NAMES = names_of(ReferenceOptions)
 
 
-@refuses_calls
+@takes(ReferenceOptions)
 def reference(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *extra: NoReturn,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    score_mod: ScoreMod | None = None,
-    block_mask: object = None,
-    compute_dtype: torch.dtype = torch.float32,
-    **unknown: NoReturn,
+    **options: Unpack[ReferenceOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention as the contract defines it, in plain differentiable PyTorch.
 
@@ -63,18 +59,18 @@ def reference(
     Raises:
         TypeError, ValueError: As `multiattn.fmha`.
     """
-    if unknown or extra or v is None:
-        refuse_call(reference, extra, unknown, q=q, k=k, v=v)
-    _check_compute_dtype(compute_dtype)
-    options = Options(*band_of(causal, window).window, scale)
-    operands = Operands(q, k, v, sinks=sinks)
-    return attend(*with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask), compute_dtype)
+    if extra or v is None or not _NAMES.issuperset(options):
+        refuse_call(reference, extra, options, q=q, k=k, v=v)
+    return attend(*_asked(Operands(q, k, v), options))
 
 
-def _check_compute_dtype(dtype: object) -> None:
-    """TypeError for what is no dtype to compute in."""
+def _asked(operands: Operands, options: ReferenceOptions) -> tuple[Operands, Options, torch.dtype]:
+    """The operands and options of a call, and its dtype to compute in, which is checked first."""
+    dtype = options.get("compute_dtype", torch.float32)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"compute_dtype: got {dtype!r}; allowed floating-point dtypes; torch.float64 gives the truth")
+    asked, scores = settled({"deterministic": False, **options})
+    return *with_score(operands._replace(sinks=options.get("sinks")), asked, *scores), dtype
 
 
 def attend(
@@ -167,7 +163,7 @@ def _bound(problem: Problem, operands: Operands) -> BoundScore:
     return BoundScore(program, problem.score.numbers, operands.captured[: len(program.tensors)])
 
 
-@refuses_calls
+@takes(ReferenceOptions)
 def reference_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -177,17 +173,7 @@ def reference_backward(
     dout: torch.Tensor,
     *extra: NoReturn,
     dlse: torch.Tensor | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    score_mod: ScoreMod | None = None,
-    block_mask: object = None,
-    compute_dtype: torch.dtype = torch.float32,
-    **unknown: NoReturn,
+    **options: Unpack[ReferenceOptions],
 ) -> tuple[torch.Tensor, ...]:
     """Gradients as the kernels compute them, in plain PyTorch: from a forward's results, not by differentiating it.
 
@@ -209,14 +195,9 @@ def reference_backward(
         ``-sum(exp(sink - lse) * delta)`` over batch entries and queries. Then come the gradients of those of
         alibi_slopes, bias and the tensors that `score_mod` captures that require one, in this order.
     """
-    if unknown or extra or dout is None:
-        refuse_call(reference_backward, extra, unknown, q=q, k=k, v=v, out=out, lse=lse, dout=dout)
-    _check_compute_dtype(compute_dtype)
-    options = Options(*band_of(causal, window).window, scale)
-    operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
-    return differentiate(
-        *with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask), compute_dtype
-    )
+    if extra or dout is None or not _NAMES.issuperset(options):
+        refuse_call(reference_backward, extra, options, q=q, k=k, v=v, out=out, lse=lse, dout=dout)
+    return differentiate(*_asked(Operands(q, k, v, out, lse, dout, dlse), options))
 
 
 def differentiate(

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, overload
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch.compiler import is_compiling
 
-from multiattn.mask import Window
-from multiattn.meant import refuse_call, refuses_calls
+from multiattn.meant import refuse_call
 from multiattn.operands import Operands, Options, ScoreMod, with_score
 from multiattn.packed import Packing, as_batch_of_one, check_lengths, check_packing
 from multiattn.plain import plain
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend, autocast, differentiate
-from multiattn.validate import not_a_tensor, refuse_dropout
+from multiattn.signatures import PackedOptions, names_of, settled, takes
+from multiattn.validate import not_a_tensor
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
     from typing_extensions import Unpack
 
-    from multiattn.plan.backend import BackendName
-    from multiattn.signatures import FmhaOptions
+_NAMES = names_of(PackedOptions)
 
 
 @overload
@@ -30,12 +29,8 @@ def fmha_varlen(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
     return_lse: Literal[False] = ...,
-    **options: Unpack[FmhaOptions],
+    **options: Unpack[PackedOptions],
 ) -> torch.Tensor: ...
 
 
@@ -45,12 +40,8 @@ def fmha_varlen(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
     return_lse: Literal[True],
-    **options: Unpack[FmhaOptions],
+    **options: Unpack[PackedOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -60,41 +51,19 @@ def fmha_varlen(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
     return_lse: bool,
-    **options: Unpack[FmhaOptions],
+    **options: Unpack[PackedOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@refuses_calls
+@takes(PackedOptions)
 def fmha_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *extra: NoReturn,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None,
-    dropout_p: float = 0,  # no 0.0, for which torch.compile(dynamic=True) has a symbol and compiles twice
-    dropout_seed: int | torch.Tensor | None = None,
-    backend: BackendName = "auto",
-    variant: str | None = None,
     return_lse: bool = False,
-    deterministic: bool | None = None,
-    **unknown: NoReturn,
+    **options: Unpack[PackedOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Fused attention of B sequences that are packed one after another, each by itself; differentiable once.
 
@@ -129,30 +98,17 @@ def fmha_varlen(
         TypeError, ValueError: An input is wrong for every backend.
         Unsupported: The backend cannot run this problem here; `.reasons` says why.
     """
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    if unknown or extra or v is None or lengths.lacks_any:
-        refuse_call(fmha_varlen, extra, unknown, q=q, k=k, v=v, **lengths._asdict())
-    if dropout_p != 0.0:
-        refuse_dropout(dropout_p)
-    options = Options.of(
-        causal=causal,
-        window=window,
-        scale=scale,
-        has_sinks=sinks is not None,
-        backend=backend,
-        variant=variant,
-        deterministic=deterministic,
-    )
+    lengths = Lengths.of(options)
+    if extra or v is None or lengths.lacks_any or not _NAMES.issuperset(options):
+        refuse_call(fmha_varlen, extra, options, q=q, k=k, v=v, **lengths._asdict())
     if compat.autocast_active():
         q, k, v = autocast(q, k, v)
-    operands = pack(q, k, v, lengths, block_mask)._replace(sinks=sinks)
-    operands, options = with_packing(operands, options, lengths, softcap, alibi_slopes, bias, score_mod)
-    out, lse = attend(operands, options)
+    out, lse = attend(*packed_call(q, k, v, options, lengths))
     packed = out[0].transpose(0, 1)
     return (packed, lse[0]) if return_lse else packed
 
 
-@refuses_calls
+@takes(PackedOptions)
 def fmha_varlen_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -161,26 +117,8 @@ def fmha_varlen_backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     *extra: NoReturn,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
     dlse: torch.Tensor | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None,
-    dropout_p: float = 0,
-    dropout_seed: int | torch.Tensor | None = None,
-    backend: BackendName = "auto",
-    variant: str | None = None,
-    deterministic: bool | None = None,
-    **unknown: NoReturn,
+    **options: Unpack[PackedOptions],
 ) -> tuple[torch.Tensor, ...]:
     """The gradient of `fmha_varlen` from the results of a forward, for callers without autograd.
 
@@ -199,34 +137,22 @@ def fmha_varlen_backward(
     Raises:
         TypeError, ValueError, Unsupported: As for `fmha_varlen`.
     """
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    if unknown or extra or dout is None or lengths.lacks_any:
+    lengths = Lengths.of(options)
+    if extra or dout is None or lengths.lacks_any or not _NAMES.issuperset(options):
         given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout}
-        refuse_call(fmha_varlen_backward, extra, unknown, **given, **lengths._asdict())
-    if dropout_p != 0.0:
-        refuse_dropout(dropout_p)
-    options = Options.of(
-        causal=causal,
-        window=window,
-        scale=scale,
-        has_sinks=sinks is not None,
-        backend=backend,
-        variant=variant,
-        deterministic=deterministic,
-    )
+        refuse_call(fmha_varlen_backward, extra, options, **given, **lengths._asdict())
     for name, tensor in (("out", out), ("lse", lse), ("dout", dout)):
         if not isinstance(tensor, torch.Tensor):
             raise not_a_tensor(name, tensor)
-    operands = pack(q, k, v, lengths, block_mask)._replace(
+    with torch.enable_grad():  # who asks for a gradient is a matter of tensors here
+        operands, asked = packed_call(q, k, v, options, lengths)
+    operands = operands._replace(
         out=as_batch_of_one(out),
         lse=lse.unsqueeze(0),
         dout=as_batch_of_one(dout),
         dlse=None if dlse is None else dlse.unsqueeze(0),
-        sinks=sinks,
     )
-    with torch.enable_grad():  # who asks for a gradient is a matter of tensors here
-        operands, options = with_packing(operands, options, lengths, softcap, alibi_slopes, bias, score_mod)
-    dq, dk, dv, *others = differentiate(operands, options)
+    dq, dk, dv, *others = differentiate(operands, asked)
     assert dq is not None
     assert dk is not None
     assert dv is not None
@@ -242,11 +168,26 @@ class Lengths(NamedTuple):
     max_seqlen_q: int
     max_seqlen_kv: int
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Lengths:
+        """Those among the options of a call; None for what it leaves out."""
+        given: Callable[[str], Any] = options.get
+        return cls(given("cu_seqlens_q"), given("cu_seqlens_kv"), given("max_seqlen_q"), given("max_seqlen_kv"))
+
     @property
     def lacks_any(self) -> bool:
         """True where a call left one out; no value is compared, as some may be traced."""
         q, kv, max_q, max_kv = self
         return q is None or kv is None or max_q is None or max_kv is None
+
+
+def packed_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any], lengths: Lengths
+) -> tuple[Operands, Options]:
+    """The operands and options of a call of `fmha_varlen`. TypeError or ValueError, naming what came."""
+    asked, (softcap, alibi_slopes, bias, score_mod, block_mask) = settled(options)
+    operands = pack(q, k, v, lengths, block_mask)._replace(sinks=options.get("sinks"))
+    return with_packing(operands, asked, lengths, softcap, alibi_slopes, bias, score_mod)
 
 
 def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, block_mask: object = None) -> Operands:

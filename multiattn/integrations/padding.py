@@ -6,21 +6,24 @@ Nothing waits for the device, and one graph or compiled function serves every ma
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.compiler import is_compiling
 
 from multiattn.api import fmha
 from multiattn.layout import unit_stride
-from multiattn.mask import Window
-from multiattn.meant import refuse_call, refuses_calls
-from multiattn.plan.backend import BackendName
+from multiattn.meant import refuse_call
 from multiattn.run.autograd import is_transformed
+from multiattn.signatures import PaddedOptions, names_of, takes
 from multiattn.validate import not_a_tensor
 from multiattn.varlen import fmha_varlen
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_NAMES = names_of(PaddedOptions)
 
 _ABSENT: Any = ...  # None is a mask, too: that of a batch without padding
 
@@ -29,22 +32,14 @@ dense: Callable[..., torch.Tensor] = fmha
 packed: Callable[..., torch.Tensor] = fmha_varlen
 
 
-@functools.partial(refuses_calls, absent=_ABSENT)
+@takes(PaddedOptions, absent=_ABSENT)
 def fmha_padded(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *extra: NoReturn,
     kv_mask: torch.Tensor | None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    backend: BackendName = "auto",
-    deterministic: bool | None = None,
-    **unknown: NoReturn,
+    **options: Unpack[PaddedOptions],
 ) -> torch.Tensor:
     """Fused attention of a batch with padding at either end of each row; differentiable once.
 
@@ -68,20 +63,10 @@ def fmha_padded(
         ValueError: As `multiattn.fmha`, for a `kv_mask` of another shape, and for more queries than keys where the call
             depends on positions.
     """
-    if unknown or extra or kv_mask is _ABSENT:
+    if extra or kv_mask is _ABSENT or not _NAMES.issuperset(options):
         needed = {"q": q, "k": k, "v": v, "kv_mask": kv_mask}
         given = {name: None if it is _ABSENT else "given" for name, it in needed.items()}
-        refuse_call(fmha_padded, extra, unknown, **given)
-    options: dict[str, Any] = {
-        "causal": causal,
-        "window": window,
-        "scale": scale,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "backend": backend,
-        "deterministic": deterministic,
-    }
+        refuse_call(fmha_padded, extra, options, **given)
     if kv_mask is None:
         return dense(unit_stride(q), unit_stride(k), unit_stride(v), **options)
     _check_rank("q", q)
@@ -96,7 +81,7 @@ def fmha_padded(
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         return dense(q, k, v, bias=kv_mask[:, None, None], **options)
     keys = TokenPlaces.of(kv_mask)
-    if causal or window is not None or alibi_slopes is not None:
+    if options.get("causal") or options.get("window") is not None or options.get("alibi_slopes") is not None:
         if seq_q > seq_kv:
             raise ValueError(
                 f"q: got Sq={seq_q} for Skv={seq_kv}; allowed Sq <= Skv, as queries are the last positions"
