@@ -11,11 +11,13 @@ import torch
 
 import multiattn
 from multiattn import Plan, Problem, Unsupported
+from multiattn.integrations.padding import fmha_padded
 from multiattn.packed import PackingSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch, detect
 from multiattn.plan.backend import REFERENCE, make_plan
 from multiattn.plan.choice import MeasuredCell, preferred_order
+from multiattn.signatures import CallOptions
 
 
 def qkv(head_dim=16, dtype=torch.bfloat16, **options):
@@ -360,6 +362,7 @@ def test_a_forward_does_not_mind_who_wants_a_gradient_of_its_scores(backend):
         assert variant.capability.score_gradients == variant.capability.scores, variant.name
 
 
+SCORE_OPTIONS = ("alibi_slopes", "bias", "score_mod", "block_mask")
 OTHERS = {
     "is_causal": "here it is causal",
     "attn_mask": "here it is bias, .* or block_mask",
@@ -388,5 +391,37 @@ def test_an_option_by_the_name_of_another_library_is_told_by_ours(name):
         function(*tensors, **options)
         with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword .*{OTHERS[name]}"):
             function(*tensors, **options, **{name: True})
-        kinds = {it.kind.name for it in inspect.signature(function).parameters.values()}
-        assert kinds == {"POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY"}
+
+
+def options_shown(function):
+    """The options of a call, by name, as `help` and editors show them; nothing else is taken by name alone."""
+    shown = inspect.signature(function).parameters.values()
+    assert {it.kind.name for it in shown} == {"POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY"}
+    return {it.name: it for it in shown if it.kind.name == "KEYWORD_ONLY"}
+
+
+NARROW = {  # options of fmha that a call does not have
+    multiattn.fmha_backward: {"return_lse"},
+    multiattn.explain: {"return_lse"},
+    multiattn.fmha_varlen: set(),
+    multiattn.fmha_varlen_backward: {"return_lse"},
+    multiattn.fmha_kvcache: {*SCORE_OPTIONS, "dropout_p", "dropout_seed", "deterministic"},
+    multiattn.reference: {"dropout_p", "dropout_seed", "backend", "variant", "return_lse", "deterministic"},
+    multiattn.reference_backward: {"dropout_p", "dropout_seed", "backend", "variant", "return_lse", "deterministic"},
+    fmha_padded: {*SCORE_OPTIONS, "dropout_p", "dropout_seed", "variant", "return_lse"} - {"alibi_slopes"},
+}
+
+
+@pytest.mark.parametrize("function", NARROW, ids=lambda it: it.__name__)
+def test_every_call_shows_the_options_of_fmha(function):
+    ours, its = options_shown(multiattn.fmha), options_shown(function)
+    assert ours.keys() - its.keys() == NARROW[function]
+    assert [its[name] for name in its if name in ours] == [ours[name] for name in its if name in ours]
+
+
+def test_type_checkers_see_the_options_of_fmha():
+    ours = options_shown(multiattn.fmha)
+    del ours["return_lse"]  # of overloads
+    assert {name: it.__forward_arg__ for name, it in CallOptions.__annotations__.items()} == {
+        name: it.annotation for name, it in ours.items()
+    }

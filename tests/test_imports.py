@@ -42,17 +42,8 @@ ALLOWED = {
     "aot": {*_DATA, "plan", "run"},
     "inspect": {*_DATA, "plan", "run", "aot", "cuda", "progress", "bars", "varlen", "kvcache"},  # cuda: `sanitize`
     "flex": {*_DATA, "meant", "plan", "api", "told"},
-    "integrations": {
-        *_DATA,
-        "meant",
-        "plan",
-        "run",
-        "api",
-        "kvcache",
-        "merging",
-        "signatures",
-        "varlen",
-    },  # and nobody imports these
+    # Nobody imports these.
+    "integrations": {*_DATA, "meant", "plan", "run", "api", "kvcache", "merging", "signatures", "varlen"},
     "varlen": {*_DATA, "meant", "plan", "run", "signatures"},
     "kvcache": {*_DATA, "meant", "plan", "run", "signatures"},
     "merging": {"meant", "validate"},
