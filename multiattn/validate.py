@@ -293,18 +293,20 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     return number
 
 
-def refuse_dropout(dropout_p: object) -> None:
+_WITHOUT_DROPOUT = (
+    "Give 0.0 while evaluating, set the model's dropout of attention to 0 to train with it, or train with "
+    "torch.nn.functional.scaled_dot_product_attention"
+)
+
+
+def refuse_dropout(dropout_p: object, name: str = "dropout_p", hint: str = _WITHOUT_DROPOUT) -> None:
     """NotImplementedError for a `dropout_p` that drops something; TypeError for one that is no number."""
     number = plain(dropout_p)
     if isinstance(number, bool) or not isinstance(number, Real):
         got = f"{type(dropout_p).__name__}; leave it out or give 0.0, which drops nothing"
-        raise TypeError(f"dropout_p must be a float; got {got}")
+        raise TypeError(f"{name} must be a float; got {got}")
     if number != 0:
-        raise NotImplementedError(
-            f"dropout_p: got {number}; allowed 0.0: no kernel here drops attention weights. Give 0.0 while evaluating, "
-            "set the model's dropout of attention to 0 to train with it, or train with "
-            "torch.nn.functional.scaled_dot_product_attention"
-        )
+        raise NotImplementedError(f"{name}: got {number}; allowed 0.0: no kernel here drops attention weights. {hint}")
 
 
 def as_float(scale: Any, name: str = "scale") -> float:

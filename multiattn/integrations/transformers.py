@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from multiattn.block_mask import blocks_of
-from multiattn.integrations.transformers_keywords import HARMLESS, refuse_dropout, refuse_trace, refuse_unknown
+from multiattn.integrations.transformers_keywords import HARMLESS, refuse_trace, refuse_unknown
 from multiattn.integrations.transformers_kinds import (
     Inputs,
     attend_lengths,
@@ -40,6 +40,7 @@ from multiattn.integrations.transformers_selection import (
 )
 from multiattn.layout import unit_stride
 from multiattn.plan.backend import BACKENDS
+from multiattn.validate import refuse_dropout
 
 __all__ = [
     "HARMLESS",
@@ -51,6 +52,11 @@ __all__ = [
     "register",
     "register_continuous_batching",
 ]
+
+_WITHOUT_DROPOUT = (
+    "Set the model's to 0 (attention_dropout, attention_probs_dropout_prob or dropout_rate of its config), or call "
+    "model.eval()"
+)
 
 
 def register() -> None:
@@ -127,7 +133,8 @@ def attend(
         TypeError, ValueError, Unsupported: As `multiattn.fmha`.
     """
     layer: Any = type(module)
-    refuse_dropout(dropout)
+    if dropout:
+        refuse_dropout(dropout, "dropout", _WITHOUT_DROPOUT)
     refuse_unknown(kwargs)
     if not is_compiling():
         refuse_trace()

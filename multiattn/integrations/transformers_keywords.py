@@ -97,19 +97,6 @@ def refuse_unknown(keywords: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_dropout(dropout: float) -> None:
-    """Refuse dropout of attention weights.
-
-    Raises:
-        NotImplementedError: For any but 0.
-    """
-    if dropout:
-        raise NotImplementedError(
-            f"multiattn has no dropout of attention weights; got dropout={dropout}. Set the model's to 0 "
-            "(attention_dropout, attention_probs_dropout_prob or dropout_rate of its config), or call model.eval()"
-        )
-
-
 def refuse_trace() -> None:
     """Refuse `torch.jit.trace`, which would keep what masks and positions of its example are.
 
