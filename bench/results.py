@@ -28,7 +28,7 @@ from multiattn.plan.toolchain import driver_version, version_of
 
 T = TypeVar("T")
 
-SCHEMA = 4
+SCHEMA = 5
 LOST_DEVICE = "the device was lost: "
 """Starts the error of a contender after which no other could run in its process; a resumed run leaves it out."""
 
@@ -183,18 +183,19 @@ class Store:
 
 _SHARED = ("environments", "commands", "runs", "cells", "plans", "reasons")
 """Lists of what several rows have; a row has a number in each."""
+_TIMES = tuple(it.name for it in fields(Measured))
 
 
 def dumps(suite: str, rows: Iterable[Row]) -> str:
-    """The JSON of a results file: one line per row, and once each of what several rows share."""
+    """The JSON of a results file: once each of what several rows share, and a row a line, by the names in `columns`."""
     numbers: dict[str, dict[str, int]] = {name: {} for name in _SHARED}
 
     def number(name: str, value: Any) -> int | None:
         """The place of a value in a list, behind the last if it is new; None for nothing."""
         return numbers[name].setdefault(json.dumps(value), len(numbers[name])) if value not in ("", None, []) else None
 
-    def packed(row: Row) -> dict[str, Any]:
-        data = {
+    def values(row: Row) -> dict[str, Any]:
+        return {
             "cell": number("cells", row.cell.as_dict()),
             "contender": row.contender,
             "regime": row.regime,
@@ -202,28 +203,29 @@ def dumps(suite: str, rows: Iterable[Row]) -> str:
             "command": number("commands", row.command),
             "run": number("runs", row.run),
             "plan": number("plans", row.plan),
-            "detail": row.detail,
-            "measured": row.measured and _stated(asdict(row.measured)),
             "reasons": number("reasons", list(map(asdict, row.reasons))),
-            "error": row.error,
+            "error": row.error or None,
+            "detail": row.detail or None,
+            **(dict.fromkeys(_TIMES) if row.measured is None else asdict(row.measured)),
         }
-        return {name: value for name, value in data.items() if value not in ("", None)}
 
-    lines = list(map(packed, rows))
-    told = {name: list(map(json.loads, its)) for name, its in numbers.items()}
-    return dump({"schema": SCHEMA, "suite": suite, **told, "rows": lines})
-
-
-def _stated(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what only decode has, of other suites."""
-    return {name: value for name, value in measured.items() if value is not None or not name.endswith("tb_per_s")}
+    found = list(map(values, rows))
+    columns = [name for name in (found[0] if found else ()) if any(it[name] is not None for it in found)]
+    shared = {name: list(map(json.loads, its)) for name, its in numbers.items()}
+    lines = [[it[name] for name in columns] for it in found]
+    return dump({"schema": SCHEMA, "suite": suite, **shared, "columns": columns, "rows": lines})
 
 
 def dump(data: Mapping[str, Any]) -> str:
     """JSON with a line for each item of a list, and one for all values that are no lists."""
     head = ", ".join(f"{json.dumps(name)}: {json.dumps(it)}" for name, it in data.items() if not isinstance(it, list))
-    lists = ((name, ",\n  ".join(map(json.dumps, it))) for name, it in data.items() if isinstance(it, list))
+    lists = ((name, ",\n  ".join(map(_line, it))) for name, it in data.items() if isinstance(it, list))
     return "{" + ",\n ".join([head, *(f'"{name}": [\n  {lines}\n ]' for name, lines in lists)]) + "}\n"
+
+
+def _line(item: Any) -> str:
+    """An item of a list; a row, which is a list itself, without spaces."""
+    return json.dumps(item, separators=(",", ":") if isinstance(item, list) else None)
 
 
 def load(path: Path) -> list[Row]:
@@ -234,24 +236,19 @@ def load(path: Path) -> list[Row]:
         cells = [(DecodeCell if "queries" in it else Cell)(**it) for it in data["cells"]]
         reasons = [tuple(Reason(**reason) for reason in its) for its in data["reasons"]]
 
-        def shared(row: Mapping[str, Any], field: str, name: str, nothing: Any) -> Any:
-            return data[name][row[field]] if field in row else nothing
-
-        return [
-            Row(
-                **{
-                    **row,
-                    "cell": cells[row["cell"]],
-                    "environment": setups[row["environment"]],
-                    "command": shared(row, "command", "commands", ""),
-                    "run": shared(row, "run", "runs", ""),
-                    "plan": shared(row, "plan", "plans", None),
-                    "measured": Measured(**row["measured"]) if "measured" in row else None,
-                    "reasons": reasons[row["reasons"]] if "reasons" in row else (),
-                }
+        def row_of(values: Sequence[Any]) -> Row:
+            row = {name: it for name, it in zip(data["columns"], values, strict=True) if it is not None}
+            times = {name: row.pop(name, None) for name in _TIMES}
+            for name, its in (("command", data["commands"]), ("run", data["runs"]), ("plan", data["plans"])):
+                row |= {name: its[row[name]]} if name in row else {}
+            return Row(
+                **row
+                | {"cell": cells[row["cell"]], "environment": setups[row["environment"]]}
+                | {"measured": Measured(**times) if times["time_ms"] is not None else None}
+                | {"reasons": reasons[row["reasons"]] if "reasons" in row else ()}
             )
-            for row in data["rows"]
-        ]
+
+        return list(map(row_of, data["rows"]))
 
     return read(path, SCHEMA, rows)
 

@@ -1,4 +1,4 @@
-"""What the code of a problem's kernels depends on, as one value: `Features`."""
+"""`Features`: the part of a problem that code of its kernels depends on, as one value."""
 
 from __future__ import annotations
 
