@@ -112,15 +112,18 @@ def test_no_imports_go_in_a_circle(package):
 
 IMPORT = """
 import importlib.util, json, sys, time
-import torch, numpy, {first}
+start = time.process_time()
+import torch
+of_torch = time.process_time() - start
+import numpy, {first}
 sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False  # with bytecode cached, as an installation has it
 before, start = set(sys.modules), time.process_time()
 import multiattn
-seconds = time.process_time() - start
+share = (time.process_time() - start) / of_torch
 from multiattn.plan import backend
 for name in multiattn.BACKENDS:
     backend.get(name)
-found = dict(seconds=seconds, modules=sorted(set(sys.modules) - before), driver=torch.cuda.is_initialized())
+found = dict(share=share, modules=sorted(set(sys.modules) - before), driver=torch.cuda.is_initialized())
 specs = [importlib.util.find_spec(name) for name in ("triton", "cuda")]
 found["specs"] = [[it.origin, *(it.submodule_search_locations or [])] for it in specs if it is not None]
 from torch.utils.flop_counter import FlopCounterMode
@@ -144,7 +147,7 @@ def importing(tmp_path_factory):
 
 
 def test_importing_costs_nothing_and_shadows_nothing(importing):
-    """No language, no driver, under 60 ms of the process's own time beyond torch: a busy machine must not decide."""
+    """No language, no driver, and 5 % of torch's own time at most: the process's, as a busy machine must not decide."""
     found = [importing("json"), importing("torch.utils.flop_counter")]
     for it in found:
         assert not it["driver"]
@@ -153,4 +156,4 @@ def test_importing_costs_nothing_and_shadows_nothing(importing):
         assert str(ROOT) not in json.dumps(it["specs"])
         # 15 visible pairs; backward counts 2.5 times forward. Whichever of the two modules is imported first.
         assert it["flops"] == 4 * 2 * 4 * 15 * 8 * 7 // 2
-    assert found[1]["seconds"] < 0.060 or any(importing("json")["seconds"] < 0.060 for _ in range(10))
+    assert found[1]["share"] < 0.05 or any(importing("json")["share"] < 0.05 for _ in range(10))

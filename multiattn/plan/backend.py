@@ -11,15 +11,17 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from multiattn.operands import Operands
 from multiattn.plan import remedies
-from multiattn.plan.abi import Binding
 from multiattn.plan.arch import Arch
 from multiattn.plan.config import Config, Rule, select
 from multiattn.plan.support import Capability, Reason, Unsupported
 from multiattn.problem import Problem
+
+if TYPE_CHECKING:
+    from multiattn.plan.abi import Binding
 
 Language = Literal["triton", "cutile", "cuda"]
 BACKENDS: tuple[Language, ...] = get_args(Language)

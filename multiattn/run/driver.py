@@ -11,9 +11,10 @@ import functools
 import hashlib
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from multiattn.plan import abi
+if TYPE_CHECKING:
+    from multiattn.plan import abi
 
 _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
@@ -272,6 +273,8 @@ class Encoder:
 
     def _encode(self, address: int) -> bytes:
         """By the driver, which wants the map at a multiple of 64 bytes."""
+        from multiattn.plan import abi  # here: importing the package needs none of it
+
         memory = ctypes.create_string_buffer(abi.TENSOR_MAP_BYTES + abi.TENSOR_MAP_ALIGNMENT)
         start = ctypes.addressof(memory)
         start += -start % abi.TENSOR_MAP_ALIGNMENT
