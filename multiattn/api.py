@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 
-from multiattn.kvcache import Where, with_cache
+from multiattn.kvcache import Where, cached_call
 from multiattn.mask import Window
 from multiattn.meant import refuse_call, refuses_calls
 from multiattn.operands import Operands, Options, ScoreMod, with_score
@@ -22,7 +22,7 @@ from multiattn.problem import Problem, problem_of
 from multiattn.run import compat
 from multiattn.run.autograd import attend, autocast, differentiate, needs_grad, refuse_gradient
 from multiattn.run.tuning import tuning_for
-from multiattn.signatures import CallOptions, ExplainOptions, Scores, names_of, settled, takes
+from multiattn.signatures import CallOptions, ExplainOptions, Scores, dense_call, names_of, settled, takes
 from multiattn.validate import not_a_tensor
 from multiattn.varlen import Lengths, packed_call
 
@@ -213,12 +213,10 @@ def fmha_backward(
     """
     if extra or dout is None or not _NAMES.issuperset(options):
         refuse_call(fmha_backward, extra, options, q=q, k=k, v=v, out=out, lse=lse, dout=dout)
-    asked, scores = settled(options)
     if not isinstance(dout, torch.Tensor):
         raise not_a_tensor("dout", dout)
-    operands = Operands(q, k, v, out, lse, dout, dlse, sinks=options.get("sinks"))
     with torch.enable_grad():  # who asks for a gradient is a matter of tensors here
-        operands, asked = with_score(operands, asked, *scores)
+        operands, asked = dense_call(Operands(q, k, v, out, lse, dout, dlse), options)
     gradients = differentiate(operands, asked)
     plain = len(operands.inputs) - len(operands.captured)
     of_captured = (it for it in gradients[plain:] if it is not None)
@@ -266,8 +264,8 @@ def explain(
         _refuse_given(given, ("page_table", "num_splits"), "without seqlens_kv")
     elif direction != "forward":
         raise ValueError(f"direction: got {direction!r}; allowed forward with seqlens_kv: a cache has no gradient")
-    asked, scores = settled(options)
     if isinstance(q, Problem):
+        asked, _ = settled(options)
         if arch is None:
             raise ValueError('explain(Problem) needs arch=, as no tensor tells it; got None; allowed "sm90", "H100"...')
         target = arch_by_name(arch)
@@ -279,15 +277,14 @@ def explain(
             raise not_a_tensor("q", q, "a torch.Tensor or a multiattn.Problem")
         raise TypeError(f"explain needs q, k and v, or one Problem; got no {'k' if k is None else 'v'}; give it, too")
     else:
-        sinks = options.get("sinks")
         if seqlens_kv is not None:
             _refuse_given(given, _NOT_CACHED, "with seqlens_kv: fmha_kvcache has no such argument")
-            operands, asked = with_cache(q, k, v, asked, Where.of(options), scores.softcap, sinks)
+            operands, asked = cached_call(q, k, v, options, Where.of(options))
             refuse_gradient(operands)
         elif given.keys() & Lengths._fields:
             operands, asked = packed_call(q, k, v, options, Lengths.of(options))
         else:
-            operands, asked = with_score(Operands(q, k, v, sinks=sinks), asked, *scores)
+            operands, asked = dense_call(Operands(q, k, v), options)
         problem = problem_of(operands, asked)
         target = detect(q.device) if arch is None else arch_by_name(arch)
         tuning = tuning_for(q.device) if arch is None else None

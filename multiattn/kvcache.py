@@ -119,12 +119,10 @@ def fmha_kvcache(
     if extra or v_cache is None or where.seqlens_kv is None or not _NAMES.issuperset(options):
         needed = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seqlens_kv": where.seqlens_kv}
         refuse_call(fmha_kvcache, extra, options, **needed)
-    asked, scores = settled(options)
     if compat.autocast_active():
         q, k_cache, v_cache = autocast(q, k_cache, v_cache)
-    out = options.get("out")
-    operands, asked = with_cache(q, k_cache, v_cache, asked, where, scores.softcap, options.get("sinks"), out)
-    is_packed = where.cu_seqlens_q is not None
+    operands, asked = cached_call(q, k_cache, v_cache, options, where)
+    out, is_packed = options.get("out"), where.cu_seqlens_q is not None
     own = out if out is None or not is_packed else as_batch_of_one(out)
     found, lse = attend_cached(operands, asked, own)
     if out is None:
@@ -149,6 +147,15 @@ class Where(NamedTuple):
         given: Callable[[str], Any] = options.get
         numbers = plain(given("max_seqlen_q")), plain(given("num_splits"))
         return cls(given("seqlens_kv"), given("page_table"), given("cu_seqlens_q"), *numbers)
+
+
+def cached_call(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, options: Mapping[str, Any], where: Where
+) -> tuple[Operands, Options]:
+    """The operands and options of a call of `fmha_kvcache`. TypeError or ValueError, naming what came."""
+    asked, scores = settled(options)
+    given = options.get
+    return with_cache(q, k_cache, v_cache, asked, where, scores.softcap, given("sinks"), given("out"))
 
 
 def with_cache(

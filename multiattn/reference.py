@@ -13,7 +13,7 @@ import torch
 from multiattn.block_mask import BlockLists, seen_blocks
 from multiattn.mask import KINDS
 from multiattn.meant import refuse_call
-from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options, with_score
+from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options
 from multiattn.plan.backend import BACKENDS, REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem, options_of
@@ -21,7 +21,7 @@ from multiattn.progress import NOTE, LongWork
 from multiattn.score import BoundScore, eager
 from multiattn.score.eager import Part
 from multiattn.score.transforms import is_wrapped
-from multiattn.signatures import ReferenceOptions, names_of, settled, takes
+from multiattn.signatures import ReferenceOptions, dense_call, names_of, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -69,8 +69,7 @@ def _asked(operands: Operands, options: ReferenceOptions) -> tuple[Operands, Opt
     dtype = options.get("compute_dtype", torch.float32)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"compute_dtype: got {dtype!r}; allowed floating-point dtypes; torch.float64 gives the truth")
-    asked, scores = settled({"deterministic": False, **options})
-    return *with_score(operands._replace(sinks=options.get("sinks")), asked, *scores), dtype
+    return *dense_call(operands, {"deterministic": False, **options}), dtype
 
 
 def attend(

@@ -11,7 +11,7 @@ import torch
 
 from multiattn.mask import Window
 from multiattn.meant import refuses_calls
-from multiattn.operands import Options, ScoreMod
+from multiattn.operands import Operands, Options, ScoreMod, with_score
 from multiattn.plan.backend import BackendName, Direction
 
 if TYPE_CHECKING:
@@ -179,3 +179,9 @@ def settled(options: Mapping[str, Any]) -> tuple[Options, Scores]:
     )
     scores = Scores(given("softcap"), given("alibi_slopes"), given("bias"), given("score_mod"), given("block_mask"))
     return asked, scores
+
+
+def dense_call(operands: Operands, options: Mapping[str, Any]) -> tuple[Operands, Options]:
+    """The operands and options of a call of `fmha` of these tensors. TypeError or ValueError, naming what came."""
+    asked, scores = settled(options)
+    return with_score(operands._replace(sinks=options.get("sinks")), asked, *scores)

@@ -40,7 +40,8 @@ ALLOWED = {
     **dict.fromkeys(multiattn.BACKENDS, _LANGUAGE),
     "api": {*_DATA, "meant", "plan", "run", "varlen", "kvcache", "signatures"},
     "aot": {*_DATA, "plan", "run"},
-    "inspect": {*_DATA, "plan", "run", "aot", "cuda", "progress", "bars", "varlen", "kvcache"},  # cuda: `sanitize`
+    # cuda: `sanitize`
+    "inspect": {*_DATA, "plan", "run", "aot", "cuda", "progress", "bars", "varlen", "kvcache", "signatures"},
     "flex": {*_DATA, "meant", "plan", "api", "told"},
     # Nobody imports these.
     "integrations": {*_DATA, "meant", "plan", "run", "api", "kvcache", "merging", "signatures", "varlen"},

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from tabulate import tabulate
 
-from multiattn.kvcache import Where, with_cache
+from multiattn.kvcache import Where, cached_call
 from multiattn.layout import DTYPES
 from multiattn.mask import MASKS, Band, Window, band_of, parse_band
-from multiattn.operands import Operands, Options, with_score
+from multiattn.operands import Operands
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, by_name, detect
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction
 from multiattn.problem import Problem
 from multiattn.problem import problem_of as problem_of_call
-from multiattn.varlen import Lengths, pack, with_packing
+from multiattn.signatures import dense_call
+from multiattn.varlen import Lengths, packed_call
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -225,51 +226,37 @@ def with_features(plain: Problem, options: argparse.Namespace) -> Problem:
     """
     if not features_of(options):
         return plain
-    asked = Options.of(
-        causal=False,
-        window=plain.band.window,
-        scale=plain.scale,
-        has_sinks=options.sinks,
-        backend="auto",
-        variant=None,
-        deterministic=None,
-    )
-    sinks = torch.empty(plain.heads_q, device="meta") if options.sinks else None
+    sizes = (plain.heads_q, plain.seq_q), (plain.heads_kv, plain.seq_kv)
+    q, k = (_empty(plain, plain.batch, heads, seq, plain.head_dim) for heads, seq in sizes)
+    given = {"window": plain.band.window, "scale": plain.scale, "softcap": options.softcap}
+    given["sinks"] = torch.empty(plain.heads_q, device="meta") if options.sinks else None
     if options.cache is not None:
         check_features(options, "--cache", "--softcap", "--sinks", why="fmha_kvcache has no others")
-        return _cached(plain, options, asked, sinks)
-    slopes = torch.empty(plain.heads_q, device="meta") if options.alibi else None
-    bias = _empty(plain, 1, plain.heads_q, plain.seq_q, plain.seq_kv) if options.bias else None
-    changes = (options.softcap, slopes, bias, None)
+        return _cached(plain, options.cache, q, k, given)
+    given["alibi_slopes"] = torch.empty(plain.heads_q, device="meta") if options.alibi else None
+    given["bias"] = _empty(plain, 1, plain.heads_q, plain.seq_q, plain.seq_kv) if options.bias else None
     if options.packed:
         others = ("--packed", "--softcap", "--alibi", "--bias", "--sinks")
         check_features(options, *others, why="fmha_varlen takes no block mask")
         starts = torch.empty(plain.batch + 1, dtype=torch.int32, device="meta")
-        lengths = Lengths(starts, starts, plain.seq_q, plain.seq_kv)
-        rows_q, rows_kv = plain.batch * plain.seq_q, plain.batch * plain.seq_kv
-        k = _empty(plain, rows_kv, plain.heads_kv, plain.head_dim)
-        operands = pack(_empty(plain, rows_q, plain.heads_q, plain.head_dim), k, k, lengths)._replace(sinks=sinks)
-        return problem_of_call(*with_packing(operands, asked, lengths, *changes))
-    k = _empty(plain, plain.batch, plain.heads_kv, plain.seq_kv, plain.head_dim)
-    q = _empty(plain, plain.batch, plain.heads_q, plain.seq_q, plain.head_dim)
-    blocks = None if options.block is None else _block_mask(plain, *options.block)
-    return problem_of_call(*with_score(Operands(q, k, k, sinks=sinks), asked, *changes, blocks))
+        q, k = (_empty(plain, plain.batch * seq, heads, plain.head_dim) for heads, seq in sizes)
+        return problem_of_call(*packed_call(q, k, k, given, Lengths(starts, starts, plain.seq_q, plain.seq_kv)))
+    given["block_mask"] = None if options.block is None else _block_mask(plain, *options.block)
+    return problem_of_call(*dense_call(Operands(q, k, k), given))
 
 
 def _empty(plain: Problem, *sizes: int) -> torch.Tensor:
     return torch.empty(sizes, dtype=plain.torch_dtype, device="meta")
 
 
-def _cached(plain: Problem, options: argparse.Namespace, asked: Options, sinks: torch.Tensor | None) -> Problem:
-    """The problem of `fmha_kvcache` with pages that are just enough."""
-    page, table, entries = plain.seq_kv, None, plain.batch
-    if options.cache:
-        page, pages = options.cache, -(-plain.seq_kv // options.cache)
-        table, entries = torch.empty(plain.batch, pages, dtype=torch.int32, device="meta"), plain.batch * pages
-    cache = _empty(plain, entries, plain.heads_kv, page, plain.head_dim)
-    where = Where(torch.empty(plain.batch, dtype=torch.int32, device="meta"), table, None, None, None)
-    q = _empty(plain, plain.batch, plain.heads_q, plain.seq_q, plain.head_dim)
-    return problem_of_call(*with_cache(q, cache, cache, asked, where, options.softcap, sinks))
+def _cached(plain: Problem, size: int, q: torch.Tensor, k: torch.Tensor, given: dict[str, Any]) -> Problem:
+    """The problem of `fmha_kvcache` with pages of a `size` that are just enough; without any for size 0."""
+    if size:
+        pages = -(-plain.seq_kv // size)
+        given["page_table"] = torch.empty(plain.batch, pages, dtype=torch.int32, device="meta")
+        k = _empty(plain, plain.batch * pages, plain.heads_kv, size, plain.head_dim)
+    given["seqlens_kv"] = torch.empty(plain.batch, dtype=torch.int32, device="meta")
+    return problem_of_call(*cached_call(q, k, k, given, Where.of(given)))
 
 
 def _block_mask(plain: Problem, queries: int, keys: int) -> BlockMask:

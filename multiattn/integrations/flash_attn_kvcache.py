@@ -152,10 +152,10 @@ def flash_attn_with_kvcache(
         q,
         k_cache,
         v_cache,
-        cache_seqlens,
-        table,
-        cu_seqlens_q,
-        max_seqlen_q,
+        seqlens_kv=cache_seqlens,
+        page_table=table,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
         scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -171,10 +171,7 @@ def varlen_over_cache(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: int | None,
-    block_table: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,48 +180,40 @@ def varlen_over_cache(
     if seqused_k is None and cu_seqlens_k is None:
         raise TypeError("flash_attn_varlen_func: lengths of k must be seqused_k or cu_seqlens_k; got neither; give one")
     lengths = cu_seqlens_k.diff() if seqused_k is None and cu_seqlens_k is not None else seqused_k
-    assert lengths is not None
-    return attend_cache(q, k, v, lengths, block_table, cu_seqlens_q, max_seqlen_q, **options)
+    return attend_cache(q, k, v, seqlens_kv=lengths, **options)
 
 
 def attend_cache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    seqlens: torch.Tensor,
-    table: torch.Tensor | None,
+    *,
     cu_seqlens_q: torch.Tensor | None,
     max_seqlen_q: int | None,
-    *,
-    scale: float | None,
     causal: bool,
     window_size: WindowSize,
     softcap: float,
-    sinks: torch.Tensor | None,
     num_splits: int,
-    backend: BackendName,
-    out: torch.Tensor | None = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out and lse of `fmha_kvcache` in FlashAttention's layout; k_cache and v_cache are views."""
+    """Out and lse of `fmha_kvcache` in FlashAttention's layout; k_cache and v_cache are views.
+
+    `options` are those that both have by one name.
+    """
     q = unit_stride(q)
     is_packed = cu_seqlens_q is not None
     found, lse = fmha_kvcache(
         q if is_packed else q.transpose(1, 2),
         k_cache.transpose(1, 2),
         v_cache.transpose(1, 2),
-        seqlens_kv=seqlens,
-        page_table=table,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q if is_packed else None,
         num_splits=num_splits if num_splits > 0 else None,
-        out=out,
         causal=bool(causal),
         window=window_of(window_size),
-        scale=scale,
         softcap=softcap_of(softcap),
-        sinks=sinks,
-        backend=backend,
         return_lse=True,
+        **options,
     )
     return found if is_packed else found.transpose(1, 2), lse
 
