@@ -218,9 +218,7 @@ def fmha_backward(
     with torch.enable_grad():  # who asks for a gradient is a matter of tensors here
         operands, asked = dense_call(Operands(q, k, v, out, lse, dout, dlse), options)
     gradients = differentiate(operands, asked)
-    plain = len(operands.inputs) - len(operands.captured)
-    of_captured = (it for it in gradients[plain:] if it is not None)
-    return (*gradients[:plain], *of_captured)  # type: ignore[arg-type]  # the others are there, as dout is
+    return tuple(it for it in gradients if it is not None)  # those of q, k, v and sinks are there, as dout is
 
 
 @takes(ExplainOptions)

@@ -42,7 +42,7 @@ class BlockSpec(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The lists that there are, in the order in which they are operands."""
+        """The lists that there are."""
         return tuple(name for name in LISTS if self.has_full or not name.startswith("full_"))
 
 
@@ -206,9 +206,10 @@ def list_arguments(shapes: Mapping[str, Shape], names: Sequence[str]) -> ListArg
     )
 
 
-def seen_blocks(lists: BlockLists, seq_q: int, seq_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+def seen_blocks(
+    spec: BlockSpec, named: Mapping[str, torch.Tensor], seq_q: int, seq_kv: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The scores of partial and of full blocks: two bools ``[B|1, H|1, Sq, Skv]``. For truth, not for speed."""
-    spec, named = lists.spec, lists.named
     partial = _dense(named["kv_num_blocks"], named["kv_indices"], spec, seq_q, seq_kv)
     if not spec.has_full:
         return partial, torch.zeros_like(partial)
@@ -224,9 +225,9 @@ def _dense(counts: torch.Tensor, indices: torch.Tensor, spec: BlockSpec, seq_q: 
     return scores[..., :seq_q, :seq_kv] > 0
 
 
-def list_shapes(lists: Sequence[torch.Tensor], blocks: BlockSpec) -> tuple[Shape, ...]:
-    """The shapes of a block mask's lists; ValueError where there are others behind the captured tensors."""
-    if len(lists) != len(blocks.names) or any(it.dtype != torch.int32 or not it.is_contiguous() for it in lists):
-        got = ", ".join(f"{it.dtype} {list(it.shape)}" for it in lists)
-        raise ValueError(f"captured: got {got or 'nothing'}; allowed {', '.join(blocks.names)}, contiguous int32")
-    return tuple(tuple(it.shape) for it in lists)
+def list_shapes(lists: Mapping[str, torch.Tensor], blocks: BlockSpec) -> tuple[Shape, ...]:
+    """The shapes of a block mask's lists; ValueError where there are others."""
+    if tuple(lists) != blocks.names or any(it.dtype != torch.int32 or not it.is_contiguous() for it in lists.values()):
+        got = ", ".join(f"{name} {it.dtype} {list(it.shape)}" for name, it in lists.items())
+        raise ValueError(f"indices: got {got or 'nothing'}; allowed {', '.join(blocks.names)}, contiguous int32")
+    return tuple(tuple(it.shape) for it in lists.values())

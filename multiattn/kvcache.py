@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_compiling
 
 from multiattn.meant import refuse_call
-from multiattn.operands import Operands, Options, with_score
+from multiattn.operands import Indices, Operands, Options, with_score
 from multiattn.packed import as_batch_of_one
 from multiattn.paged import Cache, check_cache, check_numbers, check_out, check_values
 from multiattn.plain import plain
@@ -189,5 +189,5 @@ def with_cache(
         lengths = (where.seqlens_kv.shape[0], queries, k_cache.shape[2] * pages)
         check_modification(q, lengths, softcap, None, None, None)
         operands, options = with_score(operands, options, softcap, None, None, None, lengths=lengths, checked=True)
-    given = tuple(it for it in where[:3] if it is not None)
-    return operands._replace(captured=(*operands.captured, *given)), options._replace(cache=cache)
+    indices = Indices(cu_seqlens_q=where.cu_seqlens_q, seqlens_kv=where.seqlens_kv, page_table=where.page_table)
+    return operands._replace(indices=indices), options._replace(cache=cache)

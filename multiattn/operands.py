@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch.compiler import is_compiling
 from multiattn.block_mask import BlockSpec, MaskMod, lists_of, may_hide_blocks, read_block_mask
 from multiattn.layout import Layout, Shape, row_major
 from multiattn.mask import Band, Window, band_of
-from multiattn.packed import Packing
+from multiattn.packed import CU_SEQLENS, Packing
 from multiattn.paged import Cache
 from multiattn.plain import as_bool
 from multiattn.score import BoundScore, LoweredScore, ScoreProgram, bind_score
@@ -38,11 +39,11 @@ class Options(NamedTuple):
     gradient_slots: tuple[int, ...] = ()
     """Slots of the captured tensors that want a gradient."""
     blocks: BlockSpec | None = None
-    """A block mask; its lists come behind what the program captures."""
+    """A block mask, whose lists are among the call's `Indices`."""
     packing: Packing | None = None
-    """A packed batch; its cu_seqlens of queries and of keys come last among captured tensors."""
+    """A packed batch, whose cu_seqlens are among the call's `Indices`."""
     cache: Cache | None = None
-    """Keys and values in a cache; what says where they are comes last among captured tensors."""
+    """Keys and values in a cache; what says where they are is among the call's `Indices`."""
     backend: str = "auto"
     variant: str | None = None
     deterministic: bool = False
@@ -100,9 +101,54 @@ class Options(NamedTuple):
         return Band(self.left, self.right)
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of a call's inputs in their order in `Operands.inputs`, but for captured tensors, which follow."""
+        return ("q", "k", "v", *(("sinks",) if self.has_sinks else ()), *self.indices)
+
+    @property
+    def indices(self) -> tuple[str, ...]:
+        """Names of the `Indices` of a call, in their order there."""
+        return _names_of_indices(self.blocks, self.packing, self.cache)
+
+    @property
     def of_gradient(self) -> Options:
         """The options of the backward that autograd runs: `variant` names one of the forward's."""
         return self if self.variant is None else self._replace(variant=None)
+
+
+class Indices(NamedTuple):
+    """Tensors, int32 on the device, that say where sequences, keys and blocks are; None where a call has none."""
+
+    cu_seqlens_q: torch.Tensor | None = None
+    """``[B + 1]``: where the queries of each sequence start, in a packed batch or packed queries over a cache."""
+    cu_seqlens_kv: torch.Tensor | None = None
+    """Where its keys start, in a packed batch."""
+    seqlens_kv: torch.Tensor | None = None
+    """``[B]``: how many keys each sequence has in its cache."""
+    page_table: torch.Tensor | None = None
+    """``[B, max_pages]``: the pages of each sequence."""
+    kv_num_blocks: torch.Tensor | None = None
+    """From here on the lists of a block mask: `multiattn.block_mask.LISTS`."""
+    kv_indices: torch.Tensor | None = None
+    full_kv_num_blocks: torch.Tensor | None = None
+    full_kv_indices: torch.Tensor | None = None
+    q_num_blocks: torch.Tensor | None = None
+    q_indices: torch.Tensor | None = None
+    full_q_num_blocks: torch.Tensor | None = None
+    full_q_indices: torch.Tensor | None = None
+
+    @property
+    def given(self) -> tuple[torch.Tensor, ...]:
+        """Those that there are."""
+        return tuple([it for it in self if it is not None])
+
+    @property
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """Those that there are, by name."""
+        return {name: it for name, it in zip(self._fields, self, strict=True) if it is not None}
+
+
+NO_INDICES = Indices()
 
 
 class Operands(NamedTuple):
@@ -130,42 +176,45 @@ class Operands(NamedTuple):
     sinks: torch.Tensor | None = None
     delta: torch.Tensor | None = None
     captured: tuple[torch.Tensor, ...] = ()
-    """The tensors that the modification of scores loads from, by slot, then the lists of a block mask, or the
-    cu_seqlens of a packed batch, or what says where a cache has keys."""
+    """The tensors that the modification of scores loads from, by slot."""
     dcaptured: tuple[torch.Tensor, ...] = ()
     """Sums of the gradients of some of them, to which a backward adds: `ScoreSpec.gradient_layouts`."""
+    indices: Indices = NO_INDICES
 
     @classmethod
-    def of_inputs(cls, inputs: Sequence[torch.Tensor], has_sinks: bool) -> Operands:
-        """The operands of a forward of these `inputs`."""
-        q, k, v, *rest = inputs
-        sinks = rest.pop(0) if has_sinks else None
-        return cls(q, k, v, sinks=sinks, captured=tuple(rest))
+    def of_inputs(cls, inputs: Sequence[torch.Tensor], names: Sequence[str], **more: torch.Tensor | None) -> Operands:
+        """The operands of a forward of these `inputs`, whose names `Options.inputs` has, and those of `more`."""
+        if len(inputs) == INPUTS:
+            return cls(*inputs, **more)  # type: ignore[arg-type]  # nor is any of these captured
+        named = dict(zip(names, inputs, strict=False))
+        own = {name: named.pop(name) for name in ("q", "k", "v", "sinks") if name in named}
+        indices = Indices(**named) if named else NO_INDICES
+        return cls(**own, **more, captured=tuple(inputs[len(names) :]), indices=indices)  # type: ignore[arg-type]
 
     @classmethod
-    def of_read(cls, read: Sequence[torch.Tensor | None], has_sinks: bool) -> Operands:
+    def of_read(cls, read: Sequence[torch.Tensor | None], names: Sequence[str]) -> Operands:
         """The operands of a backward that reads these, as `read` has them."""
         *inputs, out, lse, dout, dlse = read
-        given = cls.of_inputs(inputs, has_sinks)  # type: ignore[arg-type]  # an input is not None
-        return given._replace(out=out, lse=lse, dout=dout, dlse=dlse)
+        return cls.of_inputs(inputs, names, out=out, lse=lse, dout=dout, dlse=dlse)  # type: ignore[arg-type]
 
     @classmethod
     def like(cls, layouts: Mapping[str, Layout], make: Callable[[Layout], torch.Tensor]) -> Operands:
         """Tensors of a problem, one of each of its `layouts` that is an operand."""
         named = {name: make(layouts[name]) for name in cls._fields if name in layouts}
+        indices = Indices(**{name: make(layouts[name]) for name in Indices._fields if name in layouts})
         captured, dcaptured = (
             tuple(make(layouts[name]) for name in itertools.takewhile(layouts.__contains__, map(name_of, _PLACES)))
             for name_of in (captured_name, dcaptured_name)
         )
-        return cls(**named, captured=captured, dcaptured=dcaptured)
+        return cls(**named, captured=captured, dcaptured=dcaptured, indices=indices)
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
         """Every tensor that there is, by its name."""
-        *tensors, captured, dcaptured = self
-        named = {name: it for name, it in zip(self._fields, tensors, strict=False) if it is not None}
-        named |= {captured_name(slot): it for slot, it in enumerate(captured)}
-        return named | {dcaptured_name(place): it for place, it in enumerate(dcaptured)}
+        named = {name: it for name, it in zip(self._fields, self, strict=True) if isinstance(it, torch.Tensor)}
+        named |= {captured_name(slot): it for slot, it in enumerate(self.captured)}
+        named |= {dcaptured_name(place): it for place, it in enumerate(self.dcaptured)}
+        return named | dict(self.indices.named)
 
     @property
     def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -174,10 +223,12 @@ class Operands(NamedTuple):
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that a caller of the forward gives, in the order of their gradients."""
+        """The tensors that a caller of the forward gives, in the order of their gradients: `Options.inputs`."""
         if self.sinks is None:
-            return (*self.qkv, *self.captured) if self.captured else self.qkv
-        return (*self.qkv, self.sinks, *self.captured)
+            if self.indices is NO_INDICES:
+                return (*self.qkv, *self.captured) if self.captured else self.qkv
+            return (*self.qkv, *self.indices.given, *self.captured)
+        return (*self.qkv, self.sinks, *self.indices.given, *self.captured)
 
     @property
     def read(self) -> tuple[Any, ...]:
@@ -187,9 +238,7 @@ class Operands(NamedTuple):
     def inputs_are(self, types: frozenset[type]) -> bool:
         """True if every input is of exactly one of these types, not of a subclass."""
         plain = type(self.q) in types and type(self.k) in types and type(self.v) in types
-        return (
-            plain and (self.sinks is None or type(self.sinks) in types) and types.issuperset(map(type, self.captured))
-        )
+        return plain and types.issuperset(map(type, self.inputs[INPUTS:]))
 
     @property
     def requires_grad(self) -> bool:
@@ -197,6 +246,14 @@ class Operands(NamedTuple):
         if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
             return True
         return any(tensor.requires_grad for tensor in self.inputs[INPUTS:])
+
+
+@functools.lru_cache(maxsize=64)
+def _names_of_indices(blocks: BlockSpec | None, packing: Packing | None, cache: Cache | None) -> tuple[str, ...]:
+    found: tuple[str, ...] = () if packing is None else CU_SEQLENS
+    found = found if cache is None else cache.names
+    found = found if blocks is None else (*found, *blocks.names)
+    return tuple(name for name in Indices._fields if name in found)
 
 
 INPUTS = 3
@@ -268,6 +325,11 @@ CAPTURED, DCAPTURED = "captured", "dcaptured"
 _PLACES = range(1 << 16)
 
 
+def has_any_shape(name: str) -> bool:
+    """True for an operand of whose sizes and strides a launch knows nothing from q, k and v."""
+    return name in Indices._fields or name.startswith((CAPTURED, DCAPTURED))
+
+
 def captured_name(slot: int) -> str:
     """The name of a captured tensor among the operands of a launch."""
     return f"{CAPTURED}{slot}"
@@ -291,9 +353,8 @@ def score_spec(
     """
     assert options.score is not None
     program = loads(options.score)
-    tensors = captured[: len(program.tensors)]
-    bound = BoundScore(program, dict(zip(program.scalars, options.scalars, strict=True)), tensors)
-    for slot, tensor in enumerate(tensors):
+    bound = BoundScore(program, dict(zip(program.scalars, options.scalars, strict=True)), captured)
+    for slot, tensor in enumerate(captured):
         if tensor.device != device:
             allowed = f"the device of q, {device}"
             raise ValueError(
@@ -305,8 +366,8 @@ def score_spec(
     return ScoreSpec(
         program=program,
         scalars=options.scalars,
-        shapes=tuple(tuple(it.shape) for it in tensors),
-        strides=tuple(it.stride() for it in tensors),
+        shapes=tuple(tuple(it.shape) for it in captured),
+        strides=tuple(it.stride() for it in captured),
         gradients=options.gradient_slots,
         scores=(batch, heads, seq_q, seq_kv) if is_apart else None,
     )
@@ -358,9 +419,10 @@ def with_score(
             mask_mod=mask_mod,
         )
         captured, options = () if score is None else score.tensors, options.with_score(score)
-    if lists is not None:
-        captured, options = (*captured, *lists.tensors), options._replace(blocks=lists.spec)
-    return operands._replace(captured=captured), options
+    operands = operands._replace(captured=captured)
+    if lists is None:
+        return operands, options
+    return operands._replace(indices=Indices(**lists.named)), options._replace(blocks=lists.spec)
 
 
 def _record(

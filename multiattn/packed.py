@@ -10,7 +10,7 @@ Inside this package a packed tensor ``[T, H, D]`` is a view ``[1, H, T, D]``, a 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,6 +53,10 @@ SHOWN_STARTS = 16
 """The most values of a cu_seqlens that an error shows."""
 
 
+CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv")
+"""The tensors that say where sequences start, in q and in k."""
+
+
 class Packing(NamedTuple):
     """A call's packing, beside its two cu_seqlens: bounds of the lengths, or 0 where nothing is checked by them."""
 
@@ -93,14 +97,14 @@ class PackingSpec(NamedTuple):
         return rows // tile + self.sequences + 2
 
 
-def packing_of(captured: tuple[torch.Tensor, ...], bounds: Packing) -> PackingSpec:
-    """The packing of a call; ValueError where its cu_seqlens are not the last captured tensors."""
-    cu_seqlens = captured[-2:]
-    shapes = {tuple(it.shape) for it in cu_seqlens}
-    if len(cu_seqlens) < 2 or len(shapes) > 1 or any(it.dtype != torch.int32 or it.ndim != 1 for it in cu_seqlens):
-        got = ", ".join(f"{it.dtype} {list(it.shape)}" for it in cu_seqlens)
-        raise ValueError(f"captured: got {got or 'nothing'}; allowed cu_seqlens of queries and keys, int32 [B + 1]")
-    return PackingSpec(cu_seqlens[0].shape[0] - 1, *bounds)
+def packing_of(cu_seqlens: Mapping[str, torch.Tensor], bounds: Packing) -> PackingSpec:
+    """The packing of a call; ValueError where its cu_seqlens, by name, are not what a launch takes."""
+    shapes = {tuple(it.shape) for it in cu_seqlens.values()}
+    fit = all(it.dtype == torch.int32 and it.ndim == 1 for it in cu_seqlens.values())
+    if tuple(cu_seqlens) != CU_SEQLENS or len(shapes) > 1 or not fit:
+        got = ", ".join(f"{name} {it.dtype} {list(it.shape)}" for name, it in cu_seqlens.items())
+        raise ValueError(f"indices: got {got or 'nothing'}; allowed {' and '.join(CU_SEQLENS)}, int32 [B + 1]")
+    return PackingSpec(cu_seqlens["cu_seqlens_q"].shape[0] - 1, *bounds)
 
 
 def ragged(layout: Layout) -> Layout:

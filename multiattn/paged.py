@@ -25,7 +25,7 @@ SPLITS_MAX = 256
 """The most parts that the keys of a sequence are divided into, as in FlashAttention-3."""
 
 CACHE_TENSORS = ("seqlens_kv", "page_table", "cu_seqlens_q")
-"""The tensors that say where keys and queries are, in their order among captured ones."""
+"""The tensors that say where keys and queries are."""
 
 _OF_EACH = {
     "seqlens_kv": "give a number for each sequence",
@@ -38,7 +38,7 @@ PARTIAL = ("partial_out", "partial_lse")
 
 
 class Cache(NamedTuple):
-    """A call's cache, beside its tensors; they come last among captured ones: seqlens_kv, page_table, cu_seqlens_q."""
+    """A call's cache, beside its tensors."""
 
     is_paged: bool = False
     max_q: int | None = None
@@ -47,6 +47,12 @@ class Cache(NamedTuple):
     """The parts that the caller has the keys divided into; None leaves it to the plan."""
     strides_out: Strides | None = None
     """Strides (B, H, S) of the caller's own out; None: results are laid out like q."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The `CACHE_TENSORS` that it has."""
+        has = {"seqlens_kv": True, "page_table": self.is_paged, "cu_seqlens_q": self.max_q is not None}
+        return tuple(name for name in CACHE_TENSORS if has[name])
 
 
 class CacheSpec(NamedTuple):
@@ -73,7 +79,7 @@ class CacheSpec(NamedTuple):
 
     @property
     def tensors(self) -> Mapping[str, Layout]:
-        """The tensors that say where keys and queries are, in their order among captured ones."""
+        """The tensors that say where keys and queries are."""
         found = {"seqlens_kv": Layout((self.sequences,), (1,), torch.int32)}
         if self.page is not None:
             shape = (self.sequences, self.max_pages)
@@ -92,17 +98,14 @@ class CacheSpec(NamedTuple):
         return f"{pages}{'' if self.splits is None else f' splits={self.splits}'}"
 
 
-def spec_of(k: torch.Tensor, cache: Cache, tensors: tuple[torch.Tensor, ...], batch: int) -> tuple[CacheSpec, int]:
+def spec_of(k: torch.Tensor, cache: Cache, given: Mapping[str, torch.Tensor]) -> tuple[CacheSpec, int]:
     """The cache of a call, and the most keys that one of its sequences may have.
 
-    `tensors` are those that say where keys and queries are; `batch` is that of q.
+    `given` are the tensors that say where keys and queries are, by name.
     """
-    has = {"seqlens_kv": True, "page_table": cache.is_paged, "cu_seqlens_q": cache.max_q is not None}
-    names = [name for name in CACHE_TENSORS if has[name]]
-    if len(tensors) != len(names) or any(it.dtype != torch.int32 for it in tensors):
-        got = ", ".join(f"{it.dtype} {list(it.shape)}" for it in tensors)
-        raise ValueError(f"captured: got {got or 'nothing'}; allowed {', '.join(names)}, int32")
-    given = dict(zip(names, tensors, strict=True))
+    if set(given) != set(cache.names) or any(it.dtype != torch.int32 for it in given.values()):
+        got = ", ".join(f"{name} {it.dtype} {list(it.shape)}" for name, it in given.items())
+        raise ValueError(f"indices: got {got or 'nothing'}; allowed {', '.join(cache.names)}, int32")
     table = given.get("page_table")
     sequences = given["seqlens_kv"].shape[0]
     entries, _, rows, _ = k.shape

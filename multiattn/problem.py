@@ -24,11 +24,11 @@ from multiattn.layout import (
     strides_of,
 )
 from multiattn.mask import Band, Window, band_of
-from multiattn.operands import Operands, Options, ScoreSpec, captured_name, score_spec
-from multiattn.packed import TILE_LISTS, PackingSpec, packed_strides, packing_of, strides_of_packed
+from multiattn.operands import Operands, Options, ScoreSpec, score_spec
+from multiattn.packed import CU_SEQLENS, TILE_LISTS, PackingSpec, packed_strides, packing_of, strides_of_packed
 from multiattn.paged import CacheSpec, cache_shape, spec_of
 from multiattn.score.expression import inputs_of, walk
-from multiattn.score.serial import dumps, loads
+from multiattn.score.serial import dumps
 from multiattn.validate import LOG2_E, check_inputs, check_scale, check_shapes
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -123,14 +123,12 @@ class Problem:
             band=options.band,
             scale=options.scale,
             has_sinks=operands.sinks is not None,
-            packing=None if options.packing is None else packing_of(operands.captured, options.packing),
+            packing=None if options.packing is None else packing_of(operands.indices.named, options.packing),
         )
         plain = _scored(plain, operands, options)
         if options.blocks is None:
             return plain
-        return replace(
-            plain, blocks=options.blocks, lists=list_shapes(operands.captured[plain._first_list :], options.blocks)
-        )
+        return replace(plain, blocks=options.blocks, lists=list_shapes(operands.indices.named, options.blocks))
 
     @classmethod
     def contiguous(
@@ -276,11 +274,6 @@ class Problem:
         return _layouts_of(self)
 
     @property
-    def cu_seqlens(self) -> tuple[str, str]:
-        """The operands that say where sequences of a packed batch start, in q and in k."""
-        return captured_name(self._first_list), captured_name(self._first_list + 1)
-
-    @property
     def lengths(self) -> tuple[int, int, int]:
         """The number of sequences, and the most queries and keys that one has: in a packed batch, perhaps 0."""
         if self.cache is not None:
@@ -304,27 +297,15 @@ class Problem:
         return None if self.cache is None else self.cache.splits
 
     @property
-    def cache_tensors(self) -> Mapping[str, str]:
-        """The operands that say where a cache has keys, by their names: ``seqlens_kv``, ``page_table``,
-        ``cu_seqlens_q``.
-
-        A launch with that tensor has it; the others are not among them.
-        """
-        names = () if self.cache is None else self.cache.tensors
-        return {name: captured_name(self._first_list + place) for place, name in enumerate(names)}
-
-    @property
-    def _first_list(self) -> int:
-        """The place of the first list among captured tensors."""
-        return 0 if self.score is None else len(self.score.program.tensors)
+    def cache_tensors(self) -> tuple[str, ...]:
+        """The operands that say where a cache has keys and packed queries."""
+        return () if self.cache is None else tuple(self.cache.tensors)
 
     def lists_of(self, names: Sequence[str]) -> ListArguments:
         """The lists of blocks called `names`, `KEYS_OF_QUERIES` or `QUERIES_OF_KEYS`, as a kernel takes them."""
         assert self.blocks is not None
-        places = {name: self._first_list + place for place, name in enumerate(self.blocks.names)}
-        shapes = {captured_name(places[name]): shape for name, shape in zip(self.blocks.names, self.lists, strict=True)}
-        given = [captured_name(places[name]) for name in names if name in places]
-        return list_arguments(shapes, given)
+        shapes = dict(zip(self.blocks.names, self.lists, strict=True))
+        return list_arguments(shapes, [name for name in names if name in shapes])
 
     @property
     def is_banded(self) -> bool:
@@ -436,9 +417,9 @@ def _layouts_of(problem: Problem) -> Mapping[str, Layout]:
             "dq_sum": Layout(shape_q, (*sums, 1), torch.float32),
             **({"sinks": Layout((problem.heads_q,), (1,), torch.float32)} if problem.has_sinks else {}),
             **({} if problem.score is None else {**problem.score.layouts, **problem.score.gradient_layouts}),
-            **{captured_name(problem._first_list + it): _of_list(shape) for it, shape in enumerate(problem.lists)},
+            **({} if problem.blocks is None else _list_layouts(problem.blocks, problem.lists)),
             **({} if problem.packing is None else _packing_layouts(problem, problem.packing)),
-            **({} if problem.cache is None else _cache_layouts(problem, problem.cache)),
+            **({} if problem.cache is None else problem.cache.tensors),
         }
     )
 
@@ -448,7 +429,11 @@ def _packing_layouts(problem: Problem, packing: PackingSpec) -> Mapping[str, Lay
     lists = {
         name: packing.list_layout(it) for name, it in zip(TILE_LISTS, (problem.seq_q, problem.seq_kv), strict=True)
     }
-    return {**dict.fromkeys(problem.cu_seqlens, packing.layout), **lists}
+    return {**dict.fromkeys(CU_SEQLENS, packing.layout), **lists}
+
+
+def _list_layouts(blocks: BlockSpec, lists: Sequence[Shape]) -> Mapping[str, Layout]:
+    return {name: Layout(shape, row_major(shape), torch.int32) for name, shape in zip(blocks.names, lists, strict=True)}
 
 
 def problem_of(operands: Operands, options: Options) -> Problem:
@@ -489,8 +474,7 @@ def _cached(operands: Operands, options: Options) -> Problem:
     assert options.cache is not None
     q, k, _ = operands.qkv
     batch, heads_q, seq_q, head_dim = q.shape
-    behind = 0 if options.score is None else len(loads(options.score).tensors)
-    spec, seq_kv = spec_of(k, options.cache, operands.captured[behind:], batch)
+    spec, seq_kv = spec_of(k, options.cache, operands.indices.named)
     plain = Problem.contiguous(
         batch=batch,
         heads_q=heads_q,
@@ -513,12 +497,3 @@ def _scored(plain: Problem, operands: Operands, options: Options) -> Problem:
         return plain
     device = operands.q.device
     return replace(plain, score=score_spec(operands.captured, device, options, plain.lengths, plain.heads_q))
-
-
-def _cache_layouts(problem: Problem, cache: CacheSpec) -> Mapping[str, Layout]:
-    """The tensors that say where keys and queries are, by their names among operands."""
-    return {problem.cache_tensors[name]: layout for name, layout in cache.tensors.items()}
-
-
-def _of_list(shape: Shape) -> Layout:
-    return Layout(shape, row_major(shape), torch.int32)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
-from multiattn.block_mask import BlockLists, seen_blocks
+from multiattn.block_mask import seen_blocks
 from multiattn.mask import KINDS
 from multiattn.meant import refuse_call
-from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options
+from multiattn.operands import FORWARD_RESULTS, GRADIENTS, NO_INDICES, Operands, Options
 from multiattn.plan.backend import BACKENDS, REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem, options_of
@@ -146,8 +146,7 @@ def _modify(
     bound = None if problem.score is None else _bound(problem, operands)
     if problem.blocks is not None:
         where = part or Part(0, 0, problem.seq_q, problem.seq_kv)
-        lists = BlockLists(problem.blocks, operands.captured[-len(problem.blocks.names) :])
-        partial, full = seen_blocks(lists, where.seq_q, where.seq_kv)
+        partial, full = seen_blocks(problem.blocks, operands.indices.named, where.seq_q, where.seq_kv)
         rows = slice(where.first_query, where.first_query + problem.seq_q)
         keys = slice(where.first_key, where.first_key + problem.seq_kv)
         masked = None if bound is None else eager.visible(bound, scores.shape, scores.device, part)
@@ -158,8 +157,7 @@ def _modify(
 
 def _bound(problem: Problem, operands: Operands) -> BoundScore:
     assert problem.score is not None
-    program = problem.score.program
-    return BoundScore(program, problem.score.numbers, operands.captured[: len(program.tensors)])
+    return BoundScore(problem.score.program, problem.score.numbers, operands.captured)
 
 
 @takes(ReferenceOptions)
@@ -267,15 +265,17 @@ class OwnRows(NamedTuple):
 
 def sequences(operands: Operands, options: Options) -> Iterator[tuple[Operands, Options, Part, OwnRows]]:
     """Each sequence as a batch of one, with its options, its place and its rows, whatever cu_seqlens say."""
-    *captured, cu_seqlens_q, cu_seqlens_kv = operands.captured
+    starts = operands.indices
+    assert starts.cu_seqlens_q is not None
+    assert starts.cu_seqlens_kv is not None
     of_q = {name: it for name in ("q", "out", "lse", "dout", "dlse") if (it := getattr(operands, name)) is not None}
     of_kv = {"k": operands.k, "v": operands.v}
-    bounds = _slices(cu_seqlens_q, operands.q.shape[2]), _slices(cu_seqlens_kv, operands.k.shape[2])
+    bounds = _slices(starts.cu_seqlens_q, operands.q.shape[2]), _slices(starts.cu_seqlens_kv, operands.k.shape[2])
     for entry, rows in enumerate(itertools.starmap(OwnRows, zip(*bounds, strict=True))):
         own = {name: it[:, :, rows.queries] for name, it in of_q.items()}
         own |= {name: it[:, :, rows.keys] for name, it in of_kv.items()}
         part = Part(0, 0, own["q"].shape[2], own["k"].shape[2], entry)
-        yield operands._replace(**own, captured=tuple(captured)), options._replace(packing=None), part, rows
+        yield operands._replace(**own, indices=NO_INDICES), options._replace(packing=None), part, rows
 
 
 def _slices(cu_seqlens: torch.Tensor, rows: int) -> list[slice]:
@@ -323,16 +323,16 @@ def cached_sequences(operands: Operands, options: Options) -> Iterator[tuple[Ope
     """Each sequence as a batch of one, its keys gathered, with its options, its place and its rows of a packed q."""
     problem = Problem.of_any(operands, options)
     assert problem.cache is not None
-    first = len(operands.captured) - len(problem.cache.tensors)
-    given = dict(zip(problem.cache.tensors, operands.captured[first:], strict=True))
-    bounds = _slices(given["cu_seqlens_q"], operands.q.shape[2]) if "cu_seqlens_q" in given else None
-    for entry, length in enumerate(given["seqlens_kv"].clamp(0, problem.seq_kv).tolist()):
+    given = operands.indices
+    assert given.seqlens_kv is not None
+    bounds = None if given.cu_seqlens_q is None else _slices(given.cu_seqlens_q, operands.q.shape[2])
+    for entry, length in enumerate(given.seqlens_kv.clamp(0, problem.seq_kv).tolist()):
         rows = slice(None) if bounds is None else bounds[entry]
         q = operands.q[entry : entry + 1] if bounds is None else operands.q[:, :, rows]
         seen_from = 0 if options.left is None else min(max(length - q.shape[2] - options.left, 0), length)
-        k, v = (gather(it, length, entry, given.get("page_table"), seen_from) for it in (operands.k, operands.v))
+        k, v = (gather(it, length, entry, given.page_table, seen_from) for it in (operands.k, operands.v))
         part = Part(0, 0, q.shape[2], length, entry)
-        own = operands._replace(q=q, k=k, v=v, captured=operands.captured[:first])
+        own = operands._replace(q=q, k=k, v=v, indices=NO_INDICES)
         yield own, options._replace(cache=None), part, rows
 
 
@@ -390,7 +390,8 @@ def _prepare(plan: Plan) -> Launcher:
             results: Sequence[torch.Tensor] = run(operands, options, compute_dtype)
         rows = slice(None)
         if problem.cache is not None and problem.has_packed_queries:
-            ends = operands.captured[-1][[0, -1]].clamp(0, operands.q.shape[2])
+            assert operands.indices.cu_seqlens_q is not None
+            ends = operands.indices.cu_seqlens_q[[0, -1]].clamp(0, operands.q.shape[2])
             rows = slice(*ends.tolist())  # the others are left as they are
         for name, result in zip(names, results, strict=False):  # the gradient of sinks is made of delta
             getattr(operands, name)[:, :, rows].copy_(result[:, :, rows])

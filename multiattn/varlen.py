@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_compiling
 
 from multiattn.meant import refuse_call
-from multiattn.operands import Operands, Options, ScoreMod, with_score
+from multiattn.operands import Indices, Operands, Options, ScoreMod, with_score
 from multiattn.packed import Packing, as_batch_of_one, check_lengths, check_packing
 from multiattn.plain import plain
 from multiattn.run import compat, values
@@ -219,5 +219,5 @@ def with_packing(
         packing = Packing(plain(lengths.max_seqlen_q), plain(lengths.max_seqlen_kv))
         of_scores = (lengths.cu_seqlens_q.shape[0] - 1, *packing)
         operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, lengths=of_scores)
-    captured = (*operands.captured, lengths.cu_seqlens_q.contiguous(), lengths.cu_seqlens_kv.contiguous())
-    return operands._replace(captured=captured), options._replace(packing=packing)
+    indices = Indices(lengths.cu_seqlens_q.contiguous(), lengths.cu_seqlens_kv.contiguous())
+    return operands._replace(indices=indices), options._replace(packing=packing)

@@ -98,7 +98,7 @@ def launch_plan(plan: Plan, inputs: Inputs) -> Outputs:
     outputs = Outputs.of(plan.problem, inputs.q.device)
     given = inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse
     with poisoned_workspaces() if plan.workspace_bytes else contextlib.nullcontext():
-        multiattn.launch(plan, *given, sinks=inputs.sinks, captured=inputs.captured)
+        multiattn.launch(plan, *given, sinks=inputs.sinks, captured=inputs.captured, indices=inputs.indices)
     _synchronize(inputs.q.device)
     if outputs.guards_were_written:
         raise Mismatch(f"memory around out or lse was written\n  {plan}")
@@ -115,14 +115,14 @@ def launch_gradients(plan: Plan, inputs: Inputs, saved: Saved, upstream: Upstrea
     with poisoned_workspaces():
         multiattn.launch_backward(
             plan, *given, *gradients.of_qkv, sinks=inputs.sinks, delta=gradients.delta, captured=inputs.captured,
-            dcaptured=gradients.sums,
+            dcaptured=gradients.sums, indices=inputs.indices,
         )  # fmt: skip
     operands = Operands(
-        *given, sinks=inputs.sinks, delta=gradients.delta, captured=inputs.captured, dcaptured=gradients.sums
-    )
+        *given, sinks=inputs.sinks, delta=gradients.delta, captured=inputs.captured, dcaptured=gradients.sums,
+        indices=inputs.indices,
+    )  # fmt: skip
     if gradients.delta is not None:
-        rows = None if inputs.packed is None else inputs.packed.cu_seqlens[0][-1]
-        gradients = replace(gradients, dsinks=gradient_of_sinks(operands, rows))
+        gradients = replace(gradients, dsinks=gradient_of_sinks(operands))
     of_captured = gradients_of_captured(plan.problem.score, operands)
     gradients = replace(gradients, dcaptured=tuple(it for it in of_captured if it is not None))
     _synchronize(inputs.q.device)

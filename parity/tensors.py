@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from multiattn.block_mask import BlockLists, MaskMod, read_block_mask
 from multiattn.layout import Strides
+from multiattn.operands import Indices
 from multiattn.packed import Packing
 from multiattn.problem import Problem
 from multiattn.score import BoundScore, bind_score
@@ -22,7 +23,7 @@ from parity.cache_tensors import draw_cache
 from parity.callables import CALLABLES, Sizes
 from parity.case import Case, Memory
 from parity.memory import GUARD, POISON, Values3, generator_of, poisoned, poisoned_view
-from parity.tolerance import Cached, Packed
+from parity.tolerance import Cached, Packed, indices_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,14 +62,13 @@ class Inputs(Watched):
 
     @property
     def captured(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the modification of scores loads from, then the lists of a block mask, or what says where
-        sequences are."""
-        lists = () if self.blocks is None else self.blocks.tensors
-        if self.packed is not None:
-            lists = self.packed.cu_seqlens
-        if self.cached is not None:
-            lists = self.cached.tensors
-        return lists if self.score is None else (*self.score.tensors, *lists)
+        """The tensors that the modification of scores loads from."""
+        return () if self.score is None else self.score.tensors
+
+    @property
+    def indices(self) -> Indices:
+        """The lists of a block mask, or what says where sequences are."""
+        return indices_of(self.blocks, self.packed, self.cached)
 
     @classmethod
     def of(cls, case: Case, device: torch.device) -> Inputs:

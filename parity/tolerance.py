@@ -11,7 +11,7 @@ import torch
 
 from multiattn.block_mask import BlockLists
 from multiattn.mask import Window, band_of
-from multiattn.operands import Operands, Options
+from multiattn.operands import NO_INDICES, Indices, Operands, Options
 from multiattn.packed import Packing
 from multiattn.paged import Cache
 from multiattn.plan.backend import Plan, variant_of
@@ -142,8 +142,17 @@ class Cached(NamedTuple):
     """The sequences of a call with a cache."""
 
     tensors: tuple[torch.Tensor, ...]
-    """Those that say where keys and queries are, as a launch captures them."""
+    """Those that say where keys and queries are: `Cache.names`."""
     cache: Cache
+
+
+def indices_of(blocks: BlockLists | None, packed: Packed | None, cached: Cached | None) -> Indices:
+    """The lists of a block mask, or what says where sequences are, as operands."""
+    if cached is not None:
+        return Indices(**dict(zip(cached.cache.names, cached.tensors, strict=True)))
+    if packed is not None:
+        return Indices(*packed.cu_seqlens)
+    return NO_INDICES if blocks is None else Indices(**blocks.named)
 
 
 def operands_and_problem(
@@ -164,12 +173,7 @@ def operands_and_problem(
 ) -> tuple[Operands, Problem]:
     """The inputs of a call, and its Problem; captured tensors in `slots` want a gradient."""
     captured = () if score is None else score.tensors
-    lists = () if blocks is None else blocks.tensors
-    if packed is not None:
-        lists = packed.cu_seqlens
-    if cached is not None:
-        lists = cached.tensors
-    operands = Operands(q, k, v, sinks=sinks, captured=(*captured, *lists))
+    operands = Operands(q, k, v, sinks=sinks, captured=captured, indices=indices_of(blocks, packed, cached))
     options = Options(*band_of(causal, window).window, scale).with_score(score)
     options = options._replace(
         gradient_slots=slots,

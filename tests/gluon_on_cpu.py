@@ -40,9 +40,8 @@ def launched(case, config=PLAIN, seed=None, kernel=None):
     assert isinstance(plan, Plan), plan
     outputs = Outputs.of(plan.problem, CPU)
     with _runs(kernel, seed):
-        multiattn.launch(
-            plan, inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse, sinks=inputs.sinks, captured=inputs.captured
-        )
+        given = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks", "captured", "indices")}
+        multiattn.launch(plan, **given, out=outputs.out, lse=outputs.lse)
     assert not outputs.guards_were_written
     assert not inputs.were_written
     return outputs, plan, truth

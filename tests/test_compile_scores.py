@@ -34,7 +34,7 @@ class Counted:
     def __call__(self, graph, examples):
         self.graphs += 1
         calls = [it for it in graph.graph.nodes if it.target is torch.ops.multiattn.fmha_forward.default]
-        self.programs += [it.args[8] for it in calls]
+        self.programs += [it.args[9] for it in calls]
         return self.backend(graph, examples)
 
 

@@ -8,6 +8,7 @@ from cuda_runs import on_cpu
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from multiattn import fmha, reference
+from multiattn.block_mask import LISTS
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q, TILED
 from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig, config_of
@@ -178,11 +179,11 @@ def test_who_takes_which_blocks(block, variant, allowed):
 
 
 def test_a_launch_hands_over_the_lists():
-    """Each pointer by the name of its operand, behind the document's; none of full blocks where no list names any."""
+    """Each pointer by the name of its operand; none of full blocks where no list names any."""
     _, plan = planned(None, mask_mod=document, direction="backward")
     names = list(struct_of(plan).pointers.values())
-    assert [it for it in names if it.startswith("captured")] == [f"captured{it}" for it in range(9)]
+    assert [it for it in names if it in ("captured0", *LISTS)] == ["captured0", *LISTS]
     assert kernels_of(plan)[1].name.endswith("_blocks128x128_full")
     few = replace(plan.problem, blocks=plan.problem.blocks._replace(has_full=False), lists=plan.problem.lists[:4])
     names = list(struct_of(replace(plan, problem=few)).pointers.values())
-    assert [it for it in names if it.startswith("captured")] == [f"captured{it}" for it in range(5)]
+    assert [it for it in names if it in ("captured0", *LISTS)] == ["captured0", *LISTS[:2], *LISTS[4:6]]

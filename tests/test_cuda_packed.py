@@ -196,7 +196,7 @@ def test_a_launch_lists_its_tiles_first_in_memory_of_its_own(monkeypatch, tmp_pa
     assert driver.kernels == [it.kernel.name for it in launches_of(plan)]
     assert [it.grid[0] for it in driver.launched] == [it.blocks for it in launches_of(plan)]
     lists, forward = ListParams.from_buffer_copy(driver.launched[0].parameters[0]), driver.structs[1]
-    assert (lists.cu_seqlens_q, lists.cu_seqlens_kv) == tuple(it.data_ptr() for it in operands.captured)
+    assert (lists.cu_seqlens_q, lists.cu_seqlens_kv) == tuple(it.data_ptr() for it in operands.indices.given)
     assert (lists.query_list, lists.key_list, lists.next_tile) == (forward.lists.query_list, None, None)
     assert (lists.rows_q, lists.tile_q, lists.tiles_q) == (q.shape[0], plan.config.tile_m, forward.plain.tiles)
     assert forward.plain.q == q.data_ptr()

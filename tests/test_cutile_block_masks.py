@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from multiattn import reference, reference_backward
+from multiattn.block_mask import KEYS_OF_QUERIES
 from multiattn.cutile.configs import PIPELINES, CutileConfig, OnePassConfig, TwoPassConfig, within_blocks
 from multiattn.cutile.ladder import STEPS
 from multiattn.cutile.table import launches_of
@@ -204,7 +205,7 @@ def test_lists_are_arrays_for_all_heads_and_their_values_are_not_in_the_code():
     assert get_signature(one) == get_signature(other)
     for launch, strides in ((one, (0, 0, 2, 1)), (other, (2 * HEADS, 2, 2, 1))):  # a row of two blocks
         counts, indices, full_counts, full_indices = launch.optional["listed"]
-        assert [it.tensor for it in launch.optional["listed"]] == [f"captured{place}" for place in range(4)]
+        assert [it.tensor for it in launch.optional["listed"]] == list(KEYS_OF_QUERIES)
         assert counts.layout == full_counts.layout
         assert indices.layout == full_indices.layout
         assert indices.layout.shape == (BATCH, HEADS, 1, 2)
@@ -227,7 +228,7 @@ def test_what_is_compiled_takes_what_is_bound():
     """In both directions, and at D=128 with the loads ahead that scores of a block ahead need."""
     _, problem = given(*inputs(head_dim=128), block_mask=mask_of(document, 128))
     (exported,) = BACKEND.forward.export(make_plan(BACKEND, problem, ARCHS["sm90"], probe=False), ())
-    assert {"captured2", "captured5"} <= {getattr(it, "tensor", None) for it in exported.binding.arguments}
+    assert {"full_kv_num_blocks", "captured0"} <= {getattr(it, "tensor", None) for it in exported.binding.arguments}
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant="two_pass", probe=False)
     for launch in launches_of(plan):
         signature = get_signature(launch)

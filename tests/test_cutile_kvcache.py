@@ -252,7 +252,7 @@ def merge(problem, splits, parts, sums, sinks=None, last=0):
         layout = problem.layouts[name]
         tensors[name] = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype).fill_(7.0)
     if "cu_seqlens_q" in problem.cache_tensors:
-        tensors[problem.cache_tensors["cu_seqlens_q"]] = torch.tensor([0, 0, last], dtype=torch.int32)
+        tensors["cu_seqlens_q"] = torch.tensor([0, 0, last], dtype=torch.int32)
     arguments = launch.arguments(lambda it: tensors[it.tensor].as_strided(it.layout.shape, it.layout.strides))
     cpu.launch(launch.grid, get_kernel(launch), arguments)
     return tensors["out"], tensors["lse"]

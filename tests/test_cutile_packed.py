@@ -10,6 +10,7 @@ from packed_lists import LISTS, WRONG_LISTS, WRONG_ROWS, listed, starts
 
 import multiattn
 from multiattn import Problem
+from multiattn.operands import Indices
 from multiattn.packed import LIST_FIELDS, PackingSpec
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
@@ -177,7 +178,7 @@ def test_lazy_maxima_are_right_for_sequences_without_keys_and_with_few(pipeline,
     cu_seqlens = (named["cu_seqlens_q"], named["cu_seqlens_kv"])
     out, lse = torch.full_like(q, math.nan), torch.full((1, 2, len(q)), math.nan)
     views = [it.transpose(0, 1)[None] for it in (q, k, v, out)]
-    multiattn.launch(plan, *views, lse, captured=cu_seqlens)
+    multiattn.launch(plan, *views, lse, indices=Indices(*cu_seqlens))
     truth, truth_lse = multiattn.fmha_varlen(q, k, v, backend="reference", return_lse=True, **named, **options)
     close(out, truth)
     close(lse[0], truth_lse)

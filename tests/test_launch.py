@@ -11,7 +11,7 @@ import driver_fakes
 import pytest
 import torch
 
-from multiattn.operands import Operands
+from multiattn.operands import Indices, Operands
 from multiattn.plan import abi
 from multiattn.run import compat, counters
 from multiattn.run import driver as driver_module
@@ -113,11 +113,12 @@ def test_parameters_are_the_bytes_of_the_binding(monkeypatch, case):
 
 
 def test_captured_tensors_may_be_used_in_part_and_have_sums_of_gradients(monkeypatch):
-    names = ("captured1", "q", "dcaptured0", "captured4", "dcaptured2")
+    names = ("captured1", "q", "page_table", "dcaptured0", "captured4", "dcaptured2", "full_q_indices")
     arguments = [abi.Pointer(tensor=name) for name in names]
     driver, launch = make(monkeypatch, arguments)
     captured, sums = (tuple(torch.zeros(2) for _ in range(count)) for count in (6, 3))
-    given = tensors()._replace(captured=captured, dcaptured=sums)
+    indices = Indices(page_table=torch.zeros(2), full_q_indices=torch.zeros(2))
+    given = tensors()._replace(captured=captured, dcaptured=sums, indices=indices)
     launch(given)
     assert driver.launched[-1].parameters == wanted(arguments, given)
 

@@ -46,8 +46,8 @@ def test_opcheck(name):
     if "sinks" in options:
         options = {**options, "sinks": options["sinks"].clone().requires_grad_()}
     forward, backward = torch.ops.multiattn.fmha_forward.default, torch.ops.multiattn.fmha_backward.default
-    torch.library.opcheck(forward, (*inputs, []), {**options, "needs_grad": True})
-    out, lse = (result.detach() for result in forward(*inputs, [], **options))
+    torch.library.opcheck(forward, (*inputs, [], []), {**options, "needs_grad": True})
+    out, lse = (result.detach() for result in forward(*inputs, [], [], **options))
     inputs = [tensor.detach() for tensor in inputs]
     options = {name: it.detach() if isinstance(it, torch.Tensor) else it for name, it in options.items()}
     crooked = out.mT.contiguous().mT
@@ -62,18 +62,18 @@ def test_opcheck_with_captured_tensors():
     captured = [torch.rand(4), bias]
     options = {"score": text, "slots": [1], "needs_grad": True}
     forward, backward = torch.ops.multiattn.fmha_forward.default, torch.ops.multiattn.fmha_backward_captured.default
-    torch.library.opcheck(forward, (*inputs, captured), options)
-    out, lse = (result.detach() for result in forward(*inputs, captured, **options))
+    torch.library.opcheck(forward, (*inputs, captured, []), options)
+    out, lse = (result.detach() for result in forward(*inputs, captured, [], **options))
     given = [tensor.detach() for tensor in (*inputs, out, lse, out)]
     rest = (None, None, None, None, None, text, None, [1], None, None, "auto", None, False)
-    torch.library.opcheck(backward, (*given, [it.detach() for it in captured], *rest))
+    torch.library.opcheck(backward, (*given, [it.detach() for it in captured], [], *rest))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", [(5, 7), (1, 7), (5, 0), (0, 7)])
 def test_fakes_have_the_strides_of_the_real_ones(sizes, transposed):
     inputs = qkv(*sizes, transposed=transposed)
-    out, lse = torch.ops.multiattn.fmha_forward(*inputs, [])
+    out, lse = torch.ops.multiattn.fmha_forward(*inputs, [], [])
     real = (out, lse, *torch.ops.multiattn.fmha_backward(*inputs, out, lse, out)[:3])
     with FakeTensorMode() as mode:
         inputs = [mode.from_tensor(tensor) for tensor in inputs]

@@ -303,6 +303,7 @@ def test_the_truth_is_the_reference_differentiated(case):
     doubles = Operands(
         **{name: None if it is None else it.double() for name, it in given.items()},
         captured=tuple(it.double() if it.is_floating_point() else it for it in inputs.captured),
+        indices=inputs.indices,
     )
     grads = differentiate_in_chunks(doubles, problem_of(case, inputs), by_autograd, keep=torch.float64)
     for grad, expected in zip(grads, truth.all, strict=True):

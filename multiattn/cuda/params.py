@@ -27,7 +27,7 @@ from multiattn.cuda.wgmma_backward_configs import workspace_areas as wgmma_works
 from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles
 from multiattn.cuda.wgmma_two_pass_configs import QUERY_TILE, WgmmaTwoPassConfig
 from multiattn.cuda.wgmma_two_pass_configs import workspace_areas as two_pass_workspace_areas
-from multiattn.packed import TILE_LISTS
+from multiattn.packed import CU_SEQLENS, TILE_LISTS
 from multiattn.paged import CACHE_TENSORS, PARTIAL
 from multiattn.plan.abi import WORKSPACE, Struct
 from multiattn.plan.backend import Plan
@@ -227,8 +227,7 @@ def argument_of(kernel: Instance, plan: Plan, *, has_dlse: bool = False) -> Stru
     if kernel.params is not ListParams:
         return struct_of(plan, kernel.params, has_dlse=has_dlse)
     params, areas = list_params_of(plan), areas_of(plan)
-    names = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), plan.problem.cu_seqlens, strict=True))
-    names |= {"next_tile": WORKSPACE} if WORKSPACE in areas else {}
+    names = {name: name for name in CU_SEQLENS} | ({"next_tile": WORKSPACE} if WORKSPACE in areas else {})
     names |= {name: name for name in TILE_LISTS if name in areas}
     places = [(at, name) for at, name, _ in _places(ListParams) if name in names]
     return Struct(data=bytes(params), pointers={at: names[name] for at, name in places}, maps={})
@@ -236,10 +235,9 @@ def argument_of(kernel: Instance, plan: Plan, *, has_dlse: bool = False) -> Stru
 
 def struct_of(plan: Plan, kind: type[ctypes.Structure] | None = None, *, has_dlse: bool = False) -> Struct:
     """The one argument of kernels of a Plan, as `params_of`. Pointers to what a launch does not have stay null."""
-    of_cache = plan.problem.cache_tensors
-    params, names = params_of(plan, kind), {"next_tile": WORKSPACE, **of_cache, **_arguments(plan)}
+    params, names = params_of(plan, kind), {"next_tile": WORKSPACE, **_arguments(plan)}
     absent = {"delta", "dq_sum", "key_sums", WORKSPACE, *TILE_LISTS, *PARTIAL} - set(areas_of(plan))
-    absent |= set(CACHE_TENSORS) - set(of_cache)
+    absent |= set(CACHE_TENSORS) - set(plan.problem.cache_tensors)
     absent |= set() if has_dlse else {"dlse"}
     if plan.problem.has_sinks:
         absent -= {"delta"}  # the caller's

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from multiattn.layout import Layout
-from multiattn.operands import CAPTURED, DCAPTURED
+from multiattn.operands import has_any_shape
 from multiattn.packed import TILE_LISTS
 from multiattn.plan import abi
 from multiattn.problem import Problem
@@ -47,7 +47,7 @@ class ArrayArgument:
 
 def extents_of(tensor: str) -> tuple[str, ...]:
     """Names of an array's extents, but for D; none of tensors of which nothing is known, as of a captured one."""
-    if tensor.startswith((CAPTURED, DCAPTURED, *TILE_LISTS)):
+    if has_any_shape(tensor) or tensor in TILE_LISTS:
         return ()
     return EXTENTS[1:2] if tensor == "sinks" else EXTENTS
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from multiattn.operands import CAPTURED, DCAPTURED
+from multiattn.operands import has_any_shape
 from multiattn.packed import TILE_LISTS
 from multiattn.plan import abi
 
@@ -105,7 +105,7 @@ def _is_gathered(tensors: Sequence[str | None], made: _Operations, operands: str
     """True for an offset into an array that is gathered from or scattered to, and no part of one."""
     place = _place(made, _NAME.findall(operands)[0])
     tensor = tensors[place] if place < len(tensors) else None
-    return (tensor or "").startswith((CAPTURED, DCAPTURED, *TILE_LISTS))
+    return tensor is not None and (has_any_shape(tensor) or tensor in TILE_LISTS)
 
 
 def _of_gather(made: _Operations, operands: str) -> Iterator[tuple[int, str]]:

@@ -109,7 +109,7 @@ def _merge_splits(plan: Plan, config: SplitKeysConfig, emitted: Mapping[str, str
         "partial_lse": Layout(shape[:3], row_major(shape[:3]), decode_configs.AREA_DTYPE),
     }
     names = {"parts": "partial_out", "sums": "partial_lse"}
-    starts = problem.cache_tensors.get("cu_seqlens_q")
+    starts = [name for name in problem.cache_tensors if name == "cu_seqlens_q"]
     overlaps = decode_configs.can_overlap(plan.arch)
     return KernelLaunch(
         kernel="merge_splits",
@@ -121,7 +121,7 @@ def _merge_splits(plan: Plan, config: SplitKeysConfig, emitted: Mapping[str, str
         },
         optional={
             "sinks": _sinks(problem, assumed, emitted),
-            "starts": () if starts is None else (captured_of(assumed, emitted, problem.layouts[starts], starts),),
+            "starts": tuple(captured_of(assumed, emitted, problem.layouts[it], it) for it in starts),
         },
         constants=MergeSplitsConstants(
             few=config.splits <= decode_configs.MERGE_FEW,
@@ -158,8 +158,7 @@ def _sinks(problem: Problem, assumed: dict[str, str], emitted: Mapping[str, str]
 
 def _cache_tensors(problem: Problem, assumed: dict[str, str], emitted: Mapping[str, str]) -> tuple[ArrayArgument, ...]:
     """The tensors that say where keys and queries are."""
-    names = problem.cache_tensors.values()
-    return tuple(captured_of(assumed, emitted, problem.layouts[name], name) for name in names)
+    return tuple(captured_of(assumed, emitted, problem.layouts[it], it) for it in problem.cache_tensors)
 
 
 def _needs_64bit(problem: Problem, splits: int) -> bool:

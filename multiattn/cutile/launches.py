@@ -15,7 +15,7 @@ from typing import Any
 from multiattn.cutile.arrays import ArrayArgument, captured_of
 from multiattn.cutile.configs import Grid, Together, reciprocal
 from multiattn.cutile.kernels.constants import KernelConstants
-from multiattn.operands import CAPTURED
+from multiattn.operands import CAPTURED, Indices
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.problem import Problem
@@ -97,8 +97,8 @@ def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:
 
     The stride of a dimension of one element counts, too: it is an argument like any other.
     """
-    known = problem.layouts
-    tensors = [it for name, it in known.items() if backward or name in FORWARD or name.startswith(CAPTURED)]
+    known, read = problem.layouts, (*FORWARD, *Indices._fields)
+    tensors = [it for name, it in known.items() if backward or name in read or name.startswith(CAPTURED)]
     lasts = [sum((size - 1) * step for size, step in zip(it.shape, it.strides, strict=True)) for it in tensors]
     return max(*lasts, *(step for it in tensors for step in it.strides)) > abi.INT32_MAX
 

@@ -34,7 +34,7 @@ from multiattn.cutile.launches import (
     reach_of,
 )
 from multiattn.layout import Layout
-from multiattn.packed import TILE_LISTS
+from multiattn.packed import CU_SEQLENS, TILE_LISTS
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.plan.schedule import key_tiles, most_multiprocessors, one_width, query_tiles
@@ -113,7 +113,7 @@ def _tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0) -> tuple[
             grid=configs.list_grid(packing.sequences, max(room), len(wanted), constants.group),
             arrays={},
             optional={
-                "starts": tuple(captured_of(assumed, {}, problem.layouts[it], it) for it in problem.cu_seqlens),
+                "starts": tuple(captured_of(assumed, {}, problem.layouts[it], it) for it in CU_SEQLENS),
                 "lists": tuple(captured_of(assumed, {}, problem.layouts[it], it) for it in wanted),
             },
             scalars={"sizes": (*rows, *room, *packing.longest(*rows))},

@@ -77,6 +77,7 @@ def shard_forward(
     k: Any,
     v: Any,
     captured: Sequence[Any],
+    indices: Sequence[Any],
     sinks: Any = None,
     left: object = None,
     right: object = None,
@@ -91,7 +92,7 @@ def shard_forward(
     """Placements of results and of tensors among the arguments, for each way."""
     given: list[tuple[_Placements, _Placements]] = []
     for way in _ways(q, k, score, blocks, packing):
-        inputs: _Placements = [_of_tensor(way)] * INPUTS + [Replicate()] * len(captured)
+        inputs: _Placements = [_of_tensor(way)] * INPUTS + [Replicate()] * (len(captured) + len(indices))
         given.append(([_of_tensor(way)] * 2, [*inputs, None if sinks is None else _of_sinks(way)]))
     return given
 
@@ -129,8 +130,8 @@ def captured_backward(op: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any
 
     Each dimension of the mesh shards as it does q, if that is a way.
     """
-    *tensors, captured, dlse, sinks = arguments[: READ + 2]
-    rest = arguments[READ + 2 :]
+    *tensors, captured, indices, dlse, sinks = arguments[: READ + 3]
+    rest = arguments[READ + 3 :]
     score, slots, blocks, packing = (rest[place] for place in (3, 5, 6, 7))
     q, k, v = tensors[:INPUTS]
     mesh = q.device_mesh
@@ -150,7 +151,7 @@ def captured_backward(op: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any
 
     dq, dk, dv, dsinks, dcaptured = op(
         *(local(it, _of_tensor) for it in tensors),
-        [local(it, lambda _: Replicate()) for it in captured],
+        *([local(it, lambda _: Replicate()) for it in its] for its in (captured, indices)),
         local(dlse, _of_tensor),
         local(sinks, _of_sinks),
         *rest,

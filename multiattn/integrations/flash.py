@@ -55,7 +55,7 @@ def flash_attention_forward(
             raise Refused(name, f"{name}: got {type(others[name]).__name__}; allowed None")
     options = _options(query, dropout_p, is_causal, scale, window_size_left, window_size_right)
     operands, options = _as_ours(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, options)
-    out, lse = run_forward(ready_forward(operands, options), operands.inputs)
+    out, lse = run_forward(ready_forward(operands, options), operands)
     if cum_seq_q is not None:
         lse = lse[0]
     seed = query.new_empty(2, dtype=torch.uint64)

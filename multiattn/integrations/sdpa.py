@@ -32,7 +32,7 @@ _Tensors = tuple[torch.Tensor, ...]
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and lse."""
     operands = Operands(unit_stride(q), unit_stride(k), unit_stride(v))
-    return run_forward(ready_forward(operands, options), operands.inputs)
+    return run_forward(ready_forward(operands, options), operands)
 
 
 def _differentiate(operands: Operands, options: Options) -> Sequence[torch.Tensor]:

@@ -78,9 +78,9 @@ def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Te
         else:
             out, lse = call_forward_op(operands, options, needs_grad(operands))
     elif torch.is_grad_enabled() and operands.requires_grad:
-        out, lse = _attend_with_grad(get_forward(operands, options, True), *operands.inputs)
+        out, lse = _attend_with_grad(get_forward(operands, options, True), operands, *operands.inputs)
     else:
-        out, lse = run_forward(get_forward(operands, options), operands.inputs)
+        out, lse = run_forward(get_forward(operands, options), operands)
     return out, lse
 
 
@@ -99,13 +99,14 @@ def attend_cached(operands: Operands, options: Options, out: torch.Tensor | None
         if out is None:
             return fresh, lse
         if options.cache is not None and options.cache.max_q is not None:  # the other rows are left as they are
-            fresh = torch.where(rows_of_sequences(operands.captured[-1], out.shape[2])[:, None], fresh, out)
+            assert operands.indices.cu_seqlens_q is not None
+            rows = rows_of_sequences(operands.indices.cu_seqlens_q, out.shape[2])
+            fresh = torch.where(rows[:, None], fresh, out)
         return out.copy_(fresh), lse
     ready = get_forward(operands, options)
     if out is None:
-        fresh, lse = run_forward(ready, operands.inputs)
-        return fresh, lse
-    return out, run_forward_into(ready, operands.inputs, out)
+        return run_forward(ready, operands)
+    return out, run_forward_into(ready, operands, out)
 
 
 def refuse_gradient(operands: Operands) -> None:
@@ -127,7 +128,7 @@ def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor | 
             gradients: tuple[torch.Tensor | None, ...] = AttentionBackward.apply(options, *operands.read)  # type: ignore[no-untyped-call]
             return gradients
         return run_backward(get_backward(operands, options), operands)
-    if is_plain and operands.captured:
+    if is_plain and (operands.captured or options.indices):
         raise NotImplementedError(
             "is_grads_batched: got several gradients of a call with captured tensors (alibi_slopes, bias, those of "
             "score_mod, a block mask or a packed batch); allowed one at a time, or torch.vmap over torch.func.vjp"
@@ -160,9 +161,9 @@ class PlainAttention(torch.autograd.Function):
     """`fmha` of plain tensors that need grad: the inputs give (out, lse), both differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, ready: Ready, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, ready: Ready, operands: Operands, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch, and keep what the backward reads."""
-        out, lse = run_forward(ready, inputs)
+        out, lse = run_forward(ready, operands)
         ctx.save_for_backward(*inputs, out, lse)
         ctx.set_materialize_grads(False)
         ctx.ready = ready.gradient
@@ -178,11 +179,11 @@ class PlainAttention(torch.autograd.Function):
         ready: Ready = ctx.ready
         read = (*ctx.saved_tensors, dout, dlse)
         if dout is not None and not is_compiling() and not torch.is_grad_enabled() and ready.fits(read):
-            return (None, *run_conforming(ready, read))
-        operands = Operands.of_read(read, ready.plan.problem.has_sinks)
+            return (None, None, *run_conforming(ready, read))
+        operands = Operands.of_read(read, ready.options.inputs)
         if dout is None and dlse is None:
-            return (None, *(None for _ in operands.inputs))
-        return (None, *differentiate(operands, ready.options))
+            return (None, None, *(None for _ in operands.inputs))
+        return (None, None, *differentiate(operands, ready.options))
 
 
 _attend_with_grad = compat.applier(PlainAttention)
@@ -194,7 +195,7 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: Options, *read: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Launch."""
-        operands = Operands.of_read(read, options.has_sinks)
+        operands = Operands.of_read(read, options.inputs)
         return run_backward(get_backward(operands, options), operands)
 
     backward = staticmethod(refuse_double_backward)
@@ -223,7 +224,7 @@ class TransformedAttention(torch.autograd.Function):
     def forward(asked: tuple[Any, ...], *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the op; `asked` is the Options, and whether a gradient is wanted."""
         options, wants_grad = asked
-        return call_forward_op(Operands.of_inputs(inputs, options.has_sinks), options, wants_grad)
+        return call_forward_op(Operands.of_inputs(inputs, options.inputs), options, wants_grad)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -249,7 +250,7 @@ class TransformedBackward(torch.autograd.Function):
     @staticmethod
     def forward(options: Options, *read: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run the op."""
-        return call_backward_op(Operands.of_read(read, options.has_sinks), options)
+        return call_backward_op(Operands.of_read(read, options.inputs), options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -266,7 +267,7 @@ class TransformedCache(torch.autograd.Function):
     @staticmethod
     def forward(options: Options, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the op."""
-        return call_kvcache_op(Operands.of_inputs(inputs, options.has_sinks), options)
+        return call_kvcache_op(Operands.of_inputs(inputs, options.inputs), options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from multiattn.layout import strides_like
-from multiattn.operands import Operands, Options
+from multiattn.operands import Indices, Operands, Options
 from multiattn.packed import packed_strides
 from multiattn.paged import Cache, check_cache, check_values
 from multiattn.run.calls import get_forward
 from multiattn.run.execute import run_forward
-from multiattn.run.ops import KEEP_STRIDES, map_each
+from multiattn.run.ops import KEEP_STRIDES, map_each, with_indices
 from multiattn.run.values import are_read
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -29,9 +29,10 @@ _NONE = -1
     "multiattn::fmha_kvcache",
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] captured, SymInt[] cache, Tensor? sinks=None, "
-        "SymInt? left=None, SymInt? right=None, float? scale=None, str? score=None, float[]? scalars=None, "
-        'str backend="auto", str? variant=None, bool deterministic=False) -> (Tensor out, Tensor lse)'
+        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] captured, Tensor[] indices, SymInt[] cache, "
+        "Tensor? sinks=None, SymInt? left=None, SymInt? right=None, float? scale=None, str? score=None, "
+        'float[]? scalars=None, str backend="auto", str? variant=None, bool deterministic=False) '
+        "-> (Tensor out, Tensor lse)"
     ),
     **KEEP_STRIDES,
 )
@@ -40,6 +41,7 @@ def kvcache_op(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     captured: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor],
     cache: Sequence[int],
     sinks: torch.Tensor | None = None,
     left: int | None = None,
@@ -53,15 +55,16 @@ def kvcache_op(
 ) -> _Pair:
     """Out and lse of `multiattn.fmha_kvcache`; packed queries are ``[1, Hq, T, D]`` here.
 
-    `captured` has the tensors of the score, then seqlens_kv, page_table and cu_seqlens_q as far as there are any;
+    `captured` has the tensors of the score, `indices` cu_seqlens_q, seqlens_kv and page_table as far as there are any;
     `cache` says which: whether there are pages, max_seqlen_q and num_splits, -1 for None.
     """
-    is_paged, max_q, splits = cache
-    spec = Cache(bool(is_paged), _number(max_q), _number(splits))
+    spec = _cache(cache)
     operands = Operands(q, k_cache, v_cache, sinks=sinks, captured=tuple(captured))
-    rows, seqlens_kv, table, starts = _check(q, k_cache, v_cache, captured, cache, sinks)
+    rows, where = _check(operands, indices, spec)
+    operands = operands._replace(indices=where)
     if are_read(q.device):
-        check_values(rows, k_cache, seqlens_kv, table, starts, spec.max_q, left)
+        assert where.seqlens_kv is not None
+        check_values(rows, k_cache, where.seqlens_kv, where.page_table, where.cu_seqlens_q, spec.max_q, left)
     options = Options(
         left,
         right,
@@ -74,7 +77,7 @@ def kvcache_op(
         variant=variant,
         deterministic=deterministic,
     )
-    return run_forward(get_forward(operands, options), operands.inputs)
+    return run_forward(get_forward(operands, options), operands)
 
 
 @kvcache_op.register_fake
@@ -83,13 +86,15 @@ def _fake(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     captured: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor],
     cache: Sequence[int],
     sinks: torch.Tensor | None = None,
     *rest: object,
     **more: object,
 ) -> _Pair:
-    _check(q, k_cache, v_cache, captured, cache, sinks)
-    strides = strides_like(q) if cache[1] == _NONE else (*packed_strides(q.shape[1], q.shape[3]), 1)
+    spec = _cache(cache)
+    _check(Operands(q, k_cache, v_cache, sinks=sinks), indices, spec)
+    strides = strides_like(q) if spec.max_q is None else (*packed_strides(q.shape[1], q.shape[3]), 1)
     return q.new_empty_strided(q.shape, strides), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -100,26 +105,18 @@ def _map(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[_Pair, t
     return (out, lse), (0, 0)
 
 
-def _check(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    captured: Sequence[torch.Tensor],
-    cache: Sequence[int],
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The checks of a call, whose tensors may be fake. Its rows of q, seqlens_kv, page_table and cu_seqlens_q."""
-    is_paged, is_packed = bool(cache[0]), cache[1] != _NONE
-    given = list(captured[len(captured) - 1 - is_paged - is_packed :])
-    seqlens_kv, table = given.pop(0), given.pop(0) if is_paged else None
-    rows = q[0].transpose(0, 1) if is_packed else q
-    starts = given[0] if is_packed else None
-    check_cache(rows, k_cache, v_cache, seqlens_kv, table, starts, sinks)
-    return rows, seqlens_kv, table, starts
+def _check(operands: Operands, indices: Sequence[torch.Tensor], cache: Cache) -> tuple[torch.Tensor, Indices]:
+    """The checks of a call, whose tensors may be fake. Its rows of q, and what says where they and keys are."""
+    where = with_indices(operands, Options(cache=cache), indices).indices
+    rows = operands.q if where.cu_seqlens_q is None else operands.q[0].transpose(0, 1)
+    its = where.seqlens_kv, where.page_table, where.cu_seqlens_q
+    check_cache(rows, operands.k, operands.v, *its, operands.sinks)
+    return rows, where
 
 
-def _number(value: int) -> int | None:
-    return None if value == _NONE else value
+def _cache(numbers: Sequence[int]) -> Cache:
+    is_paged, max_q, splits = (None if it == _NONE else it for it in numbers)
+    return Cache(bool(is_paged), max_q, splits)
 
 
 def call_kvcache_op(operands: Operands, options: Options) -> _Pair:
@@ -130,6 +127,7 @@ def call_kvcache_op(operands: Operands, options: Options) -> _Pair:
     out, lse = kvcache_op(
         *operands.qkv,
         list(operands.captured),
+        list(operands.indices.given),
         numbers,
         operands.sinks,
         options.left,

@@ -230,7 +230,8 @@ def _fill_empty_sequences(operands: Operands) -> None:
     out, lse, sinks = operands.out, operands.lse, operands.sinks
     assert out is not None
     assert lse is not None
-    rows = rows_of_sequences(operands.captured[-1], lse.shape[2])
+    assert operands.indices.cu_seqlens_q is not None
+    rows = rows_of_sequences(operands.indices.cu_seqlens_q, lse.shape[2])
     out.masked_fill_(rows[:, None], 0.0)
     lse.copy_(torch.where(rows, -math.inf if sinks is None else sinks[:, None], lse))
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from multiattn.layout import VECTOR_BYTES, Layout
-from multiattn.operands import FORWARD_RESULTS, GRADIENTS, INPUTS, READ, Operands, ScoreSpec
+from multiattn.operands import FORWARD_RESULTS, GRADIENTS, INPUTS, NO_INDICES, READ, Indices, Operands, ScoreSpec
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Direction, Plan
 from multiattn.problem import Problem, options_of
@@ -20,35 +20,37 @@ from multiattn.run.calls import Ready, prepare
 from multiattn.run.driver import ensure_context
 from multiattn.validate import not_a_tensor
 
-_operands: Callable[[tuple[torch.Tensor | None, ...]], Operands] = functools.partial(tuple.__new__, Operands)
+_operands: Callable[[tuple[Any, ...]], Operands] = functools.partial(tuple.__new__, Operands)
 """Operands of a tuple of all of them, in half of the time that their own constructor takes."""
-_NO_GRADIENTS: tuple[Any, ...] = (*(None,) * (len(Operands._fields) - INPUTS - len(FORWARD_RESULTS) - 2), (), ())
-_NO_OPTIONS: tuple[Any, ...] = (*(None,) * (len(Operands._fields) - READ - len(GRADIENTS) - 2), (), ())
+_RESULTS = slice(INPUTS, INPUTS + len(FORWARD_RESULTS))
+_NO_OPTIONS = Operands(*(None,) * READ)[READ + len(GRADIENTS) :]  # type: ignore[arg-type]
 
 
-def run_forward(ready: Ready, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(ready: Ready, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and lse, fresh, on the current stream of the tensors' device."""
     if not _is_here(ready.device):
         with torch.cuda.device(ready.device):
-            return run_forward(ready, inputs)
+            return run_forward(ready, operands)
     out, lse = ready.allocate()
-    if len(inputs) == INPUTS:
-        ready.launch(_operands((*inputs, out, lse, *_NO_GRADIENTS)))
-    else:
-        operands = Operands.of_inputs(inputs, ready.plan.problem.has_sinks)
-        ready.launch(operands._replace(out=out, lse=lse, sinks=as_fp32(operands.sinks)))
+    ready.launch(_writing(operands, out, lse))
     return out, lse
 
 
-def run_forward_into(ready: Ready, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+def run_forward_into(ready: Ready, operands: Operands, out: torch.Tensor) -> torch.Tensor:
     """Lse, fresh, as `run_forward`; out goes where the caller wants it, which `Problem.strides_out` describes."""
     if not _is_here(ready.device):
         with torch.cuda.device(ready.device):
-            return run_forward_into(ready, inputs, out)
+            return run_forward_into(ready, operands, out)
     lse = compat.empty_strided(*ready.plan.problem.layouts["lse"], ready.device)
-    operands = Operands.of_inputs(inputs, ready.plan.problem.has_sinks)
-    ready.launch(operands._replace(out=out, lse=lse, sinks=as_fp32(operands.sinks)))
+    ready.launch(_writing(operands, out, lse))
     return lse
+
+
+def _writing(operands: Operands, out: torch.Tensor, lse: torch.Tensor) -> Operands:
+    """The operands of a forward that writes these, with sinks as kernels read them."""
+    if operands.sinks is not None:
+        operands = operands._replace(sinks=as_fp32(operands.sinks))
+    return _operands((*operands[: _RESULTS.start], out, lse, *operands[_RESULTS.stop :]))
 
 
 def run_backward(ready: Ready, operands: Operands) -> tuple[torch.Tensor | None, ...]:
@@ -72,31 +74,29 @@ def run_conforming(ready: Ready, read: Sequence[torch.Tensor | None]) -> tuple[t
     if len(read) == READ:
         ready.launch(_operands((*read, *gradients, *_NO_OPTIONS)))
         return tuple(gradients)
-    has_sinks = ready.plan.problem.has_sinks
     written: dict[str, Any] = dict(zip((*GRADIENTS, "delta"), gradients, strict=False))
     sums = ready.allocate_zeros()
-    operands = Operands.of_read(read, has_sinks)._replace(**written, dcaptured=sums)
+    operands = Operands.of_read(read, ready.options.inputs)._replace(**written, dcaptured=sums)
     ready.launch(operands)
-    problem = ready.plan.problem
-    rows = None if problem.packing is None else operands.captured[-2][-1]
-    of_sinks = (gradient_of_sinks(operands, rows),) if has_sinks else ()
-    of_captured = gradients_of_captured(problem.score, operands)
-    return (*gradients[: len(GRADIENTS)], *of_sinks, *of_captured)
+    of_sinks = () if operands.sinks is None else (gradient_of_sinks(operands),)
+    of_indices = (None for _ in ready.options.indices)
+    of_captured = gradients_of_captured(ready.plan.problem.score, operands)
+    return (*gradients[: len(GRADIENTS)], *of_sinks, *of_indices, *of_captured)
 
 
-def gradient_of_sinks(operands: Operands, rows: torch.Tensor | None = None) -> torch.Tensor:
+def gradient_of_sinks(operands: Operands) -> torch.Tensor:
     """dsinks ``[Hq]``, in the dtype of sinks: ``-sum(exp(sink - lse) * delta)`` over batch entries and queries.
 
     The sink has the weight ``exp(sink - lse)`` of a row, and no value: so what a score's gradient has of its value is
-    zero. `delta` is ``rowsum(dout * out) - dlse``. `rows` of a packed batch is where its last sequence ends.
+    zero. `delta` is ``rowsum(dout * out) - dlse``. Rows behind the last sequence of a packed batch do not count.
     """
-    sinks, lse, delta = operands.sinks, operands.lse, operands.delta
+    sinks, lse, delta, starts = operands.sinks, operands.lse, operands.delta, operands.indices.cu_seqlens_q
     assert sinks is not None
     assert lse is not None
     assert delta is not None
     weights = torch.exp(sinks.float()[:, None] - lse.masked_fill(lse == -math.inf, math.inf))  # [B, Hq, Sq]
-    if rows is not None:
-        delta = delta.masked_fill(torch.arange(delta.shape[2], device=delta.device) >= rows, 0.0)
+    if starts is not None:
+        delta = delta.masked_fill(torch.arange(delta.shape[2], device=delta.device) >= starts[-1], 0.0)
     return -(weights * delta).sum(dim=(0, 2)).to(sinks.dtype)
 
 
@@ -126,6 +126,7 @@ def launch(
     *,
     sinks: torch.Tensor | None = None,
     captured: tuple[torch.Tensor, ...] = (),
+    indices: Indices = NO_INDICES,
 ) -> None:
     """Launch exactly `plan` on tensors that its Problem describes, into out and lse given by the caller.
 
@@ -133,7 +134,8 @@ def launch(
     of q and the strides `plan.problem.strides_out`, lse is fp32 ``[B, Hq, Sq]`` and contiguous; both start at a
     multiple of 16 bytes. TypeError or ValueError for anything else, with what came and what is accepted.
     """
-    _launch(plan, "forward", Operands(q, k, v, out, lse, sinks=as_fp32(sinks), captured=captured), ("out", "lse"))
+    operands = Operands(q, k, v, out, lse, sinks=as_fp32(sinks), captured=captured, indices=indices)
+    _launch(plan, "forward", operands, ("out", "lse"))
 
 
 def launch_backward(
@@ -153,6 +155,7 @@ def launch_backward(
     delta: torch.Tensor | None = None,
     captured: tuple[torch.Tensor, ...] = (),
     dcaptured: tuple[torch.Tensor, ...] = (),
+    indices: Indices = NO_INDICES,
 ) -> None:
     """Launch exactly the backward `plan`, as `launch` does a forward one; it writes dq, dk and dv.
 
@@ -163,7 +166,7 @@ def launch_backward(
     are zero before, as `plan.problem.score.gradient_layouts` says. TypeError or ValueError for anything else, with what
     came and what is accepted.
     """
-    operands = Operands(q, k, v, out, lse, dout, dlse, dq, dk, dv, sinks, delta, captured, dcaptured)
+    operands = Operands(q, k, v, out, lse, dout, dlse, dq, dk, dv, sinks, delta, captured, dcaptured, indices)
     optional = [name for name in ("dlse", "delta") if getattr(operands, name) is not None]
     _launch(plan, "backward", operands, ("out", "dout", "dq", "dk", "dv", "lse", *optional))
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from multiattn.layout import Layout
-from multiattn.operands import CAPTURED, DCAPTURED, Operands, captured_name, dcaptured_name
+from multiattn.operands import CAPTURED, DCAPTURED, Indices, Operands, captured_name, dcaptured_name
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher
 from multiattn.problem import Problem
@@ -154,7 +154,9 @@ class DriverLauncher:
         pick = _picker(layout.operands)
         slots, sums = layout.captured, layout.dcaptured
         self._operands: Callable[[Operands], tuple[torch.Tensor, ...]] = (
-            (lambda it: pick((*it, *it.captured[:slots], *it.dcaptured[:sums]))) if slots or sums else pick
+            (lambda it: pick((*it, *it.indices, *it.captured[:slots], *it.dcaptured[:sums])))
+            if slots or sums or layout.has_indices
+            else pick
         )
         self._lend = None if workspace is None else workspace.lend
         self._areas = layout.areas
@@ -264,7 +266,8 @@ class _Layout:
         )
         """How many captured tensors there are up to the last that is used, and how many sums of their gradients."""
         of_slots = (*map(captured_name, range(self.captured)), *map(dcaptured_name, range(self.dcaptured)))
-        known = (*Operands._fields, *of_slots)
+        known = (*Operands._fields, *Indices._fields, *of_slots)
+        self.has_indices = any(name in used for name in Indices._fields)
         unknown = [name for name in used if name not in known and name not in areas]
         unused = [name for name in areas if name not in used]
         if unknown or unused:
@@ -272,7 +275,7 @@ class _Layout:
         operands = [name for name in known if name in used and name not in areas]
         self.operands = [known.index(name) for name in operands]
         """Places of the tensors whose addresses a launch has, in the order of the addresses; behind all others those of
-        captured tensors, and then of `dcaptured`."""
+        `indices`, of captured tensors, and then of `dcaptured`."""
         self.areas = tuple(areas.values())
         """Added to the workspace's address: further addresses, behind those."""
         self._order = {name: index for index, name in enumerate((*operands, *areas))}

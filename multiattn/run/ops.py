@@ -16,7 +16,7 @@ import torch
 from multiattn.block_mask import BlockSpec
 from multiattn.layout import strides_like
 from multiattn.mask import Band
-from multiattn.operands import INPUTS, READ, Operands, Options
+from multiattn.operands import INPUTS, READ, Indices, Operands, Options
 from multiattn.packed import Packing, check_lengths, packed_strides
 from multiattn.run.calls import get_backward, get_forward
 from multiattn.run.execute import check_results, run_backward, run_forward
@@ -41,9 +41,9 @@ _WithCaptured = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, li
     "multiattn::fmha_forward",
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor[] captured, Tensor? sinks=None, SymInt? left=None, "
-        "SymInt? right=None, float? scale=None, str? score=None, float[]? scalars=None, int[]? slots=None, "
-        'int[]? blocks=None, SymInt[]? packing=None, str backend="auto", str? variant=None, '
+        "(Tensor q, Tensor k, Tensor v, Tensor[] captured, Tensor[] indices, Tensor? sinks=None, "
+        "SymInt? left=None, SymInt? right=None, float? scale=None, str? score=None, float[]? scalars=None, "
+        'int[]? slots=None, int[]? blocks=None, SymInt[]? packing=None, str backend="auto", str? variant=None, '
         "bool deterministic=False, bool needs_grad=False) "
         "-> (Tensor out, Tensor lse)"
     ),
@@ -54,6 +54,7 @@ def forward_op(
     k: torch.Tensor,
     v: torch.Tensor,
     captured: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor],
     sinks: torch.Tensor | None = None,
     left: int | None = None,
     right: int | None = None,
@@ -72,9 +73,10 @@ def forward_op(
     operands = Operands(q, k, v, sinks=sinks, captured=tuple(captured))
     of_score = (score, scalars, slots, blocks, packing)
     options = _options(operands, left, right, scale, *of_score, backend, variant, deterministic)
+    operands = with_indices(operands, options, indices)
     ready = get_forward(operands, options, needs_grad)
     _check_values(operands, options)
-    return run_forward(ready, operands.inputs)
+    return run_forward(ready, operands)
 
 
 @torch.library.custom_op(
@@ -113,7 +115,7 @@ def backward_op(
     """Gradients of `multiattn.fmha_backward`; dsinks without sinks has no element, as an op's result cannot be None."""
     operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks)
     of_score = (score, scalars, slots, blocks, packing)
-    return _gradients(operands, left, right, scale, *of_score, backend, variant, deterministic)[0]
+    return _gradients(operands, (), left, right, scale, *of_score, backend, variant, deterministic)[0]
 
 
 # An op of its own: `is_grads_batched` maps none that takes a list, and a plain call must not lack it.
@@ -121,10 +123,10 @@ def backward_op(
     "multiattn::fmha_backward_captured",
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor[] captured, Tensor? dlse, "
-        "Tensor? sinks, SymInt? left, SymInt? right, float? scale, str? score, float[]? scalars, int[]? slots, "
-        "int[]? blocks, SymInt[]? packing, str backend, str? variant, bool deterministic) "
-        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor[] dcaptured)"
+        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor[] captured, "
+        "Tensor[] indices, Tensor? dlse, Tensor? sinks, SymInt? left, SymInt? right, float? scale, str? score, "
+        "float[]? scalars, int[]? slots, int[]? blocks, SymInt[]? packing, str backend, str? variant, "
+        "bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor[] dcaptured)"
     ),
     **KEEP_STRIDES,
 )
@@ -136,18 +138,22 @@ def captured_backward_op(
     lse: torch.Tensor,
     dout: torch.Tensor,
     captured: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor],
     dlse: torch.Tensor | None,
     sinks: torch.Tensor | None,
     *options: Any,
 ) -> _WithCaptured:
-    """The same where the modification of scores loads from tensors: dcaptured are gradients of those in `slots`."""
+    """The same of a call with `captured` tensors or `indices`: dcaptured are gradients of those in `slots`."""
     operands = Operands(q, k, v, out, lse, dout, dlse, sinks=sinks, captured=tuple(captured))
-    gradients, of_captured = _gradients(operands, *options)
+    gradients, of_captured = _gradients(operands, indices, *options)
     return *gradients, of_captured
 
 
-def _gradients(operands: Operands, *arguments: Any) -> tuple[_Gradients, list[torch.Tensor]]:
+def _gradients(
+    operands: Operands, indices: Sequence[torch.Tensor], *arguments: Any
+) -> tuple[_Gradients, list[torch.Tensor]]:
     options = _options(operands, *arguments)
+    operands = with_indices(operands, options, indices)
     ready = get_backward(operands, options)
     _check_values(operands, options)
     found = run_backward(ready, operands)
@@ -156,16 +162,18 @@ def _gradients(operands: Operands, *arguments: Any) -> tuple[_Gradients, list[to
     assert dk is not None
     assert dv is not None
     dsinks = found[INPUTS] if operands.sinks is not None else None
-    of_captured = [it for it in found[len(found) - len(operands.captured) :] if it is not None]
+    of_captured = [it for it in found[len(options.inputs) :] if it is not None]
     return (dq, dk, dv, operands.q.new_empty(0) if dsinks is None else dsinks), of_captured
 
 
 def _check_values(operands: Operands, options: Options) -> None:
     """ValueError for cu_seqlens of a packed batch that are no starts of sequences, where values are read."""
     if options.packing is not None and are_read(operands.q.device):
-        cu_seqlens_q, cu_seqlens_kv = operands.captured[-2:]
-        longest = [it or None for it in options.packing]
-        check_lengths(operands.q.shape[2], operands.k.shape[2], cu_seqlens_q, cu_seqlens_kv, *longest)
+        starts, (longest_q, longest_kv) = operands.indices, (it or None for it in options.packing)
+        assert starts.cu_seqlens_q is not None
+        assert starts.cu_seqlens_kv is not None
+        rows = operands.q.shape[2], operands.k.shape[2]
+        check_lengths(*rows, starts.cu_seqlens_q, starts.cu_seqlens_kv, longest_q, longest_kv)
 
 
 def _options(
@@ -187,6 +195,15 @@ def _options(
     return Options(left, right, scale, operands.sinks is not None, *of_score, spec, packed, None, *options)
 
 
+def with_indices(operands: Operands, options: Options, indices: Sequence[torch.Tensor]) -> Operands:
+    """The operands of an op with the `indices` that its options tell of."""
+    if not indices and not options.indices:
+        return operands
+    if len(indices) != len(options.indices):
+        raise ValueError(f"indices: got {len(indices)} tensors; allowed {', '.join(options.indices) or 'none'}")
+    return operands._replace(indices=Indices(**dict(zip(options.indices, indices, strict=True))))
+
+
 def _arguments(operands: Operands, options: Options) -> tuple[Any, ...]:
     """The arguments of an op behind the tensors of every call."""
     numbers = (options.left, options.right, options.scale)
@@ -199,7 +216,8 @@ def _arguments(operands: Operands, options: Options) -> tuple[Any, ...]:
 
 def call_forward_op(operands: Operands, options: Options, wants_grad: bool) -> _Pair:
     """`forward_op` of the inputs among `operands`."""
-    out, lse = forward_op(*operands.qkv, operands.captured, *_arguments(operands, options), wants_grad)
+    lists = operands.captured, operands.indices.given
+    out, lse = forward_op(*operands.qkv, *lists, *_arguments(operands, options), wants_grad)
     return out, lse
 
 
@@ -207,13 +225,15 @@ def call_backward_op(operands: Operands, options: Options) -> tuple[torch.Tensor
     """`backward_op` of operands: the gradients of their inputs."""
     (*tensors, dlse), rest = operands[:READ], _arguments(operands, options)
     of_captured: list[torch.Tensor | None] = [None for _ in operands.captured]
-    if operands.captured:
-        *gradients, dsinks, found = captured_backward_op(*tensors, operands.captured, dlse, *rest)
+    if operands.captured or options.indices:
+        lists = operands.captured, operands.indices.given
+        *gradients, dsinks, found = captured_backward_op(*tensors, *lists, dlse, *rest)
         for slot, gradient in zip(options.gradient_slots, found, strict=True):
             of_captured[slot] = gradient
     else:
         *gradients, dsinks = backward_op(*tensors, dlse, *rest)
-    return (*gradients, *(() if operands.sinks is None else (dsinks,)), *of_captured)
+    of_sinks = () if operands.sinks is None else (dsinks,)
+    return (*gradients, *of_sinks, *(None for _ in options.indices), *of_captured)
 
 
 # ---------------------------------------------------------------- fakes
@@ -232,6 +252,7 @@ def _fake_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     captured: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor],
     sinks: torch.Tensor | None = None,
     *rest: object,
 ) -> _Pair:
@@ -259,9 +280,9 @@ def _fake_backward(
 
 @captured_backward_op.register_fake
 def _fake_captured_backward(*arguments: Any) -> _WithCaptured:
-    *tensors, captured, dlse, sinks = arguments[: READ + 2]
-    slots = arguments[READ + 2 + _SLOTS]
-    gradients: _Gradients = _fake_backward(*tensors, dlse, sinks, *arguments[READ + 2 :])
+    *tensors, captured, _, dlse, sinks = arguments[: READ + 3]
+    slots = arguments[READ + 3 + _SLOTS]
+    gradients: _Gradients = _fake_backward(*tensors, dlse, sinks, *arguments[READ + 3 :])
     return *gradients, [captured[slot].new_empty(captured[slot].shape) for slot in slots or ()]
 
 
@@ -275,22 +296,25 @@ def with_dout(operands: Operands) -> Operands:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
     """Keep what the gradient of `forward_op` needs, from its arguments and its results."""
-    q, k, v, captured, sinks, *options, _ = inputs
+    q, k, v, captured, indices, sinks, *arguments, _ = inputs
     operands = Operands(q, k, v, sinks=sinks, captured=tuple(captured))
+    options = _options(operands, *arguments).of_gradient
+    operands = with_indices(operands, options, indices)
     ctx.save_for_backward(*operands.inputs, *output)
     ctx.set_materialize_grads(False)
-    ctx.options = _options(operands, *options).of_gradient
-    ctx.rest = (None,) * len(options)
+    ctx.options = options
+    ctx.rest = (None,) * len(arguments)
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    operands = Operands.of_read((*ctx.saved_tensors, dout, dlse), ctx.options.has_sinks)
+    names = ctx.options.inputs
+    operands = Operands.of_read((*ctx.saved_tensors, dout, dlse), names)
     gradients: tuple[torch.Tensor | None, ...] = (None,) * len(operands.inputs)
     if dout is not None or dlse is not None:
         gradients = call_backward_op(with_dout(operands), ctx.options)
-    of_captured = list(gradients[len(gradients) - len(operands.captured) :])
     dsinks = gradients[INPUTS] if operands.sinks is not None else None
-    return (*gradients[:INPUTS], of_captured, dsinks, *ctx.rest, None)
+    of_indices = [None for _ in ctx.options.indices]
+    return (*gradients[:INPUTS], list(gradients[len(names) :]), of_indices, dsinks, *ctx.rest, None)
 
 
 def refuse_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
@@ -381,7 +405,7 @@ def _entry(at: int, argument: Any, dim: Any) -> Any:
 
 @forward_op.register_vmap
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[_Pair, tuple[int, int]]:
-    names = "q k v captured sinks left right scale score scalars slots blocks packing"
+    names = "q k v captured indices sinks left right scale score scalars slots blocks packing"
     out, lse = _map(forward_op, names, info, in_dims, arguments)
     return (out, lse), (0, 0)
 
@@ -399,7 +423,7 @@ def _map_backward(
 def _map_captured_backward(
     info: Any, in_dims: tuple[int | None, ...], *arguments: Any
 ) -> tuple[_WithCaptured, tuple[Any, ...]]:
-    names = "q k v out lse dout captured dlse sinks left right scale score scalars slots blocks packing"
+    names = "q k v out lse dout captured indices dlse sinks left right scale score scalars slots blocks packing"
     *gradients, of_captured = _map(captured_backward_op, names, info, in_dims, arguments)
     return (*gradients, of_captured), (0, 0, 0, 0, [0 for _ in of_captured])
 
@@ -412,6 +436,7 @@ def _forward_flops(
     k: tuple[int, ...],
     v: tuple[int, ...],
     captured: Sequence[tuple[int, ...]],
+    indices: Sequence[tuple[int, ...]],
     sinks: tuple[int, ...] | None = None,
     left: int | None = None,
     right: int | None = None,
@@ -426,7 +451,7 @@ def _forward_flops(
     seq_kv = k[2]
     packing = kwargs.get("packing", options[_PACKING - 3] if len(options) > _PACKING - 3 else None)
     if packing is not None:
-        batch = max(captured[-1][0] - 1, 1)
+        batch = max(indices[0][0] - 1, 1)
         seq_q, seq_kv = seq_q // batch, seq_kv // batch
     return 4 * batch * heads * head_dim * Band(left, right).count_pairs(seq_q, seq_kv)
 
@@ -440,16 +465,16 @@ def _backward_flops(
     dout: tuple[int, ...],
     dlse: tuple[int, ...] | None = None,
     *options: Any,
-    captured: Sequence[tuple[int, ...]] = (),
+    indices: Sequence[tuple[int, ...]] = (),
     **kwargs: Any,
 ) -> int:
     """Five products where forward has two; a variant that recomputes some gets no credit for it."""
-    return _forward_flops(q, k, v, captured, *options, **kwargs) * 5 // 2
+    return _forward_flops(q, k, v, (), indices, *options, **kwargs) * 5 // 2
 
 
 register_when_counted(torch.ops.multiattn.fmha_forward, _forward_flops)
 register_when_counted(torch.ops.multiattn.fmha_backward, _backward_flops)
 register_when_counted(
     torch.ops.multiattn.fmha_backward_captured,
-    lambda *given, **kwargs: _backward_flops(*given[: READ - 1], *given[READ:], captured=given[READ - 1], **kwargs),
+    lambda *given, **kwargs: _backward_flops(*given[: READ - 1], *given[READ + 1 :], indices=given[READ], **kwargs),
 )

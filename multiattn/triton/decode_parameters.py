@@ -145,8 +145,7 @@ def _overlaps(plan: Plan) -> bool:
 
 def _index(problem: Problem, name: str) -> Parameter:
     """A tensor that says where keys or queries are, at any multiple of 4 bytes; None where a problem has none."""
-    operand = problem.cache_tensors.get(name)
-    return Constant(value=None) if operand is None else Tensor(of=operand, is_aligned=False)
+    return Tensor(of=name, is_aligned=False) if name in problem.cache_tensors else Constant(value=None)
 
 
 def _out_strides(problem: Problem) -> Parameter:

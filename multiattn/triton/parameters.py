@@ -13,7 +13,7 @@ from typing import Any
 
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.layout import VECTOR_BYTES
-from multiattn.packed import TILE_LISTS, ragged
+from multiattn.packed import CU_SEQLENS, TILE_LISTS, ragged
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan, variant_of
@@ -163,7 +163,6 @@ def _tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0, counts: b
     }
     groups = (packing.sequences + 1) // constants.group + 1  # the rows on either side of all sequences are two more
     parts = min(_PARTS_MAX, -(-max(entries.values()) // _ENTRIES_OF_PART), max(1, _GROUPS_SHARED // groups))
-    cu_seqlens_q, cu_seqlens_kv = problem.cu_seqlens
     longest_q, longest_kv = packing.longest(problem.seq_q, problem.seq_kv)
     sizes = {
         "sequences": packing.sequences,
@@ -175,8 +174,7 @@ def _tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0, counts: b
         "parts": parts,
     }
     rows: dict[str, Parameter] = {
-        "cu_seqlens_q": Tensor(of=cu_seqlens_q, is_aligned=False),
-        "cu_seqlens_kv": Tensor(of=cu_seqlens_kv, is_aligned=False),
+        **{name: Tensor(of=name, is_aligned=False) for name in CU_SEQLENS},
         "query_list": Tensor(of="query_list") if query_tile else Constant(value=None),
         "key_list": Tensor(of="key_list") if key_tile else Constant(value=None),
         "counter": Tensor(of=abi.WORKSPACE) if counts else Constant(value=None),

@@ -49,7 +49,7 @@ def exactly(given: Operands, options: Options, part: Part | None) -> Grads:
 def by_autograd(given: Operands, options: Options, part: Part | None) -> Grads:
     """PyTorch's gradients of eager attention whose every intermediate has the dtype of q."""
     inputs = [tensor.detach() for tensor in given.inputs]
-    some = Operands.of_inputs(inputs, given.sinks is not None)
+    some = Operands.of_inputs(inputs, options.inputs)
     leaves = [it for it in (*some.qkv, some.sinks) if it is not None]
     leaves += [some.captured[slot] for slot in options.gradient_slots]
     for leaf in leaves:
