@@ -14,6 +14,7 @@ import torch
 from multiattn.integrations.overrides import (
     Kernels,
     Refused,
+    kernel_of,
     laid_out_like,
     options_of_call,
     or_refuse,
@@ -26,109 +27,62 @@ from multiattn.packed import as_batch_of_one
 from multiattn.run.execute import run_backward, run_forward
 from multiattn.varlen import Lengths, pack, with_packing
 
-_IGNORED = frozenset(("num_splits",))
-"""Arguments that say how, not what."""
+_OF_NO_KERNEL = ("seqused_k", "alibi_slopes", "block_table")
+"""Arguments of a forward that no kernel of ours has; not every release of PyTorch has them."""
 
 
-def flash_attention_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, ...]:
-    """``aten::_flash_attention_forward``. `others` are of no kernel of ours, and not in every release of PyTorch."""
-    if return_debug_mask:
-        raise Refused("debug mask", "return_debug_mask: got True; allowed False")
-    for name in others:
-        if others[name] is not None and name not in _IGNORED:
-            raise Refused(name, f"{name}: got {type(others[name]).__name__}; allowed None")
-    options = _options(query, dropout_p, is_causal, scale, window_size_left, window_size_right)
-    operands, options = _as_ours(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, options)
-    out, lse = run_forward(ready_forward(operands, options), operands)
-    if cum_seq_q is not None:
-        lse = lse[0]
-    seed = query.new_empty(2, dtype=torch.uint64)
-    unused = query.new_empty((), dtype=torch.uint64)
-    return laid_out_like(_as_theirs(out, query), query), lse, seed, unused, query.new_empty(0)
+@kernel_of("_flash_attention_forward")
+def flash_attention_forward(call: Any) -> tuple[torch.Tensor, ...]:
+    """``aten::_flash_attention_forward``. Its `num_splits` says how, not what."""
+    q = call.query
+    out, lse = _forward(call)
+    seed = q.new_empty(2, dtype=torch.uint64)
+    return out, lse, seed, q.new_empty((), dtype=torch.uint64), q.new_empty(0)
 
 
-def flash_attention_forward_inplace(out: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+@kernel_of("_flash_attention_forward_no_dropout_inplace")
+def flash_attention_forward_inplace(call: Any) -> torch.Tensor:
     """``aten::_flash_attention_forward_no_dropout_inplace``: the same into `out`, at the cost of a copy; gives lse."""
-    result, lse, *_ = flash_attention_forward(*args, **kwargs)
-    out.copy_(result)
+    result, lse = _forward(call)
+    call.out.copy_(result)
     return lse
 
 
-def flash_attention_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: torch.Tensor,
-    unused: torch.Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[torch.Tensor, ...]:
+def _forward(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse."""
+    for name in _OF_NO_KERNEL:
+        if (given := getattr(call, name, None)) is not None:
+            raise Refused(name, f"{name}: got {type(given).__name__}; allowed None")
+    operands, options = _as_ours(call)
+    out, lse = run_forward(ready_forward(operands, options), operands)
+    return laid_out_like(_as_theirs(out, call.query), call.query), lse if call.cum_seq_q is None else lse[0]
+
+
+@kernel_of("_flash_attention_backward")
+def flash_attention_backward(call: Any) -> tuple[torch.Tensor, ...]:
     """``aten::_flash_attention_backward``."""
-    options = _options(query, dropout_p, is_causal, scale, window_size_left, window_size_right)
-    operands, options = _as_ours(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, options)
-    of_ours = _heads_first if cum_seq_q is None else as_batch_of_one
-    lse = logsumexp if cum_seq_q is None else logsumexp.unsqueeze(0)
-    operands = operands._replace(out=of_ours(out), lse=lse, dout=of_ours(grad_out))
+    operands, options = _as_ours(call)
+    of_ours = _heads_first if call.cum_seq_q is None else as_batch_of_one
+    lse = call.logsumexp if call.cum_seq_q is None else call.logsumexp.unsqueeze(0)
+    operands = operands._replace(out=of_ours(call.out), lse=lse, dout=of_ours(call.grad_out))
     gradients = run_backward(ready_backward(operands, options), operands)[:INPUTS]
     return tuple(
         laid_out_like(_as_theirs(it, like), like)  # type: ignore[arg-type]  # every one is wanted
-        for it, like in zip(gradients, (query, key, value), strict=True)
+        for it, like in zip(gradients, (call.query, call.key, call.value), strict=True)
     )
 
 
-def _options(
-    q: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None, left: int | None, right: int | None
-) -> Options:
-    """The Options of a call; a negative bound of a window is none."""
-    left = None if left is None or left < 0 else left
-    right = 0 if is_causal else None if right is None or right < 0 else right
-    return options_of_call(q, dropout_p, scale, left, right)
-
-
-def _as_ours(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    options: Options,
-) -> tuple[Operands, Options]:
-    """The operands of a call, and its options with its packing."""
-    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-    if cum_seq_q is None:
+def _as_ours(call: Any) -> tuple[Operands, Options]:
+    """The operands and options of a call; a negative bound of a window is none."""
+    bounds = (call.window_size_left, call.window_size_right)
+    left, right = (None if it is None or it < 0 else it for it in bounds)
+    options = options_of_call(call, left, 0 if call.is_causal else right)
+    q, k, v = map(unit_stride, (call.query, call.key, call.value))
+    if call.cum_seq_q is None:
         return Operands(_heads_first(q), _heads_first(k), _heads_first(v)), options
-    if cum_seq_k is None:
+    if call.cum_seq_k is None:
         raise Refused("cum_seq_k", "cum_seq_k: got None; allowed a tensor, as for queries")
-    lengths = Lengths(cum_seq_q, cum_seq_k, max_q, max_k)
+    lengths = Lengths(call.cum_seq_q, call.cum_seq_k, call.max_q, call.max_k)
     return with_packing(or_refuse(pack, q, k, v, lengths), options, lengths, None, None, None, None)
 
 

@@ -7,6 +7,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -103,15 +104,43 @@ class Overrides:
 # ---------------------------------------------------------------- for kernels of ours
 
 
-def options_of_call(
-    q: torch.Tensor, dropout_p: float, scale: float | None, left: int | None = None, right: int | None = None
-) -> Options:
-    """The Options of a call that an op is given, `Refused` where its arguments are none of ours."""
-    if dropout_p != 0.0:
-        raise Refused("dropout", f"dropout_p: got {dropout_p}; allowed 0.0")
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        raise Refused(f"dtype {q.dtype}", f"dtype: got {q.dtype}; allowed torch.float16, torch.bfloat16")
-    options = Options.of(causal=False, window=None, scale=scale, backend=_backend, variant=None, deterministic=None)
+@functools.cache
+def _parameters(op: Any) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    """The names of an op's arguments in their order, and the values of those that may be left out."""
+    given = op._schema.arguments
+    return tuple(it.name for it in given), {it.name: it.default_value for it in given if it.has_default_value()}
+
+
+def by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of an op by the names of its schema, those that it leaves out among them."""
+    names, defaults = _parameters(op)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def kernel_of(op: str) -> Callable[[Callable[[Any], T]], Callable[..., T]]:
+    """A decorator: the kernel of an aten op, which takes one namespace of the arguments in the op's schema."""
+
+    def decorate(kernel: Callable[[Any], T]) -> Callable[..., T]:
+        @functools.wraps(kernel)
+        def run(*args: Any, **kwargs: Any) -> T:
+            return kernel(SimpleNamespace(**by_name(getattr(torch.ops.aten, op).default, args, kwargs)))
+
+        return run
+
+    return decorate
+
+
+def options_of_call(call: Any, left: int | None = None, right: int | None = None) -> Options:
+    """The Options of a call of an op, `Refused` where its arguments are none of ours."""
+    if call.dropout_p != 0.0:
+        raise Refused("dropout", f"dropout_p: got {call.dropout_p}; allowed 0.0")
+    dtype = call.query.dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise Refused(f"dtype {dtype}", f"dtype: got {dtype}; allowed torch.float16, torch.bfloat16")
+    if getattr(call, "return_debug_mask", False):
+        raise Refused("debug mask", "return_debug_mask: got True; allowed False")
+    asked = {"scale": call.scale, "backend": _backend, "variant": None, "deterministic": None}
+    options = Options.of(causal=False, window=None, **asked)
     return options if left is None and right is None else options._replace(left=left, right=right)
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from multiattn.integrations.overrides import (
     Kernels,
     Refused,
+    kernel_of,
     laid_out,
     laid_out_like,
     options_of_call,
@@ -29,134 +30,83 @@ from multiattn.run.execute import run_backward, run_forward
 _Tensors = tuple[torch.Tensor, ...]
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out and lse."""
-    operands = Operands(unit_stride(q), unit_stride(k), unit_stride(v))
-    return run_forward(ready_forward(operands, options), operands)
+def _attend(call: Any, options: Options, keys: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse, by the first `keys` keys."""
+    operands = Operands(*_inputs(call, keys))
+    out, lse = run_forward(ready_forward(operands, options), operands)
+    return laid_out_like(out, call.query), lse
 
 
-def _differentiate(operands: Operands, options: Options) -> Sequence[torch.Tensor]:
-    """dq, dk and dv."""
-    q, k, v = map(unit_stride, operands.inputs[:3])
-    operands = operands._replace(q=q, k=k, v=v)
+def _differentiate(call: Any, options: Options, keys: int | None = None) -> Sequence[torch.Tensor]:
+    """dq, dk and dv of the first `keys` keys."""
+    operands = Operands(*_inputs(call, keys), call.out, call.logsumexp, call.grad_out)
     return run_backward(ready_backward(operands, options), operands)  # type: ignore[return-value]  # every one is wanted
+
+
+def _inputs(call: Any, keys: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, and the first `keys` of k and v, as operands."""
+    k, v = (it if keys is None else it[:, :, :keys] for it in (call.key, call.value))
+    return unit_stride(call.query), unit_stride(k), unit_stride(v)
 
 
 # ---------------------------------------------------------------- CUDA
 
 
-def flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
+@kernel_of("_scaled_dot_product_flash_attention")
+def flash_attention(call: Any) -> tuple[Any, ...]:
     """``aten::_scaled_dot_product_flash_attention``. The state of a random generator, for dropout, is never read."""
-    if return_debug_mask:
-        raise Refused("debug mask", "return_debug_mask: got True; allowed False")
-    out, lse = _attend(query, key, value, options_of_call(query, dropout_p, scale, right=0 if is_causal else None))
-    seed = query.new_empty(2, dtype=torch.uint64)
-    offset = query.new_empty((), dtype=torch.uint64)
-    lengths = (query.shape[2], key.shape[2])
-    return laid_out_like(out, query), lse, None, None, *lengths, seed, offset, query.new_empty(0)
+    q = call.query
+    out, lse = _attend(call, options_of_call(call, right=0 if call.is_causal else None))
+    seed = q.new_empty(2, dtype=torch.uint64)
+    offset = q.new_empty((), dtype=torch.uint64)
+    return out, lse, None, None, q.shape[2], call.key.shape[2], seed, offset, q.new_empty(0)
 
 
-def flash_attention_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: torch.Tensor,
-    philox_offset: torch.Tensor,
-    *,
-    scale: float | None = None,
-) -> _Tensors:
+@kernel_of("_scaled_dot_product_flash_attention_backward")
+def flash_attention_backward(call: Any) -> _Tensors:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
-    operands = Operands(query, key, value, out, logsumexp, grad_out)
-    options = options_of_call(query, dropout_p, scale, right=0 if is_causal else None)
-    return tuple(map(laid_out_like, _differentiate(operands, options), operands.qkv))
+    gradients = _differentiate(call, options_of_call(call, right=0 if call.is_causal else None))
+    return tuple(map(laid_out_like, gradients, (call.query, call.key, call.value)))
 
 
 # ---------------------------------------------------------------- CPU
 
 
-def flash_attention_for_cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> _Tensors:
+@kernel_of("_scaled_dot_product_flash_attention_for_cpu")
+def flash_attention_for_cpu(call: Any) -> _Tensors:
     """``aten::_scaled_dot_product_flash_attention_for_cpu``; lse is ``[B, S, H]`` in memory."""
-    if attn_mask is not None:
-        raise Refused("attn_mask", "attn_mask: got a tensor; allowed None")
-    right, keys = _from_top_left(query, key, is_causal)
-    options = options_of_call(query, dropout_p, scale, right=right)
-    out, lse = _attend(query, key[:, :, :keys], value[:, :, :keys], options)
-    return laid_out_like(out, query), _sequence_first(lse)
+    options, keys = _from_top_left(call)
+    out, lse = _attend(call, options, keys)
+    return out, _sequence_first(lse)
 
 
-def flash_attention_for_cpu_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> _Tensors:
+@kernel_of("_scaled_dot_product_flash_attention_for_cpu_backward")
+def flash_attention_for_cpu_backward(call: Any) -> _Tensors:
     """``aten::_scaled_dot_product_flash_attention_for_cpu_backward``; gradients are ``[B, S, H, D]`` in memory."""
-    if attn_mask is not None:
-        raise Refused("attn_mask", "attn_mask: got a tensor; allowed None")
-    right, keys = _from_top_left(query, key, is_causal)
-    options = options_of_call(query, dropout_p, scale, right=right)
-    operands = Operands(query, key[:, :, :keys], value[:, :, :keys], out, logsumexp, grad_out)
-    dq, *of_keys = _differentiate(operands, options)
-    unseen = key.shape[2] - keys
+    options, keys = _from_top_left(call)
+    dq, *of_keys = _differentiate(call, options, keys)
+    unseen = call.key.shape[2] - keys
     return tuple(map(_sequence_first, (dq, *(F.pad(it, (0, 0, 0, unseen)) if unseen else it for it in of_keys))))
 
 
-def math_for_cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    *others: Any,
-    **options: Any,
-) -> NoReturn:
+@kernel_of("_scaled_dot_product_attention_math")
+def math_for_cpu(call: Any) -> NoReturn:
     """``aten::_scaled_dot_product_attention_math``, which PyTorch takes on a CPU where there is dropout.
 
     It is never ours. A call with dropout is told, as the ops of a GPU tell it.
     """
-    if dropout_p != 0.0:
-        options_of_call(query, dropout_p, None)
+    if call.dropout_p != 0.0:
+        options_of_call(call)
     raise Refused("", "it is PyTorch's own mathematics")
 
 
-def _from_top_left(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> tuple[int | None, int]:
-    """The right bound of the mask, aligned at the bottom right of so many keys, which are all that are visible."""
-    seq_q, seq_kv = q.shape[2], k.shape[2]
-    return (max(seq_q - seq_kv, 0), min(seq_q, seq_kv)) if is_causal else (None, seq_kv)
+def _from_top_left(call: Any) -> tuple[Options, int]:
+    """The options of a call, aligned at the bottom right of so many keys, which are all that are visible."""
+    if call.attn_mask is not None:
+        raise Refused("attn_mask", "attn_mask: got a tensor; allowed None")
+    seq_q, seq_kv = call.query.shape[2], call.key.shape[2]
+    right, keys = (max(seq_q - seq_kv, 0), min(seq_q, seq_kv)) if call.is_causal else (None, seq_kv)
+    return options_of_call(call, right=right), keys
 
 
 def _sequence_first(result: torch.Tensor) -> torch.Tensor:
