@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.experimental import register_sharding
 
-from multiattn.operands import INPUTS, READ
+from multiattn.integrations.overrides import by_name
+from multiattn.operands import INPUTS
 from multiattn.score.expression import walk
 from multiattn.score.serial import loads
 
@@ -30,18 +32,21 @@ _BATCH, _HEADS = 0, 1
 _Way = int | None
 """The dimension of q, k and v that a dimension of the mesh shards; None: none."""
 _Placements = list[Any]
+_Call = dict[str, Any]
+"""The arguments of a call of an op, by name."""
 
 _OP = torch.ops.multiattn
 _make: Any = DTensor  # its constructor is annotated for others
 
 
-def _ways(q: Any, k: Any, score: str | None = None, blocks: object = None, packing: object = None) -> list[_Way]:
-    """All that leave the results of a call as they are. q and k have global shapes."""
+def _ways(call: _Call) -> list[_Way]:
+    """All that leave the results of a call as they are. Its q and k have global shapes."""
     ways: list[_Way] = [None]
-    if blocks is not None:
+    if call["blocks"] is not None:
         return ways
+    q, k, score = call["q"], call["k"], call["score"]
     read = set() if score is None else {it.value for it in walk(*loads(score).roots) if it.op == "input"}
-    if packing is None and "b" not in read:
+    if call["packing"] is None and "b" not in read:
         ways.append(_BATCH)
     if "h" not in read and (q.shape[1] == k.shape[1] or _is_even(k.shape[1], q)):
         ways.append(_HEADS)
@@ -72,57 +77,35 @@ def _of_dsinks(way: _Way, sinks: object) -> Placement:
     return Replicate() if sinks is None else Shard(0) if way == _HEADS else _of_sum(way)
 
 
-def shard_forward(
-    q: Any,
-    k: Any,
-    v: Any,
-    captured: Sequence[Any],
-    indices: Sequence[Any],
-    sinks: Any = None,
-    left: object = None,
-    right: object = None,
-    scale: object = None,
-    score: str | None = None,
-    scalars: object = None,
-    slots: object = None,
-    blocks: object = None,
-    packing: object = None,
-    *how: object,
-) -> list[tuple[_Placements, _Placements]]:
-    """Placements of results and of tensors among the arguments, for each way."""
-    given: list[tuple[_Placements, _Placements]] = []
-    for way in _ways(q, k, score, blocks, packing):
-        inputs: _Placements = [_of_tensor(way)] * INPUTS + [Replicate()] * (len(captured) + len(indices))
-        given.append(([_of_tensor(way)] * 2, [*inputs, None if sinks is None else _of_sinks(way)]))
-    return given
+_TENSORS: Mapping[str, Callable[[_Way], Placement]] = MappingProxyType(
+    {**dict.fromkeys(("q", "k", "v", "out", "lse", "dout", "dlse"), _of_tensor), "sinks": _of_sinks}
+)
+_LISTS = ("captured", "indices")
+"""Arguments that are tensors, and those that are lists of them, which every rank has whole."""
 
 
-def shard_backward(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dout: Any,
-    dlse: Any = None,
-    sinks: Any = None,
-    left: object = None,
-    right: object = None,
-    scale: object = None,
-    score: str | None = None,
-    scalars: object = None,
-    slots: object = None,
-    blocks: object = None,
-    packing: object = None,
-    *how: object,
-) -> list[tuple[_Placements, _Placements]]:
-    """The same of the backward."""
-    given: list[tuple[_Placements, _Placements]] = []
-    for way in _ways(q, k, score, blocks, packing):
-        read: _Placements = [_of_tensor(way)] * (READ - 1) + [None if dlse is None else _of_tensor(way)]
-        gradients = [_of_tensor(way)] * INPUTS + [_of_dsinks(way, sinks)]
-        given.append((gradients, [*read, None if sinks is None else _of_sinks(way)]))
-    return given
+def _inputs(call: _Call, way: _Way) -> _Placements:
+    """Placements of the tensors among the arguments."""
+    found: _Placements = []
+    for name, given in call.items():
+        if name in _LISTS:
+            found += [Replicate()] * len(given)
+        elif name in _TENSORS:
+            found.append(None if given is None else _TENSORS[name](way))
+    return found
+
+
+def shard_forward(*args: Any, **kwargs: Any) -> list[tuple[_Placements, _Placements]]:
+    """Placements of results and of tensors among the arguments of ``fmha_forward``, for each way."""
+    call = by_name(_OP.fmha_forward.default, args, kwargs)
+    return [([_of_tensor(way)] * 2, _inputs(call, way)) for way in _ways(call)]
+
+
+def shard_backward(*args: Any, **kwargs: Any) -> list[tuple[_Placements, _Placements]]:
+    """Placements of results and of tensors among the arguments of ``fmha_backward``, for each way."""
+    call = by_name(_OP.fmha_backward.default, args, kwargs)
+    given = [(way, _of_dsinks(way, call["sinks"])) for way in _ways(call)]
+    return [([*[_of_tensor(way)] * INPUTS, of_dsinks], _inputs(call, way)) for way, of_dsinks in given]
 
 
 def captured_backward(op: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -130,12 +113,10 @@ def captured_backward(op: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any
 
     Each dimension of the mesh shards as it does q, if that is a way.
     """
-    *tensors, captured, indices, dlse, sinks = arguments[: READ + 3]
-    rest = arguments[READ + 3 :]
-    score, slots, blocks, packing = (rest[place] for place in (3, 5, 6, 7))
-    q, k, v = tensors[:INPUTS]
+    call = by_name(op, arguments, kwargs)
+    q, k, v, sinks, captured = (call[name] for name in ("q", "k", "v", "sinks", "captured"))
     mesh = q.device_mesh
-    possible = _ways(q, k, score, blocks, packing)
+    possible = _ways(call)
     ways = [way if (way := getattr(it, "dim", None)) in possible else None for it in q.placements]
 
     # Below autograd, so without the methods of a DTensor for these: they record how to go back.
@@ -149,17 +130,15 @@ def captured_backward(op: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any
         meta = TensorMeta(like.shape, like.stride(), result.dtype)
         return _make(result, DTensorSpec(mesh, tuple(map(of_way, ways)), tensor_meta=meta), requires_grad=False)
 
-    dq, dk, dv, dsinks, dcaptured = op(
-        *(local(it, _of_tensor) for it in tensors),
-        *([local(it, lambda _: Replicate()) for it in its] for its in (captured, indices)),
-        local(dlse, _of_tensor),
-        local(sinks, _of_sinks),
-        *rest,
-    )
+    for name, of_way in _TENSORS.items():
+        call[name] = local(call[name], of_way)
+    for name in _LISTS:
+        call[name] = [local(it, lambda _: Replicate()) for it in call[name]]
+    dq, dk, dv, dsinks, dcaptured = op(*call.values())
     return (
         *(whole(it, _of_tensor, like) for it, like in zip((dq, dk, dv), (q, k, v), strict=True)),
         whole(dsinks, lambda way: _of_dsinks(way, sinks), dsinks if sinks is None else sinks),
-        [whole(it, _of_sum, captured[slot]) for it, slot in zip(dcaptured, slots or (), strict=True)],
+        [whole(it, _of_sum, captured[slot]) for it, slot in zip(dcaptured, call["slots"] or (), strict=True)],
     )
 
 

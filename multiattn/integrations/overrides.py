@@ -112,9 +112,10 @@ def _parameters(op: Any) -> tuple[tuple[str, ...], Mapping[str, Any]]:
 
 
 def by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of an op by the names of its schema, those that it leaves out among them."""
+    """The arguments of a call of an op by the names of its schema, in its order, with those that it leaves out."""
     names, defaults = _parameters(op)
-    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {name: given[name] if name in given else defaults[name] for name in names}
 
 
 def kernel_of(op: str) -> Callable[[Callable[[Any], T]], Callable[..., T]]:
