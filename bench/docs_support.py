@@ -10,7 +10,7 @@ from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
 from multiattn.problem import Problem
-from multiattn.triton.gluon_backward_configs import GLUON_VARIANTS
+from multiattn.triton import GLUON_VARIANTS
 
 NOTHING = "-"
 LANGUAGES = ("cuTile", "plain Triton", "Gluon", "CUDA C++")

@@ -10,8 +10,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from multiattn.triton.gluon_backward_configs import GLUON_VARIANTS
-from multiattn.triton.gluon_configs import VARIANT as GLUON
+from multiattn.triton import GLUON_VARIANTS
 from parity.case import Case
 from parity.cases import CASES, CROSS_FED
 from parity.results import Contender
@@ -31,7 +30,9 @@ def takes_long(case: Case, who: Contender) -> bool:
     The sweep takes up to 7 s a case but in cuTile and Gluon.
     """
     in_sweep = re.fullmatch(r"d\d+_(fp16|bf16)_(full|causal)", case.name) is not None
-    is_slow = who.backend != "cutile" and who.variant != GLUON and case.head_dim not in (8, 40, 64, 128, 256)
+    is_slow = (
+        who.backend != "cutile" and who.variant != GLUON_VARIANTS[0] and case.head_dim not in (8, 40, 64, 128, 256)
+    )
     return case.nightly or (in_sweep and is_slow)
 
 

@@ -21,8 +21,7 @@ import torch
 
 from multiattn.plan import backend as registry
 from multiattn.plan.backend import DIRECTIONS, Direction, Plan
-from multiattn.triton.gluon_backward_configs import GLUON_VARIANTS
-from multiattn.triton.gluon_configs import VARIANT as GLUON
+from multiattn.triton import GLUON_VARIANTS
 from parity.case import Case
 from parity.cases import is_cross_fed
 from parity.launch import (
@@ -49,7 +48,7 @@ hours on a CPU.
 """
 
 ON_CPU: Mapping[tuple[str, Direction], tuple[str, ...]] = {
-    ("triton", "forward"): (GLUON,),
+    ("triton", "forward"): GLUON_VARIANTS[:1],
     ("triton", "backward"): GLUON_VARIANTS,
 }
 """Variants that a CPU runs by name alone, in every case that they can: they are quick (50 ms a case), and no turns of

@@ -15,7 +15,7 @@ from multiattn.plan.arch import by_name
 from multiattn.plan.backend import Plan, find_variant, plan_variant
 from multiattn.triton import BACKEND, launch
 from multiattn.triton.cpu.gluon import run
-from multiattn.triton.gluon_configs import GluonConfig
+from multiattn.triton.gluon_forward import GluonConfig
 from multiattn.triton.kernels import gluon as kernels
 from parity.cases import CASES
 from parity.launch import prepare_case, problem_of

@@ -16,7 +16,7 @@ from multiattn.plan.backend import Plan, Variant, plan_variant
 from multiattn.plan.schedule import SCHEDULERS
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.triton import BACKEND
-from multiattn.triton.gluon_configs import GluonConfig
+from multiattn.triton.gluon_forward import GluonConfig
 
 CONFIGS = {
     64: GluonConfig(tile_m=192, tile_n=128, stages=6, q_slots=2, pingpong=True, lazy_max=True),

@@ -14,8 +14,8 @@ from multiattn.cutile import rules as cutile_rules
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import find_variant, get, ladder, make_plan, plan_variant
 from multiattn.plan.config import select
-from multiattn.triton import configs as triton_configs
 from multiattn.triton import ladder as triton_ladder
+from multiattn.triton import plain as triton_configs
 from multiattn.triton import rules as triton_rules
 from parity.case import Case
 from parity.launch import launch_plan, plan_case, prepare_case
@@ -93,9 +93,7 @@ def test_every_field_is_in_the_kernel_or_limits_the_config(language):
     names = [field.name for field in fields(step)]
     everything = step(**dict.fromkeys(names, True))
     config = {
-        "triton": triton_configs.TritonConfig(
-            tile_m=64, tile_n=64, num_warps=4, num_stages=3, heads_together=8, registers=128
-        ),
+        "triton": triton_configs.TritonConfig(tile_m=64, tile_n=64, warps=4, stages=3, heads_together=8, registers=128),
         "cutile": cutile_configs.CutileConfig(tile_m=64, tile_n=64),
     }[language]
     assert everything.limit(config) == config

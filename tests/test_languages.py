@@ -11,7 +11,7 @@ from multiattn import Plan, Problem
 from multiattn.operands import Operands
 from multiattn.plan.arch import ARCHS, GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, get, make_plan, plan_variant
-from multiattn.triton.gluon_backward_configs import TWO_PASS
+from multiattn.triton.gluon_two_pass import VARIANT as TWO_PASS
 
 LANGUAGES = ("triton", "cutile")
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS)

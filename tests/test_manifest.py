@@ -104,7 +104,7 @@ def test_a_manifest_that_is_none(tmp_path, text, message):
         ("arch", "cpu", "arch: got cpu; allowed a GPU's"),
         ("direction", "backward", "name: got .*, a backward kernel"),
         ("config", None, "config: got None; allowed a record"),
-        ("config.num_warps", True, "config: num_warps: got True; allowed <class 'int'>"),
+        ("config.warps", True, "config: warps: got True; allowed <class 'int'>"),
         ("problem.band", KeyError, "problem: got no band; allowed batch"),
         ("problem.strides_q", "x", "problem: strides_q: got 'x'; allowed tuple"),
         ("problem.batch", 2**70, "problem: batch: got 1180591620717411303424; allowed 0 to 2147483647"),

@@ -11,8 +11,9 @@ import torch
 
 from multiattn import Problem, explain, fmha
 from multiattn.plan.arch import GRID_MAX, by_name
-from multiattn.triton.configs import TritonConfig, smem_bytes, why_not_fit
 from multiattn.triton.ladder import STEPS
+from multiattn.triton.plain import TritonConfig, smem_bytes
+from multiattn.triton.plain_forward import why_not_fit
 from parity.case import Case
 from parity.launch import launch_plan, plan_case, prepare_case
 from parity.results import Contender
@@ -41,9 +42,9 @@ MASKS = {"full": {}, "causal": {"causal": True}, **{str(it): {"window": it} for 
 
 
 CONFIGS = (
-    TritonConfig(tile_m=32, tile_n=16, num_warps=4, num_stages=1, heads_together=3),  # of 4 heads: 3, then 1
-    TritonConfig(tile_m=16, tile_n=64, num_warps=4, num_stages=2),
-    TritonConfig(tile_m=128, tile_n=32, num_warps=8, num_stages=3, heads_together=8),
+    TritonConfig(tile_m=32, tile_n=16, warps=4, stages=1, heads_together=3),  # of 4 heads: 3, then 1
+    TritonConfig(tile_m=16, tile_n=64, warps=4, stages=2),
+    TritonConfig(tile_m=128, tile_n=32, warps=8, stages=3, heads_together=8),
 )
 
 
@@ -64,7 +65,7 @@ def test_tiles_of_any_shape_give_the_same(config, mask):
 
 def test_a_window_begins_and_ends_at_every_place_of_a_block():
     """With weights so even that one key too many or too few shows."""
-    config = TritonConfig(tile_m=16, tile_n=32, num_warps=4, num_stages=1)
+    config = TritonConfig(tile_m=16, tile_n=32, warps=4, stages=1)
     for offset in range(32):
         case = Case(
             name="places", why="", heads_q=1, heads_kv=1, seq_q=70, seq_kv=60 + offset, head_dim=16,
@@ -77,7 +78,7 @@ def test_a_window_begins_and_ends_at_every_place_of_a_block():
 @pytest.mark.parametrize("sinks", ["normal", "large", "some"])
 def test_sinks(variant, sinks):
     """In each rung's domain; among the rows are some that see no key."""
-    config = TritonConfig(tile_m=32, tile_n=16, num_warps=4, num_stages=1)
+    config = TritonConfig(tile_m=32, tile_n=16, warps=4, stages=1)
     run(Case(name="sinks", why="", seq_q=90, seq_kv=70, head_dim=16, window=(40, 0), sinks=sinks), variant, config)
 
 
@@ -102,16 +103,16 @@ def test_the_best_variant_is_the_descriptor_where_it_can_be():
 
 def test_a_config_that_does_not_fit_is_a_reason():
     problem = problem_of(head_dim=256)
-    large = TritonConfig(tile_m=128, tile_n=128, num_warps=8, num_stages=4)
+    large = TritonConfig(tile_m=128, tile_n=128, warps=8, stages=4)
     assert smem_bytes(problem, SM90, large) > SM90.smem_per_block
     assert [reason.code for reason in why_not_fit(problem, SM90, large)] == ["config"]
-    odd = TritonConfig(tile_m=48, tile_n=8, num_warps=3, num_stages=0)
+    odd = TritonConfig(tile_m=48, tile_n=8, warps=3, stages=0)
     got = [reason.got for reason in why_not_fit(problem, SM90, odd)]
-    assert got == ["tile_m=48", "tile_n=8", "num_warps=3", "num_stages=0"]
+    assert got == ["tile_m=48", "tile_n=8", "warps=3", "stages=0"]
 
 
 def test_a_grid_that_is_too_large_is_a_reason():
-    config = TritonConfig(tile_m=64, tile_n=64, num_warps=4, num_stages=2)
+    config = TritonConfig(tile_m=64, tile_n=64, warps=4, stages=2)
     assert why_not_fit(problem_of(head_dim=8), SM90, config) == ()
     large = problem_of(batch=1 << 20, heads_q=1 << 11, heads_kv=1, head_dim=8)
     (reason,) = why_not_fit(large, SM90, config)

@@ -14,9 +14,9 @@ from gradient_checks import make_tensors
 from multiattn import Problem
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import make_plan
-from multiattn.triton import BACKEND, parameters
-from multiattn.triton.configs import TritonTwoPassConfig, tiles
-from multiattn.triton.gluon_backward_configs import GLUON_VARIANTS
+from multiattn.triton import BACKEND, GLUON_VARIANTS, plain_backward
+from multiattn.triton.plain import tiles
+from multiattn.triton.plain_backward import passes
 
 VARIANTS = {
     variant.name: variant
@@ -29,7 +29,7 @@ def config_of(variant, keys, dq=(32, 16, 4, 1)):
     """Tiles of the test's choice, whose heads take turns: of 4 heads 3, then 1."""
     one_pass = dict(VARIANTS[variant].flags)["one_pass"]
     config = tiles(*keys, heads_together=3)
-    return config if one_pass else TritonTwoPassConfig.of(config, tiles(*dq))
+    return passes(config, None if one_pass else tiles(*dq, heads_together=3))
 
 
 def plan_of(q, k, v, *, variant, config=None, **options):
@@ -86,11 +86,13 @@ def test_infinite_weights_beyond_the_ends_of_a_window_are_zero(variant):
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_arches_that_mask_every_block_agree_to_the_last_bit(monkeypatch, window):
     """They have their operands in registers; the interpreter is like the others."""
-    tensors, constants = make_tensors(seq_q=75, seq_kv=90, head_dim=16), parameters._constants
+    tensors, constants = make_tensors(seq_q=75, seq_kv=90, head_dim=16), plain_backward.constants_of
     ways = []
     for in_registers in (False, True):
         own = {"register_operands": in_registers}
-        monkeypatch.setattr(parameters, "_constants", lambda *given, own=own, **rest: constants(*given, **rest | own))
+        monkeypatch.setattr(
+            plain_backward, "constants_of", lambda *given, own=own, **rest: constants(*given, **rest | own)
+        )
         ways.append(run(*tensors, variant="two_pass", config=config_of("two_pass", (16, 16, 4, 1)), window=window))
     assert all(map(torch.equal, *ways))
 
@@ -119,8 +121,8 @@ def test_two_passes_agree_to_the_last_bit():
 
 def test_a_config_that_does_not_fit_is_a_reason():
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=256)
-    for name, large in (("atomic", tiles(128, 128, 8, 3)), ("two_pass", config_of("two_pass", (128, 128, 8, 3)))):
-        (reason,) = VARIANTS[name].fits(problem, by_name("sm90"), large)
+    for name in ("atomic", "two_pass"):
+        (reason,) = VARIANTS[name].fits(problem, by_name("sm90"), config_of(name, (128, 128, 8, 3)))
         assert "shared memory" in reason.got
     (reason,) = VARIANTS["two_pass"].fits(
         problem, by_name("sm90"), config_of("two_pass", (16, 32, 4, 1), (24, 16, 4, 1))

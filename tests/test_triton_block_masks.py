@@ -1,7 +1,5 @@
 """Block masks in Triton beyond what parity runs: tiles that blocks cut, lists as they come, what is compiled."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -14,7 +12,8 @@ from multiattn.plan.backend import make_plan
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import problem_of
 from multiattn.triton import BACKEND
-from multiattn.triton.configs import TritonTwoPassConfig, cut, tiles
+from multiattn.triton.plain import tiles, within_blocks
+from multiattn.triton.plain_backward import passes, within
 
 DOCUMENTS = (torch.arange(512) // 70).int()
 PREFIXES = torch.tensor([[50, 3], [0, 130]])
@@ -142,13 +141,13 @@ def test_every_backward(variant, mask_mod):
 
 def test_tiles_divide_blocks_and_stay_as_they_are_without():
     q = torch.empty(1, 1, 256, 64, dtype=torch.float16)
-    config = TritonTwoPassConfig.of(tiles(128, 64, 4, 2), tiles(64, 256, 8, 3))
+    config = passes(tiles(128, 64, 4, 2), tiles(64, 256, 8, 3))
     problem = make_problem(q, None)
-    assert cut(config, problem, is_backward=True) == config
+    assert within(config, problem) == config
     problem = make_problem(q, block_mask(causal, (48, 128), seq_q=256, seq_kv=256))
-    got = cut(config, problem, is_backward=True)
-    assert got == replace(config, tile_m=16, dq_tile_m=16, dq_tile_n=128)
-    assert cut(tiles(128, 256, 4, 2), problem, is_backward=False) == tiles(16, 128, 4, 2)
+    got = within(config, problem)
+    assert got == passes(tiles(16, 64, 4, 2), tiles(16, 128, 8, 3))
+    assert within_blocks(tiles(128, 256, 4, 2), problem) == tiles(16, 128, 4, 2)
 
 
 def make_problem(q, mask):

@@ -18,8 +18,8 @@ from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.triton import BACKEND, TMA_ARCHS
 from multiattn.triton.calls import calls_of
 from multiattn.triton.compile import export_plan, specialise
-from multiattn.triton.configs import smem_bytes
 from multiattn.triton.kernels.forward import attention_forward
+from multiattn.triton.plain import smem_bytes
 
 pytestmark = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
 

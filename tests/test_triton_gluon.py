@@ -21,16 +21,16 @@ from multiattn.problem import problem_of
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import image_of
 from multiattn.triton.calls import calls_of
-from multiattn.triton.candidates import candidates, class_of
 from multiattn.triton.compile import export_plan, specialise
-from multiattn.triton.gluon_configs import (
+from multiattn.triton.families import tables_of
+from multiattn.triton.gluon_forward import (
     BOOKKEEPING_BYTES,
     GluonConfig,
+    class_of,
     pieces_of,
     smem_bytes,
     why_not_fit,
 )
-from multiattn.triton.parameters import tables_of
 from multiattn.triton.score import lowered_score
 from multiattn.triton.staged import follows_distance, stages_of, under_diagonal
 
@@ -97,7 +97,7 @@ def test_a_config_that_does_not_fit_is_a_reason(config, reason):
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_a_sweep_tries_the_schedulers_and_what_may_not_pay(head_dim):
-    found = candidates(VARIANT, problem(head_dim, causal=True), SM90)
+    found = BACKEND.forward.candidates(VARIANT, problem(head_dim, causal=True), SM90)
     assert {config.scheduler for config in found} == {"one_tile", "static", "dynamic"}
     assert {config.pingpong for config in found} == {config.lazy_max for config in found} == {True, False}
 
@@ -105,8 +105,8 @@ def test_a_sweep_tries_the_schedulers_and_what_may_not_pay(head_dim):
 @pytest.mark.parametrize(("head_dim", "widest"), [(8, 64), (80, 96), (97, 128), (144, 192), (176, 192), (200, 256)])
 def test_a_sweep_tries_as_many_stages_as_all_of_a_class_has_room_for(head_dim, widest):
     assert class_of(head_dim) == widest
-    found = candidates(VARIANT, problem(head_dim, causal=True), SM90)
-    assert found == candidates(VARIANT, problem(widest, causal=True), SM90)
+    found = BACKEND.forward.candidates(VARIANT, problem(head_dim, causal=True), SM90)
+    assert found == BACKEND.forward.candidates(VARIANT, problem(widest, causal=True), SM90)
     assert all(why_not_fit(problem(widest), SM90, replace(it, stages=it.stages + 1)) for it in found)
     assert class_of(264) is None
 

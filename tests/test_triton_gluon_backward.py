@@ -22,11 +22,11 @@ from multiattn.triton.bind import image_of
 from multiattn.triton.calls import calls_of
 from multiattn.triton.compile import export_plan, specialise
 from multiattn.triton.cpu import interpreter
-from multiattn.triton.gluon_backward_configs import areas_of, smem_bytes, why_not_fit
-from multiattn.triton.gluon_configs import BOOKKEEPING_BYTES
+from multiattn.triton.families import tables_of
+from multiattn.triton.gluon_backward import areas_of, smem_bytes, why_not_fit
+from multiattn.triton.gluon_forward import BOOKKEEPING_BYTES
 from multiattn.triton.kernels import backward_rows
 from multiattn.triton.kernels.constants import StatisticsConstants
-from multiattn.triton.parameters import tables_of
 
 VARIANT = find_variant(BACKEND, "warp_specialized", "backward")
 

@@ -13,7 +13,7 @@ from gluon_on_cpu import PLAIN, case_of, changed, check, launched
 from multiattn import explain, fmha
 from multiattn.plan.schedule import SCHEDULERS
 from multiattn.triton.cpu.gluon.errors import DeadlockError
-from multiattn.triton.gluon_configs import GluonConfig
+from multiattn.triton.gluon_forward import GluonConfig
 
 TIGHT = GluonConfig(tile_m=192, tile_n=32, stages=2, pingpong=True, lazy_max=True)
 SLOTS = GluonConfig(tile_m=128, tile_n=16, stages=5, q_slots=3, lazy_max=True)

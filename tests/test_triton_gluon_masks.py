@@ -18,9 +18,8 @@ from multiattn.plan.backend import plan_variant
 from multiattn.problem import Problem, problem_of
 from multiattn.triton import BACKEND
 from multiattn.triton.cpu.gluon.source import as_python
-from multiattn.triton.gluon_configs import GluonConfig
+from multiattn.triton.gluon_forward import GluonConfig, constants_of
 from multiattn.triton.kernels.gluon import scores
-from multiattn.triton.kernels.gluon.constants import GluonConstants
 
 TILE_N, HEAD_DIM = 16, 32
 WAYS = ({}, {"lazy_max": True}, {"lazy_max": True, "tile_m": 192}, {"pingpong": True, "q_slots": 2})
@@ -106,7 +105,7 @@ def test_scores_are_modified(name, turn):
 def test_a_window_costs_what_it_shows():
     """Blocks of a tile, and of those the ones of a warpgroup and the ones that it masks: none more than it must."""
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=4096, head_dim=HEAD_DIM, window=(1023, 0))
-    C = GluonConstants.of(problem, GluonConfig(tile_m=128, tile_n=64, lazy_max=True), ragged=False)  # noqa: N806
+    C = constants_of(problem, GluonConfig(tile_m=128, tile_n=64, lazy_max=True), ragged=False)  # noqa: N806
     sizes = (4096, 4096, None, None, None, None, None, *problem.reach)
 
     def numbers(function, *arguments):

@@ -28,9 +28,9 @@ from multiattn.triton.compile import export_plan
 from multiattn.triton.cpu import interpreter
 from multiattn.triton.cpu.gluon import run
 from multiattn.triton.cpu.gluon.tensors import MappedTensor
-from multiattn.triton.gluon_configs import GluonConfig
+from multiattn.triton.families import tables_of
+from multiattn.triton.gluon_forward import GluonConfig
 from multiattn.triton.kernels.gluon import sequences
-from multiattn.triton.parameters import tables_of
 from multiattn.triton.table import Descriptor, Integer
 from multiattn.varlen import Lengths, pack, with_packing
 

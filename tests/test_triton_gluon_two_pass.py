@@ -19,12 +19,10 @@ from multiattn.problem import problem_of
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import image_of
 from multiattn.triton.calls import calls_of
-from multiattn.triton.candidates import candidates
 from multiattn.triton.compile import export_plan, specialise
-from multiattn.triton.gluon_configs import BOOKKEEPING_BYTES
-from multiattn.triton.gluon_two_pass_configs import areas_of, smem_bytes, why_not_fit
-from multiattn.triton.kernels.gluon.two_pass_constants import TwoPassConstants
-from multiattn.triton.parameters import tables_of
+from multiattn.triton.families import areas_of, tables_of
+from multiattn.triton.gluon_forward import BOOKKEEPING_BYTES
+from multiattn.triton.gluon_two_pass import smem_bytes, why_not_fit
 from multiattn.triton.table import Integer
 
 triton = pytest.importorskip("triton")
@@ -44,7 +42,7 @@ def test_it_is_planned_for_every_head_dim_and_mask(head_dim, mask):
     plan = plan_of(head_dim, band=mask)
     assert tuple(table.kernel for table in tables_of(plan)) == ("prepare_statistics", *KERNELS)
     assert why_not_fit(plan.problem, SM90, plan.config) == ()
-    assert plan.workspace_bytes >= sum(it.size_bytes for it in areas_of(plan.problem).values())
+    assert plan.workspace_bytes >= sum(it.size_bytes for it in areas_of(plan).values())
 
 
 @pytest.mark.parametrize(
@@ -118,7 +116,7 @@ def test_k_and_v_are_in_registers_only_where_there_is_room():
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_a_sweep_tries_what_fits_and_the_rule_first(head_dim):
     plan = plan_of(head_dim)
-    found = candidates(VARIANT, plan.problem, SM90)
+    found = BACKEND.backward.candidates(VARIANT, plan.problem, SM90)
     assert found[0] == plan.config
     assert len(set(found)) == len(found) > 1
     assert not any(why_not_fit(plan.problem, SM90, it) for it in found)
@@ -203,7 +201,7 @@ def test_nothing_is_spilled_in_their_steps(head_dim, mask):
 def test_a_gradient_is_stored_by_threads_that_have_16_bytes_in_a_row(columns):
     """Two exchanges of one bit each, which are shuffles: each pair of layouts differs in one lane's place."""
     plan = plan_of(max(columns, 16))
-    constants = TwoPassConstants.of(plan.problem, plan.config, ragged=False, by_keys=True)
+    constants = tables_of(plan)[-1].rows["C"].value
     between, stored = constants.between, constants.stored
     assert constants.wide == columns
     places = sorted(map(tuple, (*stored.reg_bases, *stored.lane_bases, *stored.warp_bases)))

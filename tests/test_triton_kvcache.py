@@ -19,7 +19,7 @@ from multiattn.triton import BACKEND
 from multiattn.triton.bind import checked_binding
 from multiattn.triton.calls import calls_of
 from multiattn.triton.compile import specialise
-from multiattn.triton.decode_configs import (
+from multiattn.triton.decode import (
     MERGED_COLUMNS,
     VARIANT,
     TritonSplitConfig,
@@ -273,7 +273,7 @@ def test_a_config_that_does_not_fit_is_a_reason():
     problem = plan_of().problem
     odd = TritonSplitConfig(tile_m=8, tile_n=48, warps=3, stages=0, splits=257, blocks_per_sm=0)
     got = [reason.got for reason in why_not_fit(problem, SM90, odd)]
-    assert got == ["tile_m=8", "tile_n=48", "warps=3", "stages=0", "blocks_per_sm=0", "splits=257"]
+    assert got == ["tile_m=8", "tile_n=48", "warps=3", "stages=0", "splits=257", "blocks_per_sm=0"]
     (large,) = why_not_fit(problem, SM90, split_tiles(64, 256, 4, 3))
     assert "bytes of shared memory" in large.got
 

@@ -13,7 +13,8 @@ from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import problem_of
 from multiattn.triton import BACKEND
 from multiattn.triton.calls import calls_of
-from multiattn.triton.configs import TritonTwoPassConfig, cut, tiles
+from multiattn.triton.plain import tiles
+from multiattn.triton.plain_backward import passes, within
 
 SIZES = {"batch": 2, "heads": 4, "q": 75, "kv": 90}
 
@@ -100,11 +101,10 @@ def test_sums_of_a_computed_index_have_no_order():
 
 def test_tiles_leave_registers_for_addresses():
     """In the backward alone, in its pass over the queries, where somebody wants a gradient."""
-    config = TritonTwoPassConfig.of(tiles(128, 64, 4, 2), tiles(128, 64, 4, 3))
+    config = passes(tiles(128, 64, 4, 2), tiles(128, 64, 4, 3))
     problem = make_problem(64, True)
-    assert cut(config, problem, is_backward=True) == TritonTwoPassConfig.of(tiles(64, 64, 4, 2), tiles(128, 64, 4, 3))
-    assert cut(config, problem, is_backward=False) == config
-    assert cut(config, make_problem(64, False), is_backward=True) == config
+    assert within(config, problem) == passes(tiles(64, 64, 4, 2), tiles(128, 64, 4, 3))
+    assert within(config, make_problem(64, False)) == config
 
 
 def make_problem(head_dim, requires_grad):
@@ -117,7 +117,7 @@ def make_problem(head_dim, requires_grad):
 @pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.nightly)])
 def test_a_bias_has_registers_for_addresses(head_dim):
-    """Triton 3.6.0 spills none at D=64 and 21 at D=128, 3.9.0 108 and 26; without `cut` it is 700 and 234, or more."""
+    """Triton 3.6.0 spills none at D=64 and 21 at D=128, 3.9.0 108 and 26; else it is 700 and 234, or more."""
     problem = make_problem(head_dim, True)
     plan = make_plan(BACKEND, problem, by_name("sm90"), direction="backward", variant="two_pass", probe=False)
     facts = read_plan(plan)[1]

@@ -12,10 +12,10 @@ from multiattn.plan.arch import by_name
 from multiattn.plan.backend import make_plan
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import problem_of
-from multiattn.triton import BACKEND
-from multiattn.triton.configs import TritonTwoPassConfig, tiles
-from multiattn.triton.decode_configs import TritonSplitConfig
-from multiattn.triton.gluon_backward_configs import GLUON_VARIANTS
+from multiattn.triton import BACKEND, GLUON_VARIANTS
+from multiattn.triton.decode import TritonSplitConfig
+from multiattn.triton.plain import tiles
+from multiattn.triton.plain_backward import passes
 from parity.case import Case
 from parity.launch import launch_gradients, launch_plan, plan_case, prepare_case, prepare_gradients, save_forward
 from parity.results import Contender
@@ -39,8 +39,8 @@ def test_tiles_of_any_shape(direction, variant):
     inputs, truth = prepare_case(case, CPU)
     plan = plan_case(case, Contender(backend="triton", variant=variant, direction=direction), inputs)
     config = tiles(16, 32, 4, 1)
-    if "two_pass" in variant:
-        config = TritonTwoPassConfig.of(keys=config, dq=tiles(32, 16, 4, 1))
+    if direction == "backward":
+        config = passes(config, tiles(32, 16, 4, 1) if "two_pass" in variant else None)
     elif variant == "split_keys":
         config = TritonSplitConfig(tile_m=16, tile_n=32, warps=4, stages=1, splits=2)
     plan = replace(plan, config=config)
@@ -118,4 +118,4 @@ def test_a_backward_with_a_bias_has_tiles_of_its_own(head_dim):
     )  # fmt: skip
     assert plain == capped
     assert of_keys == biased
-    assert biased.tile_m * biased.tile_n // biased.num_warps < plain.tile_m * plain.tile_n // plain.num_warps
+    assert biased.tile_m * biased.tile_n // biased.warps < plain.tile_m * plain.tile_n // plain.warps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field, fields
 from typing import Any
 
 from multiattn.plan import remedies
@@ -49,6 +50,20 @@ def field_checks(config: object, rules: Mapping[str, FieldRule], prefix: str = "
     """A check for each field that has a rule, whose names a config has behind a prefix."""
     values = ((prefix + name, getattr(config, prefix + name), *rule) for name, rule in rules.items())
     return [(holds(value), f"{name}={value}", allowed) for name, value, holds, allowed in values]
+
+
+_LIMIT = "limit"
+
+
+def limited(rule: FieldRule, **more: Any) -> Any:
+    """A field of a config that says itself what is allowed; `more` is of `dataclasses.field`."""
+    return field(metadata={_LIMIT: rule}, **more)
+
+
+def limit_checks(config: Any) -> list[Check]:
+    """A check for each field that is `limited`."""
+    rules = {it.name: it.metadata[_LIMIT] for it in fields(config) if _LIMIT in it.metadata}
+    return field_checks(config, rules)
 
 
 def size_checks(config: object, arch: Arch, smem_bytes: int, blocks: int) -> tuple[Check, Check]:

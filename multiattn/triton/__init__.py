@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -9,19 +10,19 @@ import torch
 
 from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import KINDS
-from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
-from multiattn.plan.backend import Backend, Launcher, Op, Plan, Variant, bytes_of_areas, later
+from multiattn.plan.backend import Backend, Direction, Launcher, Op, Plan, Variant, later
 from multiattn.plan.ladder import rung_variants
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.toolchain import probe_gpu, probe_release, version_of
-from multiattn.triton import configs, decode_configs, gluon_backward_configs, gluon_configs, gluon_two_pass_configs
-from multiattn.triton.candidates import candidates
-from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig
+from multiattn.triton import decode, gluon_backward, gluon_forward, gluon_two_pass, plain_backward, plain_forward
+from multiattn.triton.families import candidates
 from multiattn.triton.hashing import hashing
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.rules import rules_of
 
+GLUON_VARIANTS = (gluon_backward.VARIANT, gluon_two_pass.VARIANT)
+"""Variants of Gluon kernels; the first is of both directions."""
 OLDEST, NEWEST = (3, 6), (3, 9)
 """The oldest and newest Triton that this was run with; in others the interpreter and the descriptors differ."""
 
@@ -72,90 +73,86 @@ _THROUGH_DESCRIPTORS = replace(
 )
 
 
-def _gluon_variant() -> Variant:
-    return Variant(
-        name=gluon_configs.VARIANT,
-        summary="Gluon for Hopper: a warp that loads by TMA, warpgroups that compute by wgmma",
-        capability=replace(
-            _THROUGH_DESCRIPTORS,
-            arches=("cpu", *gluon_configs.ARCHES),
-            block_masks=0,
-            packing=True,
-            arch_hint="for Hopper's wgmma and TMA, and a CPU that interprets it; other variants run elsewhere",
-        ),
-        config_type=gluon_configs.GluonConfig,
-        rules=rules_of(gluon_configs.VARIANT),
-        workspace=gluon_configs.workspace,
-        fits=gluon_configs.why_not_fit,
-    )
+_ON_HOPPER = replace(
+    _THROUGH_DESCRIPTORS,
+    arches=("cpu", *gluon_forward.ARCHES),
+    block_masks=0,
+    packing=True,
+    arch_hint="for Hopper's wgmma and TMA, and a CPU that interprets it; other variants run elsewhere",
+)
+_HOPPER_BACKWARD = replace(_ON_HOPPER, score_gradients=False)
 
 
-def _split_variant() -> Variant:
-    return Variant(
-        name=decode_configs.VARIANT,
-        summary="decode: query heads that share keys are rows of one tile, keys divided among blocks, parts merged by "
-        "a second kernel",
-        capability=replace(_THROUGH_POINTERS, block_masks=0, packing=False, caches=True),
-        config_type=decode_configs.TritonSplitConfig,
-        rules=rules_of(decode_configs.VARIANT),
-        workspace=decode_configs.workspace,
-        settle=decode_configs.settle,
-        fits=decode_configs.why_not_fit,
-    )
-
-
-def _backward_variant(*, one_pass: bool, descriptor: bool) -> Variant:
-    """`atomic` or `two_pass`, which read what they stream through TMA descriptors or through pointers."""
-    name = ("" if descriptor else "pointer_") + ("atomic" if one_pass else "two_pass")
+def _backward_variant(name: str, *, one_pass: bool, descriptor: bool) -> Variant:
+    """One that reads what it streams through TMA descriptors or through pointers."""
     access = "TMA descriptors" if descriptor else "pointers: any stride, any alignment"
     return Variant(
         name=name,
         summary=("one pass over the keys, dq summed up in any order" if one_pass else "dq, then dk and dv")
         + f"; through {access}",
         capability=_THROUGH_DESCRIPTORS if descriptor else _THROUGH_POINTERS,
-        config_type=TritonConfig if one_pass else TritonTwoPassConfig,
+        config_type=plain_backward.FAMILY.config,
         rules=rules_of(name),
         flags=(("one_pass", one_pass), ("descriptor", descriptor)),
         deterministic=not one_pass,
-        workspace=bytes_of_areas(*((("delta", "dq_sum"), ("key_list",)) if one_pass else (("delta",), TILE_LISTS))),
-        fits=configs.why_not_fit_backward,
+        workspace=plain_backward.FAMILY.workspace,
+        fits=functools.partial(plain_backward.why_not_fit, one_pass=one_pass),
     )
 
 
-_GLUON_BACKWARD = replace(
-    _THROUGH_DESCRIPTORS,
-    arches=("cpu", *gluon_configs.ARCHES),
-    score_gradients=False,
-    block_masks=0,
-    packing=True,
-    arch_hint="for Hopper's wgmma and TMA, and a CPU that interprets it; other variants run elsewhere",
+_FORWARD = (
+    Variant(
+        name=decode.VARIANT,
+        summary="decode: query heads that share keys are rows of one tile, keys divided among blocks, parts merged by "
+        "a second kernel",
+        capability=replace(_THROUGH_POINTERS, block_masks=0, packing=False, caches=True),
+        config_type=decode.FAMILY.config,
+        rules=rules_of(decode.VARIANT),
+        workspace=decode.FAMILY.workspace,
+        settle=decode.settle,
+        fits=decode.why_not_fit,
+    ),
+    Variant(
+        name=gluon_forward.VARIANT,
+        summary="Gluon for Hopper: a warp that loads by TMA, warpgroups that compute by wgmma",
+        capability=_ON_HOPPER,
+        config_type=gluon_forward.FAMILY.config,
+        rules=rules_of(gluon_forward.VARIANT),
+        workspace=gluon_forward.FAMILY.workspace,
+        fits=gluon_forward.why_not_fit,
+    ),
+    *rung_variants(
+        STEPS,
+        plain_forward.FAMILY.config,
+        capability_of=lambda step: _THROUGH_DESCRIPTORS if step.descriptor else _THROUGH_POINTERS,
+        rules_of=rules_of,
+        fits=plain_forward.why_not_fit,
+        workspace=plain_forward.FAMILY.workspace,
+    ),
 )
-
-
-def _gluon_backward_variant() -> Variant:
-    return Variant(
-        name=gluon_configs.VARIANT,
+_BACKWARD = (  # Gluon's first, then two passes: the faster ones where both were measured
+    Variant(
+        name=gluon_backward.VARIANT,
         summary="Gluon for Hopper, one pass over the keys: warpgroups of keys, one of dq, which is summed up in any "
         "order, a warp that loads by TMA",
-        capability=replace(_GLUON_BACKWARD, head_dim_max=gluon_backward_configs.HEAD_DIM_MAX),
-        config_type=gluon_backward_configs.GluonBackwardConfig,
-        rules=rules_of(gluon_backward_configs.RULES),
+        capability=replace(_HOPPER_BACKWARD, head_dim_max=gluon_backward.HEAD_DIM_MAX),
+        config_type=gluon_backward.FAMILY.config,
+        rules=rules_of(gluon_backward.RULES),
         deterministic=False,
-        workspace=gluon_backward_configs.workspace,
-        fits=gluon_backward_configs.why_not_fit,
-    )
-
-
-def _gluon_two_pass_variant() -> Variant:
-    return Variant(
-        name=gluon_backward_configs.TWO_PASS,
+        workspace=gluon_backward.FAMILY.workspace,
+        fits=gluon_backward.why_not_fit,
+    ),
+    Variant(
+        name=gluon_two_pass.VARIANT,
         summary="Gluon for Hopper: dq, then dk and dv, each by two warpgroups and a warp that loads by TMA",
-        capability=replace(_GLUON_BACKWARD, scores=True),
-        config_type=gluon_two_pass_configs.GluonTwoPassConfig,
-        rules=rules_of(gluon_backward_configs.TWO_PASS_RULES),
-        workspace=gluon_two_pass_configs.workspace,
-        fits=gluon_two_pass_configs.why_not_fit,
-    )
+        capability=_HOPPER_BACKWARD,
+        config_type=gluon_two_pass.FAMILY.config,
+        rules=rules_of(gluon_two_pass.RULES),
+        workspace=gluon_two_pass.FAMILY.workspace,
+        fits=gluon_two_pass.why_not_fit,
+    ),
+    *(_backward_variant(name, **flags) for name, flags in plain_backward.VARIANTS.items()),
+)
 
 
 def _prepare(plan: Plan) -> Launcher:
@@ -165,13 +162,13 @@ def _prepare(plan: Plan) -> Launcher:
     return launcher
 
 
-def _op(*variants: Variant) -> Op:
+def _op(direction: Direction, variants: tuple[Variant, ...]) -> Op:
     return Op(
         variants=variants,
         prepare=_prepare,
         compile_ahead=later("multiattn.triton.compile", "compile_ahead"),
         export=later("multiattn.triton.compile", "export_plan"),
-        candidates=candidates,
+        candidates=functools.partial(candidates, direction),
     )
 
 
@@ -181,24 +178,6 @@ BACKEND = Backend(
     probe=_probe,
     probe_compiler=_probe_jit,
     versions=_versions,
-    forward=_op(
-        _split_variant(),
-        _gluon_variant(),
-        *rung_variants(
-            STEPS,
-            TritonConfig,
-            capability_of=lambda step: _THROUGH_DESCRIPTORS if step.descriptor else _THROUGH_POINTERS,
-            rules_of=rules_of,
-            fits=configs.why_not_fit,
-            workspace=bytes_of_areas((), ("query_list",)),
-        ),
-    ),
-    backward=_op(  # Gluon's first, then two passes: the faster ones where both were measured
-        _gluon_backward_variant(),
-        _gluon_two_pass_variant(),
-        _backward_variant(one_pass=False, descriptor=True),
-        _backward_variant(one_pass=True, descriptor=True),
-        _backward_variant(one_pass=False, descriptor=False),
-        _backward_variant(one_pass=True, descriptor=False),
-    ),
+    forward=_op("forward", _FORWARD),
+    backward=_op("backward", _BACKWARD),
 )

@@ -14,9 +14,8 @@ from typing import Any
 
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
-from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
-from multiattn.triton.gluon_configs import VARIANT as GLUON
-from multiattn.triton.parameters import FLAGS, assumed_of, is_ragged_list, tables_of
+from multiattn.triton.families import assumed_of, family_of, tables_of
+from multiattn.triton.plain import is_ragged_list
 from multiattn.triton.table import Assumed, Constant, Descriptor, Integer, KernelTable, Scalar, Tensor
 
 ONE, WHOLE = "the constant 1", " multiple of 16"
@@ -35,8 +34,9 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     problem, own, there = plan.problem, assumed_of(plan), emitted or {}
     if problem.packing is not None:
         raise ValueError("packing: got a packed batch, whose launch has several kernels; allowed launches of one")
-    if plan.variant == SPLIT_KEYS:
-        raise ValueError(f"variant: got {SPLIT_KEYS}, whose launch may have several kernels; allowed launches of one")
+    family = family_of(plan)
+    if not family.is_emitted:
+        raise ValueError(f"variant: got {plan.variant}, whose launch may have several kernels; allowed launches of one")
     constants: dict[str, str] = {}
     abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
     abi.exactly(constants, scale_sign=problem.scale_sign)
@@ -46,7 +46,7 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
         sizes = f"{blocks.queries}x{blocks.keys}" + (" with full ones" if blocks.has_full else "")
         abi.exactly(constants, blocks=sizes, ragged_list=is_ragged_list(problem))
     alignment = abi.multiple(constants, there, "alignment", own.alignment, own.alignment)
-    flag = abi.flag(constants, there, FLAGS[plan.variant == GLUON], own.flag)
+    flag = abi.flag(constants, there, family.flag_name, own.flag)
     (table,) = tables_of(plan, assumed=Assumed(alignment=alignment, flag=flag))
     binding = binding_of(table, image, there)
     constants.update(binding.constants)

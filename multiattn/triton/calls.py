@@ -13,14 +13,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from multiattn.layout import VECTOR_BYTES
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
-from multiattn.triton.areas import areas_of
-from multiattn.triton.configs import ELEMENT_BYTES
-from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
-from multiattn.triton.gluon_backward_parameters import GLUON_BACKWARD_KERNELS
-from multiattn.triton.gluon_configs import VARIANT as GLUON
-from multiattn.triton.parameters import LIST_TILES, tables_of
+from multiattn.triton.families import areas_of, family_of, tables_of
+from multiattn.triton.family import KERNELS, LIST_TILES
 from multiattn.triton.score import functions_of
-from multiattn.triton.table import Constant, Descriptor, Integer, KernelTable, Parameter, Tensor
+from multiattn.triton.table import ELEMENT_BYTES, Constant, Descriptor, Integer, KernelTable, Parameter, Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +41,8 @@ class Call:
         if tuple(self.kernel.arg_names) != tuple(table.rows):
             raise ValueError(f"{table.kernel}: got rows {list(table.rows)}; allowed {self.kernel.arg_names}")
         self.table = _with_functions(table, self.is_gluon)
-        known = {**plan.problem.layouts, **areas_of(plan.problem, plan.config)}
+        known = {**plan.problem.layouts, **areas_of(plan)}
         self._dtypes = {name: layout.dtype for name, layout in known.items()}
-        self._dtypes[abi.WORKSPACE] = torch.int32
 
     def given(self, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
         """Every argument of the kernel; `tensors` has operands and areas of workspace by name."""
@@ -74,22 +69,10 @@ class Call:
         return row if isinstance(row, float) else row.value
 
 
-_KERNELS = "multiattn.triton.kernels"
-
-
 def _kernel_of(plan: Plan, name: str) -> Any:
     """A jitted kernel by its name in tables. Its module is imported now: Triton reads the source of each function."""
-    if name in GLUON_BACKWARD_KERNELS:
-        module = GLUON_BACKWARD_KERNELS[name]
-    elif name == LIST_TILES:
-        module = f"{_KERNELS}.lists"
-    elif plan.variant == SPLIT_KEYS:
-        module = f"{_KERNELS}.decode"
-    elif plan.variant == GLUON and name == "attention_forward":
-        module = f"{_KERNELS}.gluon.forward"
-    else:
-        module = f"{_KERNELS}.{plan.direction}"
-    return getattr(importlib.import_module(module), name)
+    module = "lists" if name == LIST_TILES else family_of(plan).kernels[name]
+    return getattr(importlib.import_module(f"{KERNELS}.{module}"), name)
 
 
 _UNKNOWN = 3

@@ -27,8 +27,8 @@ from multiattn.run import ahead
 from multiattn.triton.bind import bind, checked_binding, image_of, why_not
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.cpu import interpreter
-from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
 from multiattn.triton.ending import end_quietly
+from multiattn.triton.families import family_of
 from multiattn.triton.hashing import hashing
 
 KINDS = ("ttir", "ttgir", "llir", "ptx")
@@ -64,7 +64,7 @@ def _export(call: Call, plan: Plan, kinds: Sequence[str]) -> Exported:
 
 def _is_loadable(plan: Plan) -> bool:
     """True where the loader of emitted kernels can launch a plan: a forward of one kernel."""
-    return plan.direction == "forward" and plan.problem.packing is None and plan.variant != SPLIT_KEYS
+    return family_of(plan).is_emitted and plan.problem.packing is None
 
 
 def _emitted_binding(kernel: Any, call: Call, plan: Plan, image: abi.Image) -> abi.Binding:

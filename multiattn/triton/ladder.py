@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from multiattn.plan.ladder import LadderStep, Rung
-from multiattn.triton.configs import TritonConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,11 +24,11 @@ class TritonStep(LadderStep):
     registers: bool = False
     """The config's limit to the registers of a thread: more blocks on an SM."""
 
-    def limit(self, config: TritonConfig) -> TritonConfig:
+    def limit(self, config: Any) -> Any:
         """The config less what this step does not do."""
         return replace(
             config,
-            num_stages=config.num_stages if self.pipelined else 1,
+            stages=config.stages if self.pipelined else 1,
             heads_together=config.heads_together if self.heads_together else 1,
             registers=config.registers if self.registers else None,
         )

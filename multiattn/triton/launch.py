@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +11,6 @@ import triton
 
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher, Plan
-from multiattn.plan.schedule import COUNTER_BYTES
 from multiattn.progress import compiling
 from multiattn.run import compat, driver
 from multiattn.run.counters import counter_lender
@@ -22,15 +21,15 @@ from multiattn.run.launch import (
     Workspace,
     by_tensors,
     fresh_areas,
+    own_areas,
     warn_of_release,
 )
-from multiattn.triton.areas import areas_of
 from multiattn.triton.bind import checked_binding, why_not
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.compile import Source, compile_sources, wants_jit
 from multiattn.triton.cpu import interpreter
-from multiattn.triton.gluon_backward_configs import GLUON_VARIANTS
-from multiattn.triton.parameters import area_names
+from multiattn.triton.families import areas_of, family_of
+from multiattn.triton.family import Areas
 
 
 def prepare(plan: Plan) -> Launcher:
@@ -44,13 +43,12 @@ def prepare(plan: Plan) -> Launcher:
 
 
 def _interpreter_of(plan: Plan) -> Launcher:
-    programs = INTERPRETED_PROGRAMS if plan.variant in GLUON_VARIANTS else None
-    calls = {has_dlse: calls_of(plan, has_dlse=has_dlse, multiprocessors=programs) for has_dlse in (False, True)}
-    areas = area_names([call.table for call in calls[False]])
+    calls = {
+        has_dlse: calls_of(plan, has_dlse=has_dlse, multiprocessors=INTERPRETED_PROGRAMS) for has_dlse in (False, True)
+    }
 
     def interpret(tensors: dict[str, Any]) -> None:
-        if abi.WORKSPACE in areas:
-            tensors[abi.WORKSPACE] = _counter(tensors["q"].device)
+        _zero_counter(tensors)
         for call in calls["dlse" in tensors]:
             arguments = call.given(tensors)
             if call.is_gluon:
@@ -58,8 +56,7 @@ def _interpreter_of(plan: Plan) -> Launcher:
             else:
                 interpreter.run(call.kernel, call.table.grid, *arguments)
 
-    own = [name for name in areas if name != abi.WORKSPACE]
-    return by_tensors(plan.problem, own, interpret, areas_of(plan.problem, plan.config))
+    return by_tensors(plan.problem, (), interpret, _own_areas(plan))
 
 
 INTERPRETED_PROGRAMS = 2
@@ -72,8 +69,15 @@ def _run_gluon(call: Call, arguments: Sequence[Any]) -> None:
     run(call.kernel, call.table.grid, *arguments, num_warps=call.table.options["num_warps"])
 
 
-def _counter(device: torch.device) -> torch.Tensor:
-    return torch.zeros(COUNTER_BYTES // 4, dtype=torch.int32, device=device)
+def _own_areas(plan: Plan) -> Areas:
+    """The areas of a launch but for those that are the caller's."""
+    areas = areas_of(plan)
+    return {name: areas[name] for name in own_areas(plan.problem, areas)}
+
+
+def _zero_counter(tensors: Mapping[str, Any]) -> None:
+    if abi.WORKSPACE in tensors:
+        tensors[abi.WORKSPACE].zero_()
 
 
 # ---------------------------------------------------------------- compiled kernels
@@ -90,24 +94,18 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     shared memory than `USUAL_SMEM_BYTES`, and every kernel while `compile.wants_jit`, as under Triton's profiler. It is
     also used, with one RuntimeWarning, where this release of Triton compiles to an unknown signature.
     """
-    multiprocessors = (
-        torch.cuda.get_device_properties(device).multi_processor_count if plan.variant in GLUON_VARIANTS else None
-    )
+    multiprocessors = None
+    if family_of(plan).is_gluon:
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     calls = calls_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
-    areas: Sequence[str] = area_names([call.table for call in calls])
     kernels = None if wants_jit() else _for_driver(plan, calls, device)
     if kernels is None:
-        return _through_triton(plan, calls, areas, device)
-    if abi.WORKSPACE not in areas:
-        more = {name: layout.size_bytes for name, layout in areas_of(plan.problem, plan.config).items()}
-        return DriverLauncher(kernels, device, fresh_areas(plan.problem, areas, device, more))
-    if plan.problem.packing is None and plan.direction == "forward":
-        return DriverLauncher(kernels, device, Workspace(lend=counter_lender(device, COUNTER_BYTES)))
-    areas = [name for name in areas if name != abi.WORKSPACE]  # the kernel that goes first sets the counter to 0
-    more = {name: layout.size_bytes for name, layout in areas_of(plan.problem, plan.config).items()}
-    return DriverLauncher(
-        kernels, device, fresh_areas(plan.problem, areas, device, more | {abi.WORKSPACE: COUNTER_BYTES})
-    )
+        return _through_triton(plan, calls, device)
+    sizes = {name: layout.size_bytes for name, layout in _own_areas(plan).items()}
+    if [*sizes] == [abi.WORKSPACE]:
+        return DriverLauncher(kernels, device, Workspace(lend=counter_lender(device, sizes[abi.WORKSPACE])))
+    # Beside other areas the counter is set to 0 by the kernel that goes first.
+    return DriverLauncher(kernels, device, fresh_areas(plan.problem, (), device, sizes))
 
 
 _OTHER_RELEASE = (AttributeError, KeyError, TypeError, ValueError)
@@ -166,7 +164,7 @@ def _by_jit(calls: Sequence[Call], device: int) -> list[Any]:
         return list(threads.map(warm_up, calls))
 
 
-def _through_triton(plan: Plan, calls: Sequence[Call], areas: Sequence[str], device: int) -> Launcher:
+def _through_triton(plan: Plan, calls: Sequence[Call], device: int) -> Launcher:
     """Launches kernels of the JIT by Triton, but past the JIT, which looks for arguments that ask for other code.
 
     All that it looks at is fixed by the Problem, and our own tensors are aligned. The stream is named, not left to
@@ -175,14 +173,11 @@ def _through_triton(plan: Plan, calls: Sequence[Call], areas: Sequence[str], dev
     with interpreter.exclusive_language.as_it_is(), compiling("triton", plan.arch.name):
         compiled = _by_jit(calls, device)
     runs = [kernel[(call.table.grid, 1, 1)] for kernel, call in zip(compiled, calls, strict=True)]  # this loads them
-    counters = [name for name in areas if name == abi.WORKSPACE]
 
     def launch(tensors: dict[str, Any]) -> None:
         stream = compat.current_stream(device)
-        for name in counters:
-            tensors[name] = _counter(tensors["q"].device)
+        _zero_counter(tensors)
         for run, call in zip(runs, calls, strict=True):
             run(*call.given(tensors), stream=stream)
 
-    own = [name for name in areas if name not in counters]
-    return by_tensors(plan.problem, own, launch, areas_of(plan.problem, plan.config))
+    return by_tensors(plan.problem, (), launch, _own_areas(plan))

@@ -1,6 +1,8 @@
 """Tables of kernels' parameters: the rows that they are made of, and those that several kernels have. No Triton.
 
-See `multiattn.triton.parameters`, which has the tables.
+A table has a row for each parameter, by its name. The kernel's call, the interpreter's, the stand-ins that Triton
+specialises on (`multiattn.triton.calls`), the driver's launch and an emitted kernel's (`.bind`) derive from it, and
+what Triton made of a call is held against it there. Each family has the tables of its kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from multiattn.score import LoweredScore
 
 INT32 = 1 << 31
 """Offsets from here on need 64 bits."""
+ELEMENT_BYTES = 2  # fp16 and bf16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +60,9 @@ class Constant:
     value: Any
 
 
+NONE = Constant(value=None)
+
+
 Scalar = Tensor | Descriptor | Integer | Constant | float
 """A parameter that is handed over by itself; a float is an fp32 number."""
 Parameter = Scalar | Mapping[str, Scalar]
@@ -97,16 +103,27 @@ class Assumed(NamedTuple):
 # ---------------------------------------------------------------- rows that several kernels have
 
 
+def given(is_given: bool, row: Parameter) -> Parameter:
+    """A row, or None where a kernel is not given it."""
+    return row if is_given else NONE
+
+
+def integers(**sizes: int) -> dict[str, Integer]:
+    """Integers that no code depends on, by their names."""
+    return {name: Integer(value=value) for name, value in sizes.items()}
+
+
 def reach_rows(problem: Problem) -> dict[str, Parameter]:
     """`left` and `right` of a two-sided mask: numbers that no code depends on."""
     if not problem.is_two_sided:
-        return dict.fromkeys(("left", "right"), Constant(value=None))
-    return {side: Integer(value=it) for side, it in zip(("left", "right"), problem.reach, strict=True)}
+        return dict.fromkeys(("left", "right"), NONE)
+    left, right = problem.reach
+    return dict(integers(left=left, right=right))
 
 
 def sinks_row(problem: Problem) -> Parameter:
     """The caller's, at any multiple of 4 bytes."""
-    return Tensor(of="sinks", is_aligned=False) if problem.has_sinks else Constant(value=None)
+    return given(problem.has_sinks, Tensor(of="sinks", is_aligned=False))
 
 
 def factor_row(problem: Problem, value: float) -> float | Integer:
@@ -117,9 +134,9 @@ def factor_row(problem: Problem, value: float) -> float | Integer:
 def aux_row(problem: Problem, lowered: LoweredScore | None) -> Parameter:
     """The values that the functions of an expression read. Nothing is known of how captured tensors are aligned."""
     if problem.score is None or lowered is None:
-        return Constant(value=None)
-    given = problem.score.arguments(lowered, problem.scale)
-    return {name: item_row(value, problem) for name, value in given.items()}
+        return NONE
+    values = problem.score.arguments(lowered, problem.scale)
+    return {name: item_row(value, problem) for name, value in values.items()}
 
 
 def item_row(value: float | int | str, problem: Problem) -> Scalar:

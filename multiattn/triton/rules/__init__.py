@@ -7,13 +7,13 @@ from typing import Any
 
 from multiattn.plan.config import Config, Rule
 from multiattn.plan.ladder import rung_rules
-from multiattn.triton.decode_configs import VARIANT as SPLIT_KEYS
-from multiattn.triton.gluon_backward_configs import RULES as GLUON_BACKWARD
-from multiattn.triton.gluon_backward_configs import TWO_PASS_RULES as GLUON_TWO_PASS
-from multiattn.triton.gluon_backward_configs import GluonBackwardConfig
-from multiattn.triton.gluon_configs import VARIANT as GLUON
-from multiattn.triton.gluon_configs import GluonConfig
-from multiattn.triton.gluon_two_pass_configs import GluonTwoPassConfig
+from multiattn.triton.decode import VARIANT as SPLIT_KEYS
+from multiattn.triton.gluon_backward import RULES as GLUON_BACKWARD
+from multiattn.triton.gluon_backward import GluonBackwardConfig
+from multiattn.triton.gluon_forward import VARIANT as GLUON
+from multiattn.triton.gluon_forward import GluonConfig
+from multiattn.triton.gluon_two_pass import RULES as GLUON_TWO_PASS
+from multiattn.triton.gluon_two_pass import GluonTwoPassConfig
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.rules import ampere, blackwell, decode, hopper
 from multiattn.triton.rules.shorthand import backward, forward

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from multiattn.plan.config import COMPILED, Rule
-from multiattn.triton.decode_configs import TritonSplitConfig
+from multiattn.triton.decode import TritonSplitConfig
 from multiattn.triton.kernels.constants import FEW_ROWS
 from multiattn.triton.rules.shorthand import decode
 

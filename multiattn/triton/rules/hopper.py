@@ -12,10 +12,11 @@ from typing import Any
 
 from multiattn.plan.config import COMPILED, Rule
 from multiattn.plan.tuned import tuned_rules
-from multiattn.triton.gluon_backward_configs import RULES as GLUON_BACKWARD
-from multiattn.triton.gluon_backward_configs import TWO_PASS_RULES, GluonBackwardConfig
-from multiattn.triton.gluon_configs import VARIANT, GluonConfig
-from multiattn.triton.gluon_two_pass_configs import GluonTwoPassConfig
+from multiattn.triton.gluon_backward import RULES as GLUON_BACKWARD
+from multiattn.triton.gluon_backward import GluonBackwardConfig
+from multiattn.triton.gluon_forward import VARIANT, GluonConfig
+from multiattn.triton.gluon_two_pass import RULES as TWO_PASS_RULES
+from multiattn.triton.gluon_two_pass import GluonTwoPassConfig
 from multiattn.triton.rules.shorthand import BANDED, FULL, backward, forward
 
 _SM90 = ("sm90",)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from multiattn.plan.config import Rule
-from multiattn.triton.configs import TritonConfig, TritonTwoPassConfig, tiles
-from multiattn.triton.decode_configs import TritonSplitConfig, split_tiles
+from multiattn.triton.decode import TritonSplitConfig, split_tiles
+from multiattn.triton.plain import TritonConfig, tiles
+from multiattn.triton.plain_backward import TritonBackwardConfig, passes
 
 Names = tuple[str, ...]
 Range = tuple[int, int]
@@ -21,7 +24,7 @@ def forward(
     arches: Names, head_dims: Range, why: str, shape: Numbers, *, masks: tuple[bool, ...] = BOTH, **more: Any
 ) -> tuple[Rule[Any], ...]:
     """A rule for each mask, with `tiles` of so many queries and keys, warps and stages."""
-    return _rules(arches, head_dims, why, tiles(*shape), masks, **more)
+    return _rules(arches, head_dims, why, functools.partial(tiles, *shape), masks, **more)
 
 
 def backward(
@@ -35,8 +38,11 @@ def backward(
     reads_keys: bool | None = None,
 ) -> tuple[Rule[Any], ...]:
     """The same of a backward: tiles of the pass over the queries, and of the pass over the keys if there is one."""
-    config = tiles(*keys) if dq is None else TritonTwoPassConfig.of(tiles(*keys), tiles(*dq))
-    return tuple(replace(rule, reads_keys=reads_keys) for rule in _rules(arches, head_dims, why, config, masks))
+
+    def make(**more: Any) -> TritonBackwardConfig:
+        return passes(tiles(*keys, **more), None if dq is None else tiles(*dq, **more))
+
+    return tuple(replace(rule, reads_keys=reads_keys) for rule in _rules(arches, head_dims, why, make, masks))
 
 
 def decode(
@@ -67,14 +73,15 @@ def decode(
 
 
 def _rules(
-    arches: Names, head_dims: Range, why: str, config: TritonConfig, masks: tuple[bool, ...], **more: Any
+    arches: Names, head_dims: Range, why: str, make: Callable[..., TritonConfig], masks: tuple[bool, ...], **more: Any
 ) -> tuple[Rule[Any], ...]:
     """Under a mask tiles differ in length, and heads take turns; without one there is nothing to even out."""
     low, high = head_dims
+
     return tuple(
         Rule(
             arches=arches,
-            config=replace(config, **{"heads_together": 8 if banded else 1, **more}),
+            config=make(**{"heads_together": 8 if banded else 1, **more}),
             why=why,
             head_dim_min=low,
             head_dim_max=high,

@@ -5,23 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from multiattn.problem import Problem
-from multiattn.score import LoweredScore
-from multiattn.triton.gluon_backward_configs import GluonBackwardConfig
 from multiattn.triton.kernels.gluon.constants import accumulator
-from multiattn.triton.kernels.gluon.gradient_constants import GradientConstants, constants_of
-
-_OF_CONFIG = (
-    "q_stages",
-    "dout_stages",
-    "k_stages",
-    "k_in_registers",
-    "early_scores",
-    "half_dq",
-    "dq_registers",
-    "key_registers",
-)
-"""Constants that a config has by the same name."""
+from multiattn.triton.kernels.gluon.gradient_constants import GradientConstants
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,17 +20,6 @@ class GluonBackwardConstants(GradientConstants):
     key_registers: int
     descends: bool
     """Blocks of queries are counted from the last one on."""
-
-    @classmethod
-    def of(
-        cls, problem: Problem, config: GluonBackwardConfig, *, ragged: bool, score: LoweredScore | None = None
-    ) -> GluonBackwardConstants:
-        """The constants of a launch."""
-        return cls(
-            **constants_of(problem, ragged=ragged, score=score),
-            descends=config.descends and problem.is_banded and not problem.is_two_sided,
-            **{name: getattr(config, name) for name in _OF_CONFIG},
-        )
 
     @property
     def dq_columns(self) -> int:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from multiattn.triton import gluon_backward_configs
+from multiattn.triton import gluon_backward
 from multiattn.triton.kernels.gluon import ring
 
-DS_STAGES = gl.constexpr(gluon_backward_configs.DS_STAGES)
+DS_STAGES = gl.constexpr(gluon_backward.DS_STAGES)
 LEFT, RIGHT, TILES_Q = gl.constexpr(7), gl.constexpr(8), gl.constexpr(9)
 """Where `sizes` has the bounds of a two-sided mask, and the tiles of queries of a head."""
 LAST = gl.constexpr(2**31 - 1)

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from multiattn.triton.gluon_two_pass_configs import WEIGHT_STAGES as STAGES_OF_WEIGHTS
+from multiattn.triton.gluon_two_pass import WEIGHT_STAGES as STAGES_OF_WEIGHTS
 from multiattn.triton.kernels.gluon import ring
 from multiattn.triton.kernels.gluon.backward_parts import (
     add_product,

@@ -5,17 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from multiattn.problem import Problem
-from multiattn.score import LoweredScore
-from multiattn.triton.gluon_configs import WARPGROUP_ROWS, GluonConfig, pieces_of, spare_registers
-from multiattn.triton.staged import follows_distance, under_diagonal
-
+WARPGROUP_ROWS = 64
 TILE_WORDS = 6
 """Words of shared memory that say what the tile of a slot of Q is."""
 SEQUENCE_WORDS = 3
 """Further ones that say where its sequence is in a packed batch."""
-_OF_CONFIG = ("tile_n", "warpgroups", "stages", "q_slots", "pingpong")
-"""Constants that a config has by the same name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,32 +46,6 @@ class GluonConstants:
     """`ahead` is called while products are under way: there are registers for an element beside each score."""
     packed: bool = False
     """Sequences are packed one after another, and tiles are those of a list."""
-
-    @classmethod
-    def of(
-        cls, problem: Problem, config: GluonConfig, *, ragged: bool, score: LoweredScore | None = None
-    ) -> GluonConstants:
-        """The constants of a launch."""
-        wide, narrow = pieces_of(problem.head_dim)
-        if score is not None and problem.is_banded and not problem.is_two_sided:
-            score = under_diagonal(score)
-        return cls(
-            banded=problem.is_banded,
-            two_sided=problem.is_two_sided,
-            has_sinks=problem.has_sinks,
-            ragged=ragged,
-            scale_sign=problem.scale_sign,
-            head_dim=problem.head_dim,
-            wide=wide,
-            narrow=narrow,
-            is_persistent=config.scheduler != "one_tile",
-            is_dynamic=config.scheduler == "dynamic",
-            lazy_max=config.lazy_max and (score is None or follows_distance(score)),
-            score=score,
-            loads_early=score is not None and spare_registers(config, problem) >= config.tile_n // 2,
-            packed=problem.packing is not None,
-            **{name: getattr(config, name) for name in _OF_CONFIG},
-        )
 
     @property
     def tile_m(self) -> int:

@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from multiattn.problem import Problem
-from multiattn.score import LoweredScore
-from multiattn.score.expression import ONE
-from multiattn.triton.gluon_configs import pieces_of
 from multiattn.triton.kernels.gluon.constants import accumulator
 
 
@@ -83,19 +79,3 @@ class GradientConstants:
 
         registers, lanes = [[0, 1], [0, 2], [0, 16], [0, 32]], [[0, 4], [0, 8], [0, 0], [0, 0], [0, 0]]
         return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [1, 64])
-
-
-def constants_of(problem: Problem, *, ragged: bool, score: LoweredScore | None) -> dict[str, Any]:
-    """Those that follow from a problem, by name."""
-    wide, narrow = pieces_of(problem.head_dim)
-    return {
-        "banded": problem.is_banded,
-        "two_sided": problem.is_two_sided,
-        "ragged": ragged,
-        "head_dim": problem.head_dim,
-        "wide": wide,
-        "narrow": narrow,
-        "packed": problem.packing is not None,
-        "score": score,
-        "has_slope": score is not None and score.slope is not ONE,
-    }

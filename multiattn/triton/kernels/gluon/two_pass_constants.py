@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from multiattn.problem import Problem
-from multiattn.score import LoweredScore
-from multiattn.triton.gluon_two_pass_configs import TILE_N, GluonTwoPassConfig
-from multiattn.triton.kernels.gluon.gradient_constants import GradientConstants, constants_of
+from multiattn.triton.kernels.gluon.gradient_constants import GradientConstants
 
-_OF_CONFIG = ("q_stages", "dout_stages", "k_stages", "v_stages", "kv_in_registers")
-"""Constants that a config has by the same name."""
+TILE_N = 64
+"""Keys of a block, and of a tile of the kernel that owns them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,23 +20,6 @@ class TwoPassConstants(GradientConstants):
     v_stages: int
     kv_in_registers: bool
     tile_n: int = TILE_N
-
-    @classmethod
-    def of(
-        cls,
-        problem: Problem,
-        config: GluonTwoPassConfig,
-        *,
-        ragged: bool,
-        by_keys: bool,
-        score: LoweredScore | None = None,
-    ) -> TwoPassConstants:
-        """The constants of a launch."""
-        return cls(
-            by_keys=by_keys,
-            **constants_of(problem, ragged=ragged, score=score),
-            **{name: getattr(config, name) for name in _OF_CONFIG},
-        )
 
     @property
     def is_crowded(self) -> bool:

@@ -1,0 +1,254 @@
+"""The Gluon kernel of the forward for Hopper: a warp that loads by TMA, warpgroups that compute by wgmma."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from multiattn.packed import ragged
+from multiattn.plan import abi, limits
+from multiattn.plan.arch import ARCHS, Arch
+from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.config import Config
+from multiattn.plan.schedule import SCHEDULERS, heads_side_by_side, one_width, query_tiles, saving_widths
+from multiattn.plan.support import Reason
+from multiattn.problem import Problem
+from multiattn.score import LoweredScore
+from multiattn.triton.family import COUNTER, TritonFamily, TritonLaunch
+from multiattn.triton.kernels.gluon.constants import WARPGROUP_ROWS, GluonConstants
+from multiattn.triton.score import lowered_of_pairs
+from multiattn.triton.staged import follows_distance, under_diagonal
+from multiattn.triton.table import (
+    ELEMENT_BYTES,
+    Constant,
+    Descriptor,
+    KernelTable,
+    Parameter,
+    Tensor,
+    aux_row,
+    factor_row,
+    given,
+    integers,
+    reach_rows,
+    sinks_row,
+)
+
+VARIANT = "warp_specialized"
+ARCHES = ("sm90",)
+
+BOOKKEEPING_BYTES = 1536
+"""Shared memory beside the tiles: barriers, words, what the compiler keeps for partitions and reductions. An upper
+bound; a test holds compiled kernels against it."""
+REGISTERS_MAX = {2: 208, 3: 128}
+"""By consumer warpgroups, of what `registers_at_least` counts: a thread has 240, or 160 with three."""
+STAGES_MAX = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GluonConfig(Config):
+    """Launch parameters: `tile_m` is 64 queries for each of two or three warpgroups; another one warp loads by TMA."""
+
+    tile_m: int = limits.limited(limits.one_of(128, 192))
+    tile_n: int = limits.limited(limits.one_of(16, 32, 64, 128, 256))
+    stages: int = limits.limited(limits.between(2, STAGES_MAX), default=4)
+    """Buffers that tiles of K and of V take turns in."""
+    scheduler: str = limits.limited(limits.one_of(*SCHEDULERS), default="dynamic")
+    """See `multiattn.plan.schedule.SCHEDULERS`."""
+    q_slots: int = limits.limited(limits.one_of(1, 2, 3), default=1)
+    """Buffers of Q; with two the next tile is begun before the output of one is stored."""
+    pingpong: bool = False
+    """Warpgroups take turns: one has the tensor cores while another has the softmax."""
+    lazy_max: bool = False
+    """Weights are made relative to the maxima of a tile's first blocks; where those are outgrown it is done again."""
+
+    @property
+    def warpgroups(self) -> int:
+        """That compute: consumers."""
+        return self.tile_m // WARPGROUP_ROWS
+
+    @property
+    def counts(self) -> bool:
+        """True if a counter in device memory gives out tiles."""
+        return self.scheduler == "dynamic"
+
+    @property
+    def registers(self) -> int:
+        """Per thread at launch. Of these the producer gives most to the consumers."""
+        return {2: 168, 3: 128}[self.warpgroups]
+
+
+# ---------------------------------------------------------------- what fits
+
+
+def pieces_of(head_dim: int) -> tuple[int, int]:
+    """Columns of the one or two pieces that head_dim is computed in, powers of two; the second is 0 where one does."""
+    return saving_widths(head_dim) or (one_width(head_dim), 0)
+
+
+def smem_bytes(config: GluonConfig, problem: Problem) -> int:
+    """Shared memory of a block: slots of Q, stages of K and V, and no more than `BOOKKEEPING_BYTES` beside them."""
+    rows = config.q_slots * config.tile_m + config.stages * config.tile_n
+    return rows * sum(pieces_of(problem.head_dim)) * ELEMENT_BYTES + BOOKKEEPING_BYTES
+
+
+def registers_at_least(config: GluonConfig, problem: Problem) -> int:
+    """32-bit registers a consumer's thread needs for output, scores and weights; the rest comes on top."""
+    return sum(pieces_of(problem.head_dim)) // 2 + config.tile_n // 2 + config.tile_n // 4
+
+
+def why_not_fit(problem: Problem, arch: Arch, config: GluonConfig) -> tuple[Reason, ...]:
+    """Every reason why `config` cannot run `problem` on `arch`; dtype, head_dim and alignment are the capability's."""
+    if wrong := limits.failed(limits.limit_checks(config)):
+        return wrong
+    registers, most = registers_at_least(config, problem), REGISTERS_MAX[config.warpgroups]
+    got = f"{registers} registers for output, scores and weights ({config})"
+    allowed = f"up to {most} with {config.warpgroups} warpgroups"
+    sizes = limits.size_checks(config, arch, smem_bytes(config, problem), query_tiles(problem, config.tile_m))
+    return limits.failed(((registers <= most, got, allowed), *sizes))
+
+
+# ---------------------------------------------------------------- a launch
+
+_OF_CONFIG = ("tile_n", "warpgroups", "stages", "q_slots", "pingpong")
+"""Constants that a config has by the same name."""
+
+
+def constants_of(
+    problem: Problem, config: GluonConfig, *, ragged: bool, score: LoweredScore | None = None
+) -> GluonConstants:
+    """The constants of the kernel."""
+    wide, narrow = pieces_of(problem.head_dim)
+    if score is not None and problem.is_banded and not problem.is_two_sided:
+        score = under_diagonal(score)
+    spare = REGISTERS_MAX[config.warpgroups] - registers_at_least(config, problem)
+    return GluonConstants(
+        banded=problem.is_banded,
+        two_sided=problem.is_two_sided,
+        has_sinks=problem.has_sinks,
+        ragged=ragged,
+        scale_sign=problem.scale_sign,
+        head_dim=problem.head_dim,
+        wide=wide,
+        narrow=narrow,
+        is_persistent=config.scheduler != "one_tile",
+        is_dynamic=config.counts,
+        lazy_max=config.lazy_max and (score is None or follows_distance(score)),
+        score=score,
+        loads_early=score is not None and spare >= config.tile_n // 2,
+        packed=problem.packing is not None,
+        **{name: getattr(config, name) for name in _OF_CONFIG},
+    )
+
+
+def descriptors(problem: Problem, rows_of: Mapping[str, int]) -> dict[str, Parameter]:
+    """Tensor maps of tensors by their names, of so many rows of one head, then those of the narrow piece, or None."""
+    found: dict[str, Parameter] = {}
+    for piece, columns in zip(("map", "narrow"), pieces_of(problem.head_dim), strict=True):
+        for name, rows in rows_of.items():
+            layout = problem.layouts[name] if problem.packing is None else ragged(problem.layouts[name])
+            described = Descriptor(of=name, layout=layout, rows=rows, columns=columns)
+            found[f"{name}_{piece}"] = given(columns > 0, described)
+    return found
+
+
+def has_end(plan: Plan) -> bool:
+    """True where the last block of keys may not be full."""
+    config = plan.config
+    assert config is not None
+    return plan.problem.packing is not None or plan.problem.seq_kv % config.tile_n != 0
+
+
+def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
+    problem, config = launch.problem, launch.config
+    packing, tiles = problem.packing, -(-problem.seq_q // config.tile_m)
+    if packing is not None:
+        tiles = packing.tiles_max(problem.seq_q, config.tile_m)
+    # As on its GPUs, also where it is interpreted: with their tanh.
+    lowered = lowered_of_pairs(problem, ARCHS[ARCHES[0]])
+    rows: dict[str, Parameter] = {
+        **descriptors(problem, {"q": 64, "k": config.tile_n, "v": config.tile_n, "out": 64}),
+        "lse": Tensor(of="lse"),
+        "sinks": sinks_row(problem),
+        "query_list": given(packing is not None, Tensor(of="query_list")),
+        "counter": given(config.counts, Tensor(of=abi.WORKSPACE)),
+        "aux": aux_row(problem, lowered),
+        "scale": factor_row(problem, problem.scale_log2),
+        **integers(
+            seq_q=problem.seq_q,
+            seq_kv=problem.seq_kv,
+            heads_q=problem.heads_q,
+            group=problem.group,
+            tiles=tiles,
+            heads=problem.batch * problem.heads_q,
+            together=heads_side_by_side(problem),
+        ),
+        **reach_rows(problem),
+        "C": Constant(value=constants_of(problem, config, ragged=launch.assumed.flag, score=lowered)),
+    }
+    blocks = query_tiles(problem, config.tile_m)
+    table = KernelTable(
+        kernel="attention_forward",
+        grid=blocks if config.scheduler == "one_tile" else min(blocks, launch.multiprocessors),
+        # Four warps are the first consumer's; the compiler adds those of the other partitions.
+        options={"num_warps": 4, "maxnreg": config.registers, "launch_pdl": True, "enable_fp_fusion": True},
+        rows=rows,
+    )
+    return (table,)
+
+
+# ---------------------------------------------------------------- configs worth timing
+
+_TILES: Mapping[int, tuple[tuple[int, int, int], ...]] = {
+    64: ((192, 128, 2), (192, 64, 2), (192, 64, 3), (128, 128, 2)),
+    96: ((192, 64, 2), (128, 128, 2), (128, 64, 2)),
+    128: ((192, 64, 2), (128, 128, 2), (128, 64, 2)),
+    192: ((128, 64, 2), (128, 64, 1), (128, 128, 1)),
+    256: ((128, 64, 1), (128, 32, 2)),
+}
+"""(tile_m, tile_n, q_slots) by the widest head_dim of a class: one that has as many columns, and registers for as many
+keys."""
+
+
+def class_of(head_dim: int) -> int | None:
+    """The widest head_dim of those that are tuned together with this one; None beyond all."""
+    return next((widest for widest in _TILES if head_dim <= widest), None)
+
+
+def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[GluonConfig]:
+    """Tiles with and without turns, then single changes of the first.
+
+    They have as many stages as the widest head_dim of the class has room for: a rule is for all of it.
+    """
+    widest = class_of(problem.head_dim)
+    if widest is None:
+        return
+    problem = replace(problem, head_dim=widest)
+    found: list[GluonConfig | None] = []
+    for (tile_m, tile_n, q_slots), pingpong in itertools.product(_TILES[widest], (False, True)):
+        config = GluonConfig(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=pingpong, lazy_max=True)
+        found.append(_deepest(config, problem, arch))
+    if (first := found[0]) is not None:
+        found += (replace(first, scheduler=scheduler) for scheduler in SCHEDULERS if scheduler != first.scheduler)
+        found.append(replace(first, lazy_max=False))
+    yield from (it for it in found if it is not None and not why_not_fit(problem, arch, it))
+
+
+def _deepest(config: GluonConfig, problem: Problem, arch: Arch) -> GluonConfig | None:
+    """`config` with as many stages as fit; None where two are too many."""
+    tried = (replace(config, stages=stages) for stages in range(STAGES_MAX, 1, -1))
+    return next((it for it in tried if not why_not_fit(problem, arch, it)), None)
+
+
+FAMILY = TritonFamily(
+    config=GluonConfig,
+    kernels={"attention_forward": "gluon.forward"},
+    tables=_tables,
+    tiles=lambda config: (config.tile_m, 0),
+    areas=lambda problem, config: COUNTER if config.counts else {},
+    candidates=_candidates,
+    flag=lambda plan: has_end(plan) and not plan.problem.is_banded,
+    flag_name="ragged",
+    is_gluon=True,
+    is_emitted=True,
+)

@@ -1,0 +1,169 @@
+"""The Gluon kernels of gradients for Hopper in two passes: dq, then dk and dv.
+
+Each has two warpgroups that compute and a warp that loads by TMA.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from multiattn.plan import abi, limits
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Variant
+from multiattn.plan.config import Config, select
+from multiattn.plan.schedule import heads_side_by_side, key_tiles, kv_heads_of_section, query_tiles
+from multiattn.plan.support import Reason
+from multiattn.problem import Problem
+from multiattn.triton.family import COUNTER, TritonFamily, TritonLaunch
+from multiattn.triton.gluon_backward import (
+    FP32_BYTES,
+    ROW_KERNELS,
+    STATISTICS,
+    TILE_M,
+    columns_of,
+    gradient_constants,
+    statistics_area,
+    statistics_lines,
+    statistics_table,
+    walk_rows,
+)
+from multiattn.triton.gluon_forward import BOOKKEEPING_BYTES, descriptors, has_end
+from multiattn.triton.kernels.constants import OUT_VECTOR
+from multiattn.triton.kernels.gluon.two_pass_constants import TILE_N, TwoPassConstants
+from multiattn.triton.score import lowered_of_pairs
+from multiattn.triton.table import ELEMENT_BYTES, Constant, KernelTable, Parameter, Tensor, aux_row, given, stride_rows
+
+VARIANT = "warp_specialized_two_pass"
+RULES = VARIANT
+"""The name of its rules."""
+WARPGROUPS = 2
+"""That compute, in each kernel; one warp loads."""
+BLOCK_QUERIES = WARPGROUPS * TILE_M
+"""Queries of a tile of the kernel that owns them."""
+WEIGHT_STAGES = 2
+"""Buffers of weights between the warpgroups of the kernel that owns keys."""
+COLUMNS_IN_REGISTERS = 192
+"""The most columns of K or V that a thread holds beside a gradient that has as many."""
+LAUNCH_REGISTERS = 168
+"""A thread's when a kernel begins; the loading warp gives most of its own to the others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GluonTwoPassConfig(Config):
+    """Launch parameters: buffers of both kernels. Tiles are of 64 queries and 64 keys."""
+
+    tile_m: int = limits.limited(limits.one_of(TILE_M))
+    tile_n: int = limits.limited(limits.one_of(TILE_N))
+    q_stages: int = limits.limited(limits.between(2, 8), default=2)
+    """Buffers of Q, with lse and delta of their queries, where gradients of keys are made."""
+    dout_stages: int = limits.limited(limits.between(2, 8), default=2)
+    """The same of dO."""
+    k_stages: int = limits.limited(limits.between(2, 8), default=2)
+    """Buffers of K where gradients of queries are made."""
+    v_stages: int = limits.limited(limits.between(1, 8), default=1)
+    """The same of V."""
+    kv_in_registers: bool = False
+    """K and V are read into registers once a tile, where gradients of keys are made."""
+
+
+def smem_bytes(config: GluonTwoPassConfig, problem: Problem) -> int:
+    """Shared memory of a block of the kernel that takes more, and no more than `BOOKKEEPING_BYTES` beside it."""
+    tile = TILE_N * columns_of(problem) * ELEMENT_BYTES
+    weights = WEIGHT_STAGES * TILE_M * TILE_N * ELEMENT_BYTES
+    statistics = config.q_stages * STATISTICS * TILE_M * FP32_BYTES
+    of_keys = (2 + config.q_stages + config.dout_stages) * tile + weights + statistics
+    of_queries = (2 * WARPGROUPS + config.k_stages + config.v_stages) * tile
+    return max(of_keys, of_queries) + BOOKKEEPING_BYTES
+
+
+def why_not_fit(problem: Problem, arch: Arch, config: GluonTwoPassConfig) -> tuple[Reason, ...]:
+    """Every reason why `config` cannot run `problem` on `arch`; dtype, head_dim and alignment are the capability's."""
+    if wrong := limits.failed(limits.limit_checks(config)):
+        return wrong
+    columns, most = columns_of(problem), COLUMNS_IN_REGISTERS
+    kept = (not config.kv_in_registers or columns <= most, f"kv_in_registers with {columns} columns", f"up to {most}")
+    blocks = max(key_tiles(problem, TILE_N), query_tiles(problem, TILE_M))
+    return limits.failed((kept, *limits.size_checks(config, arch, smem_bytes(config, problem), blocks)))
+
+
+_OF_CONFIG = ("q_stages", "dout_stages", "k_stages", "v_stages", "kv_in_registers")
+"""Constants that a config has by the same name."""
+
+
+def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
+    """Statistics of queries, gradients of queries, gradients of keys."""
+    passes = (_table(launch, by_keys=by_keys) for by_keys in (False, True))
+    return (statistics_table(launch, has_sums=False), *passes)
+
+
+def _table(launch: TritonLaunch, *, by_keys: bool) -> KernelTable:
+    """The kernel whose blocks own keys, or queries."""
+    problem, config = launch.problem, launch.config
+    owned = ("dk", "dv") if by_keys else ("dq",)
+    strides = {"dq": problem.strides_out, "dk": problem.strides_dk, "dv": problem.strides_dv}
+    length, rows_of_tile, tile_list = problem.seq_q, BLOCK_QUERIES, "query_list"
+    if by_keys:
+        length, rows_of_tile, tile_list = problem.seq_kv, TILE_N, "key_list"
+    packing, tiles = problem.packing, -(-length // rows_of_tile)
+    if packing is not None:  # both lists have tiles of 64
+        tiles = packing.tiles_max(length, TILE_N)
+    together = heads_side_by_side(problem)
+    if by_keys:
+        together = kv_heads_of_section(problem, launch.arch, tiles_of_head=tiles)
+    heads = problem.batch * (problem.heads_kv if by_keys else problem.heads_q)
+    lowered = lowered_of_pairs(problem, launch.arch)
+    constants = TwoPassConstants(
+        by_keys=by_keys,
+        **gradient_constants(problem, ragged=launch.assumed.flag, score=lowered),
+        **{name: getattr(config, name) for name in _OF_CONFIG},
+    )
+    rows: dict[str, Parameter] = {
+        **descriptors(problem, dict.fromkeys(("q", "dout", "k", "v"), 64)),
+        "statistics": statistics_lines(problem) if by_keys else Tensor(of="statistics"),
+        **{name: Tensor(of=name) for name in owned},
+        tile_list: given(packing is not None, Tensor(of=tile_list)),
+        "counter": Tensor(of=abi.WORKSPACE),
+        "aux": aux_row(problem, lowered),
+        **{f"{name}_strides": stride_rows(name, strides[name], OUT_VECTOR) for name in owned},
+        **walk_rows(problem, tiles=tiles, heads=heads, together=together),
+        "C": Constant(value=constants),
+    }
+    blocks = key_tiles(problem, TILE_N) if by_keys else query_tiles(problem, BLOCK_QUERIES)
+    return KernelTable(
+        kernel="gradients_of_own_keys" if by_keys else "gradient_of_own_queries",
+        grid=min(blocks, launch.multiprocessors),
+        # Four warps are the first consumer's; the compiler adds those of the other partitions.
+        options={"num_warps": 4, "maxnreg": LAUNCH_REGISTERS, "launch_pdl": True, "enable_fp_fusion": True},
+        rows=rows,
+    )
+
+
+def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[GluonTwoPassConfig]:
+    """The rule's, then with K and V elsewhere, and with a buffer more or less of each kind."""
+    rule, _ = select(variant.rules, problem, arch)
+    if rule is None:
+        return
+    first = rule.config
+    yield first
+    yield replace(first, kv_in_registers=not first.kv_in_registers)
+    for name, more in itertools.product(("q_stages", "dout_stages", "k_stages", "v_stages"), (1, -1)):
+        yield replace(first, **{name: getattr(first, name) + more})
+
+
+FAMILY = TritonFamily(
+    config=GluonTwoPassConfig,
+    kernels={
+        **ROW_KERNELS,
+        "gradient_of_own_queries": "gluon.backward_two_pass_queries",
+        "gradients_of_own_keys": "gluon.backward_two_pass_keys",
+    },
+    tables=_tables,
+    tiles=lambda config: (config.tile_m, config.tile_n),
+    areas=lambda problem, config: {**statistics_area(problem), **COUNTER},
+    candidates=_candidates,
+    flag=has_end,
+    flag_name="ragged",
+    is_gluon=True,
+)

@@ -1,0 +1,230 @@
+"""Both directions of the plain Triton kernels: the config of one kernel, its constants, the table of its parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
+from multiattn.layout import VECTOR_BYTES
+from multiattn.plan import limits
+from multiattn.plan.arch import Arch
+from multiattn.plan.config import Config
+from multiattn.plan.schedule import key_tiles, one_width, query_tiles
+from multiattn.problem import Problem
+from multiattn.score.expression import ONE
+from multiattn.triton.family import ASYNCHRONOUS, TritonLaunch
+from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants
+from multiattn.triton.score import lowered_score
+from multiattn.triton.table import (
+    ELEMENT_BYTES,
+    INT32,
+    NONE,
+    Constant,
+    Descriptor,
+    Integer,
+    KernelTable,
+    Parameter,
+    Tensor,
+    aux_row,
+    factor_row,
+    given,
+    integers,
+    item_row,
+    reach_rows,
+    sinks_row,
+    stride_rows,
+)
+from multiattn.validate import LOG2_E
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TritonConfig(Config):
+    """Tiles of one kernel and what Triton's compiler is told."""
+
+    tile_m: int = limits.limited(limits.powers_of_two(16, 256))
+    tile_n: int = limits.limited(limits.powers_of_two(16, 256))
+    warps: int = limits.limited(limits.powers_of_two(1))
+    stages: int = limits.limited(limits.AT_LEAST_1)
+    """Blocks of keys in flight; 1 switches the pipeline off."""
+    heads_together: int = limits.limited(limits.AT_LEAST_1, default=1)
+    """Heads whose tiles alternate in launch order: 1 walks one head after the other, more suits a mask."""
+    registers: int | None = None
+    """Most registers per thread; None leaves it to the compiler."""
+
+
+def tiles(tile_m: int, tile_n: int, warps: int, stages: int, **more: Any) -> TritonConfig:
+    """A config in short."""
+    return TritonConfig(tile_m=tile_m, tile_n=tile_n, warps=warps, stages=stages, **more)
+
+
+C = TypeVar("C", bound=TritonConfig)
+
+
+def within_blocks(config: C, problem: Problem) -> C:
+    """The config with tiles that divide the blocks of a block mask."""
+    if (blocks := problem.blocks) is None:
+        return config
+    return replace(config, tile_m=math.gcd(config.tile_m, blocks.queries), tile_n=math.gcd(config.tile_n, blocks.keys))
+
+
+# ---------------------------------------------------------------- what fits
+
+
+def smem_bytes(problem: Problem, arch: Arch, config: TritonConfig) -> int:
+    """Shared memory that the tiles of q, k and v take; the compiler adds barriers and scratch of a few KiB.
+
+    One more block of keys is held where the tensor cores read it in the background.
+    """
+    in_flight = config.stages if arch.name in ASYNCHRONOUS else config.stages - 1
+    blocks = 2 * in_flight if config.stages > 1 else 1  # with nothing in flight V takes the place of K
+    rows = config.tile_m + config.tile_n * blocks
+    return rows * one_width(problem.head_dim) * ELEMENT_BYTES
+
+
+def checks_by_queries(problem: Problem, arch: Arch, config: TritonConfig, more_bytes: int = 0) -> list[limits.Check]:
+    """Checks of a kernel whose programs own queries, and that needs so many bytes more than `smem_bytes`."""
+    programs, needed = query_tiles(problem, max(config.tile_m, 1)), smem_bytes(problem, arch, config) + more_bytes
+    return [*limits.limit_checks(config), *limits.size_checks(config, arch, needed, programs)]
+
+
+# ---------------------------------------------------------------- a kernel of a launch
+
+_NAMES: Mapping[str, str] = {
+    "attention_forward": """
+        q k v out lse scale seq_q seq_kv heads
+        q_strides k_strides v_strides out_strides left right sinks aux lists entries tiles C""",
+    "prepare_rows": "out dout dlse delta dq_sum dlse_rows seq_q heads_q batch_heads out_strides C",
+    "finish_dq": "dq_sum dq grad_factor seq_q heads_q batch_heads dq_strides C",
+    "gradient_of_queries": """
+        q k v out lse dout dlse dq delta score_factor grad_factor dlse_rows seq_q seq_kv heads
+        q_strides k_strides v_strides out_strides left right aux lists entries tiles C""",
+    "gradients_of_keys": """
+        q k v lse dout delta dq_sum dk dv score_factor grad_factor seq_q seq_kv heads
+        q_strides k_strides v_strides dout_strides dk_strides dv_strides left right aux daux lists entries tiles C""",
+}
+"""The parameters of each kernel, in order."""
+_OF_KEYS, _OF_QUERIES = ("k", "v"), ("q", "dout", "dq_sum")
+"""The tensors that a program walks over if it owns queries, or keys: by descriptors where the variant has them."""
+_GIVEN = ("q", "k", "v")
+"""Tensors of the caller's, which may be less aligned than our own."""
+
+
+def table_of(kernel: str, launch: TritonLaunch, constants: TileConstants, options: Mapping[str, Any]) -> KernelTable:
+    """The table of a kernel. Without a dlse it is given any pointer, to no rows."""
+    problem, has_dlse = launch.problem, launch.has_dlse
+    known, by_keys = problem.layouts, kernel == "gradients_of_keys"
+    described = (_OF_QUERIES if by_keys else _OF_KEYS) if constants.descriptor else ()
+    alignment = constants.vector * ELEMENT_BYTES
+    # The small kernels take rows as they come, whatever sequence they are of.
+    tiled = problem if constants.packed else replace(problem, packing=None)
+    grid = key_tiles(tiled, constants.tile_n) if by_keys else query_tiles(tiled, constants.tile_m)
+    heads = {
+        "heads_q": Integer(value=problem.heads_q),
+        # Around the loop over queries a loop over the heads of a group would spill 44 times in it (sm90, D=128).
+        "group": Integer(value=problem.group, specialised=by_keys and problem.group == 1),
+        "batch_heads": Integer(value=problem.batch * (problem.heads_kv if by_keys else problem.heads_q)),
+    }
+    fixed: dict[str, Parameter] = {
+        **heads,
+        "heads": heads,
+        **integers(seq_q=problem.seq_q, seq_kv=problem.seq_kv, dlse_rows=problem.seq_q if has_dlse else 0),
+        "scale": factor_row(problem, problem.scale_log2 if constants.step.exp2 else problem.scale_log2 / LOG2_E),
+        "score_factor": factor_row(problem, problem.score_factor),
+        "grad_factor": problem.grad_factor,
+        "dlse": Tensor(of="dlse" if has_dlse else "lse"),
+        **reach_rows(problem),
+        "sinks": sinks_row(problem),
+        "aux": aux_row(problem, constants.score),
+        "daux": _daux(problem, constants),
+        "lists": _lists(problem, by_keys),
+        "entries": given(constants.packed, Tensor(of="key_list" if by_keys else "query_list")),
+        "tiles": Integer(value=grid // heads["batch_heads"].value) if constants.packed else NONE,
+        "C": Constant(value=constants),
+    }
+    if not constants.one_pass:
+        fixed["dq_sum"] = NONE
+
+    def row(name: str) -> Parameter:
+        of = name.removesuffix("_strides")
+        if name in fixed:
+            return fixed[name]
+        if of != name:
+            unit = constants.vector if of in _GIVEN else OUT_VECTOR
+            return NONE if of in described else stride_rows(of, known[of].strides[:3], unit)
+        if name in described:
+            rows = constants.tile_n if name in _OF_KEYS else constants.tile_m
+            return Descriptor(of=name, layout=known[name], rows=rows, columns=constants.head_pad)
+        return Tensor(of=name, is_aligned=name not in _GIVEN or alignment == VECTOR_BYTES)
+
+    rows = {name: row(name) for name in _NAMES[kernel].split()}
+    return KernelTable(kernel=kernel, grid=grid, options=options, rows=rows)
+
+
+def _daux(problem: Problem, constants: TileConstants) -> Parameter:
+    """The sums of gradients of captured tensors."""
+    if problem.score is None or not constants.gradients:
+        return NONE
+    sums = problem.score.gradient_arguments(constants.score)
+    return {name: Tensor(of=it) if isinstance(it, str) else item_row(it, problem) for name, it in sums.items()}
+
+
+def _lists(problem: Problem, by_keys: bool) -> Parameter:
+    """The lists of a block mask, by rows of keys or of queries. Nothing is known of their alignment."""
+    if problem.blocks is None:
+        return NONE
+    it = problem.lists_of(QUERIES_OF_KEYS if by_keys else KEYS_OF_QUERIES)
+    lists = {"counts": it.counts, "indices": it.indices, "full_counts": it.full_counts, "full_indices": it.full_indices}
+    return {
+        **integers(list_batch=it.stride_batch, list_head=it.stride_head, list_columns=it.columns),
+        **{name: Tensor(of=of, is_aligned=False) for name, of in lists.items() if of is not None},
+    }
+
+
+def is_ragged_list(problem: Problem) -> bool:
+    """True if the lists of queries may name keys beyond the end."""
+    if problem.blocks is None:
+        return False
+    return problem.lists_of(KEYS_OF_QUERIES).columns * problem.blocks.keys > problem.seq_kv
+
+
+def is_far(problem: Problem, config: TritonConfig, *, is_backward: bool) -> bool:
+    """True if offsets inside a tile may pass 2^31 elements."""
+    strides = [problem.strides_q, problem.strides_k, problem.strides_v, problem.strides_out]
+    strides += [problem.strides_dk, problem.strides_dv] if is_backward else []
+    return max(of_tensor[2] for of_tensor in strides) * max(config.tile_m, config.tile_n) >= INT32
+
+
+def constants_of(launch: TritonLaunch, config: TritonConfig, **own: Any) -> TileConstants:
+    """The constants of a kernel that walks over tiles."""
+    problem, arch = launch.problem, launch.arch
+    lowered = lowered_score(problem, arch, with_gradients=bool(own.get("gradients")))
+    of_kernel = {
+        "head_dim": problem.head_dim,
+        "head_pad": one_width(problem.head_dim),
+        "tile_m": config.tile_m,
+        "tile_n": config.tile_n,
+        "stages": config.stages,
+        "heads_in_turn": config.heads_together,
+        "vector": launch.assumed.alignment // ELEMENT_BYTES,
+        "far_rows": launch.assumed.flag,
+        "banded": problem.is_banded,
+        "two_sided": problem.is_two_sided,
+        "compiled": arch.is_gpu,
+        "score": lowered,
+        "has_score": problem.has_score,
+        "has_slope": lowered is not None and lowered.slope is not ONE,
+        "blocks": problem.blocks,
+        "packed": problem.packing is not None,
+        "has_mask": lowered is not None and lowered.mask is not None,
+    }
+    return TileConstants(**of_kernel | own)
+
+
+def options_of(config: TritonConfig) -> dict[str, Any]:
+    """For Triton's compiler, beside the constants."""
+    # Without fusion a score costs a multiply and an add; the default of this option changes in Triton 3.10.
+    options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+    return options if config.registers is None else {**options, "maxnreg": config.registers}
