@@ -11,7 +11,7 @@ from cuda_runs import on_cpu, run_forward, with_nvrtc
 
 import multiattn
 from multiattn.cuda import BACKEND, axes, tools
-from multiattn.cuda.configs import CudaConfig, smem_bytes
+from multiattn.cuda.forward_mma import CudaConfig
 from multiattn.cuda.instances import kernels_of
 from multiattn.cuda.source import DEVICE_INCLUDES, files_reached, translation_unit
 from multiattn.cuda.variants import WGMMA
@@ -56,7 +56,7 @@ def test_sanitizers(which):
 
 def test_a_config_that_does_not_fit_is_refused_with_the_numbers():
     problem, config = problem_of(256), CudaConfig(tile_m=128, tile_n=128, warps=8, stages=2)
-    assert smem_bytes(axes.SPLIT_Q, config, problem) == (128 + 4 * 128) * 512
+    assert config.smem_bytes(problem, axes.SPLIT_Q) == (128 + 4 * 128) * 512
     (reason,) = SPLIT_Q.fits(problem, ARCHS["sm90"], config)
     assert (reason.code, reason.allowed) == ("config", "232448 bytes a block on sm90")
     assert "327680 bytes" in reason.got

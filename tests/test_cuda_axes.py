@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from cuda_runs import check_refused, on_cpu, run_forward, run_gxx
 from multiattn import explain, fmha
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q, TILED, Axes, cross_product
-from multiattn.cuda.configs import CudaConfig, why_not
-from multiattn.cuda.instances import forward_traits
+from multiattn.cuda.forward_mma import CudaConfig
+from multiattn.cuda.naming import traits_type
 from multiattn.cuda.variants import SPANNING, VARIANTS
 from multiattn.plan.arch import ARCHS, CPU, GPU_ARCHS
 from multiattn.plan.backend import Plan, find_variant, ladder, make_plan, plan_variant
@@ -138,7 +138,7 @@ def test_python_and_static_asserts_agree_on_every_point_and_config(tmp_path):
     lines = []
     for axes, config, (dtype, head_dim) in asked:
         problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim, dtype=dtype)
-        traits = forward_traits(axes, config, problem)  # a mask and alignment go with everything
+        traits = traits_of(axes, config, problem)  # a mask and alignment go with everything
         lines.append(re.sub(r"ForwardTraits<(\S+, \d+), [\w:]+, \w+, \w+, (.*)", r"Legality<\1, \2::ALL", traits))
     source = '#include "forward_traits.cuh"\n#include <cstdio>\nconst bool legal[] = {' + ",\n".join(lines) + "};\n"
     source += "int main() { for (bool it : legal) std::putchar(it ? '1' : '0'); }\n"
@@ -155,10 +155,18 @@ def test_python_and_static_asserts_agree_on_every_point_and_config(tmp_path):
     assert not wrong, f"{len(wrong)} of {len(asked)}: {wrong[:5]}"
 
 
+def traits_of(axes: Axes, config: CudaConfig, problem: Problem) -> str:
+    return traits_type("ForwardTraits", problem, *config.constants(axes, problem))
+
+
+def _is_refused(axes: Axes, config: CudaConfig, problem: Problem) -> bool:
+    return bool(config.why_not(problem, CPU, asdict(axes))) or problem.dtype not in axes.dtypes
+
+
 def _is_legal(axes: Axes, config: CudaConfig, dtype: str, head_dim: int) -> bool:
     """By the Python rules; registers and shared memory, which `ForwardTraits` counts itself, aside."""
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim, dtype=dtype)
-    reasons = why_not(axes, problem, CPU, config)
+    reasons = config.why_not(problem, CPU, asdict(axes))
     counted = [reason for reason in reasons if "registers for scores" in reason.got]
     return head_dim <= axes.head_dim_max and dtype in axes.dtypes and len(reasons) == len(counted)
 
@@ -177,8 +185,8 @@ def test_a_kernel_of_an_illegal_point_does_not_compile():
         "a thread's registers for": (SPLIT_Q, replace(config, tile_m=256, tile_n=128)),
     }
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=256, dtype="bf16")
-    assert all(why_not(axes, problem, CPU, it) or problem.dtype not in axes.dtypes for axes, it in cases.values())
-    check_refused("forward_traits.cuh", {told: forward_traits(*it, problem) for told, it in cases.items()})
+    assert all(_is_refused(axes, it, problem) for axes, it in cases.values())
+    check_refused("forward_traits.cuh", {told: traits_of(*it, problem) for told, it in cases.items()})
 
 
 # ---------------------------------------------------------------- points, run

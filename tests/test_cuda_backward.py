@@ -12,7 +12,7 @@ from gradient_checks import check, make_tensors, run
 
 from multiattn import Problem
 from multiattn.cuda import BACKEND
-from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
+from multiattn.cuda.backward_mma import BackwardConfig, QueryConfig
 from multiattn.cuda.cpu import host
 from multiattn.cuda.cpu.host import CpuLauncher
 from multiattn.cuda.instances import kernels_of

@@ -11,14 +11,14 @@ from multiattn import fmha, reference
 from multiattn.block_mask import LISTS
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q, TILED
-from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig, config_of
-from multiattn.cuda.configs import CudaConfig
+from multiattn.cuda.backward_mma import BackwardConfig, QueryConfig
 from multiattn.cuda.cpu.host import CpuLauncher
+from multiattn.cuda.forward_mma import CudaConfig
 from multiattn.cuda.instances import kernels_of
-from multiattn.cuda.params import struct_of
+from multiattn.cuda.params import argument_of
 from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import CPU, by_name
-from multiattn.plan.backend import make_plan
+from multiattn.plan.backend import make_plan, variant_of
 from multiattn.plan.support import Unsupported
 from multiattn.problem import problem_of
 
@@ -154,15 +154,15 @@ def test_tiles_are_cut_to_lie_in_one_block():
     for name in ("sm80", "sm90", "sm120"):
         for head_dim in (64, 128, 256):
             _, plan = planned(None, arch=by_name(name), head_dim=head_dim, variant=SPLIT_Q.name)
-            assert config_of(plan) == plan.config
+            assert plan.config in {rule.config for rule in variant_of(plan).rules}
             for variant in ("atomic", "two_pass"):
                 _, plan = planned(None, arch=by_name(name), head_dim=head_dim, direction="backward", variant=variant)
-                assert config_of(plan) == plan.config
+                assert plan.config in {rule.config for rule in variant_of(plan).rules}
     _, plan = planned(None, arch=by_name("sm90"), head_dim=512)
-    assert (config_of(plan).tile_n, plan.config.tile_n, config_of(plan).column_warps) == (128, 256, 4)
+    assert (plan.config.tile_n, plan.config.column_warps) == (128, 4)
     _, plan = planned(None, arch=by_name("sm90"), block=32, direction="backward", variant="two_pass")
     smallest = QueryConfig(tile_m=32, tile_n=32, warps=2, stages=2)
-    assert config_of(plan) == BackwardConfig(tile_m=32, tile_n=32, warps=4, stages=2, dq=smallest)
+    assert plan.config == BackwardConfig(tile_m=32, tile_n=32, warps=4, stages=2, dq=smallest)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,10 @@ def test_who_takes_which_blocks(block, variant, allowed):
 def test_a_launch_hands_over_the_lists():
     """Each pointer by the name of its operand; none of full blocks where no list names any."""
     _, plan = planned(None, mask_mod=document, direction="backward")
-    names = list(struct_of(plan).pointers.values())
+    names = list(argument_of(kernels_of(plan)[1], plan).pointers.values())
     assert [it for it in names if it in ("captured0", *LISTS)] == ["captured0", *LISTS]
     assert kernels_of(plan)[1].name.endswith("_blocks128x128_full")
     few = replace(plan.problem, blocks=plan.problem.blocks._replace(has_full=False), lists=plan.problem.lists[:4])
-    names = list(struct_of(replace(plan, problem=few)).pointers.values())
+    plan = replace(plan, problem=few)
+    names = list(argument_of(kernels_of(plan)[1], plan).pointers.values())
     assert [it for it in names if it in ("captured0", *LISTS)] == ["captured0", *LISTS[:2], *LISTS[4:6]]

@@ -12,12 +12,12 @@ import pytest
 import torch
 from wgmma_plans import CONFIG, plan_of
 
-from multiattn.cuda import BACKEND, wgmma_configs
+from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q
-from multiattn.cuda.backward_configs import dq_sum_bytes
-from multiattn.cuda.configs import smem_bytes
-from multiattn.cuda.instances import launches_of
-from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams, params_of
+from multiattn.cuda.backward_mma import dq_sum_bytes
+from multiattn.cuda.instances import kernels_of, launches_of
+from multiattn.cuda.params import params_of
+from multiattn.cuda.source import BackwardParams, ForwardParams, WgmmaParams
 from multiattn.cuda.tools import probe_nvrtc
 from multiattn.cuda.variants import WGMMA
 from multiattn.operands import Operands
@@ -60,7 +60,7 @@ def test_a_launch_is_what_the_plan_says(driver):
     assert [launched.function] == driver.resident
     assert launched.grid == (8 * math.ceil(300 / plan.config.tile_m), 1, 1)
     assert launched.block == (plan.config.threads, 1, 1)
-    needed = smem_bytes(SPLIT_Q, plan.config, plan.problem)
+    needed = plan.config.smem_bytes(plan.problem, SPLIT_Q)
     assert (launched.smem_bytes, launched.stream, launched.overlaps) == (needed, 70, False)
     assert driver.attributes == [(8, needed, launched.function, driver_fakes.DEVICE)]
     pointers = [params.q, params.k, params.v, params.out, params.lse]
@@ -75,7 +75,7 @@ def test_a_launch_on_hopper_has_tensor_maps_and_a_counter(hopper):
     launch(Operands(q, k, v, out, lse))
     ((launched,), (params,), (kernel,)) = hopper.launched, hopper.structs, hopper.kernels
     assert kernel.startswith("forward_wgmma_bf16_d64_causal_")
-    needed = wgmma_configs.smem_bytes(CONFIG, plan.problem)
+    needed = CONFIG.smem_bytes(plan.problem)
     assert (launched.function, launched.grid, launched.block) == (hopper.resident[0], (24, 1, 1), (384, 1, 1))
     assert (launched.smem_bytes, launched.stream, launched.overlaps) == (needed, 70, True)
     assert launched.places[0] % abi.TENSOR_MAP_ALIGNMENT == 0
@@ -168,7 +168,7 @@ def test_what_is_compiled_ahead_is_compiled_at_one_time_and_not_again(monkeypatc
 def test_the_sign_of_the_scale_is_apart(scale, sign):
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=4, head_dim=8, scale=scale)
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], variant=SPLIT_Q.name, probe=False)
-    params = params_of(plan)
+    params = params_of(kernels_of(plan)[-1], plan)
     assert (params.scale_sign, params.scale_log2) == (sign, pytest.approx(problem.scale_log2))
     assert params.scale_log2 >= torch.finfo(torch.float32).tiny
 
@@ -178,4 +178,4 @@ def test_heads_share_l2_in_whole_groups():
         problem = Problem.contiguous(batch=1, heads_q=2 * heads_kv, heads_kv=heads_kv, seq_q=4, seq_kv=seq_kv,
                                      head_dim=128)  # fmt: skip
         plan = make_plan(BACKEND, problem, ARCHS["sm90"], variant=SPLIT_Q.name, probe=False)
-        assert params_of(plan).heads_per_section == expected
+        assert params_of(kernels_of(plan)[-1], plan).heads_per_section == expected

@@ -16,8 +16,8 @@ from multiattn.cuda import axes as points
 from multiattn.cuda.bind import bind
 from multiattn.cuda.cpu import host
 from multiattn.cuda.instances import kernels_of, launches_of, list_launch
-from multiattn.cuda.params import ListParams, params_of
-from multiattn.cuda.source import translation_unit
+from multiattn.cuda.params import params_of
+from multiattn.cuda.source import ListParams, translation_unit
 from multiattn.operands import Options
 from multiattn.packed import LIST_FIELDS, TILE_LISTS, PackingSpec
 from multiattn.plan.arch import ARCHS
@@ -191,7 +191,7 @@ def test_a_launch_lists_its_tiles_first_in_memory_of_its_own(monkeypatch, tmp_pa
     operands = operands._replace(out=torch.empty(1, 4, q.shape[0], 64), lse=torch.empty(1, 4, q.shape[0]))
     problem = Problem.of_operands(operands, options)
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], variant=points.SPLIT_Q.name, probe=False)
-    driver = cuda_fakes.install(monkeypatch, tmp_path, type(params_of(plan)))
+    driver = cuda_fakes.install(monkeypatch, tmp_path, type(params_of(kernels_of(plan)[-1], plan)))
     BACKEND.forward.prepare(plan)(operands)
     assert driver.kernels == [it.kernel.name for it in launches_of(plan)]
     assert [it.grid[0] for it in driver.launched] == [it.blocks for it in launches_of(plan)]

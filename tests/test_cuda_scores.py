@@ -12,16 +12,15 @@ from cuda_runs import on_cpu
 from multiattn import fmha, fmha_backward, reference, reference_backward
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q, Axes
-from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
+from multiattn.cuda.backward_mma import BackwardConfig, QueryConfig
 from multiattn.cuda.bind import bind
-from multiattn.cuda.configs import CudaConfig
 from multiattn.cuda.cpu import host
+from multiattn.cuda.forward_mma import CudaConfig
+from multiattn.cuda.forward_wgmma import WgmmaConfig
 from multiattn.cuda.instances import kernels_of, launches_of
-from multiattn.cuda.params import ForwardParams
 from multiattn.cuda.score import lowered_of, text_of, with_aux
-from multiattn.cuda.source import translation_unit
+from multiattn.cuda.source import ForwardParams, translation_unit
 from multiattn.cuda.variants import WGMMA
-from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.inspect.facts import read_plan
 from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import by_name

@@ -14,9 +14,9 @@ from cuda_runs import check_refused, on_cpu, with_nvrtc
 from multiattn import explain
 from multiattn.cuda import BACKEND
 from multiattn.cuda.cpu.host import CpuLauncher
+from multiattn.cuda.decode_wgmma import SplitWgmmaConfig
+from multiattn.cuda.family import areas_of
 from multiattn.cuda.instances import launches_of
-from multiattn.cuda.params import areas_of
-from multiattn.cuda.split_wgmma_configs import SplitWgmmaConfig, box_rows, kept_steps, smem_bytes, why_not
 from multiattn.cuda.variants import SPLIT_KEYS, SPLIT_KEYS_WGMMA, WGMMA
 from multiattn.inspect.sass import hot_loops, parse, parted_arrivals
 from multiattn.kvcache import Where, with_cache
@@ -61,7 +61,7 @@ def cached(page: int | None = 64, *, head_dim: int = 128, group: int = 8, querie
     ids=str,
 )
 def test_a_config_that_no_kernel_is_made_for_says_why(changed, got, allowed):
-    reasons = why_not(cached(192 if changed.get("tile_n", 64) > 128 else 64), SM90, replace(CONFIG, **changed))
+    reasons = replace(CONFIG, **changed).why_not(cached(192 if changed.get("tile_n", 64) > 128 else 64), SM90)
     assert {reason.code for reason in reasons} == {"config"}
     assert any(got in reason.got and allowed in reason.allowed for reason in reasons)
 
@@ -70,12 +70,12 @@ def test_a_config_that_no_kernel_is_made_for_says_why(changed, got, allowed):
     ("page", "tile_n", "rows"), [(None, 128, 128), (256, 128, 128), (64, 128, 64), (16, 128, 16), (48, 128, 16)]
 )
 def test_a_box_is_what_no_page_and_no_tile_ends_within(page, tile_n, rows):
-    assert box_rows(replace(CONFIG, tile_n=tile_n), cached(page)) == rows
+    assert replace(CONFIG, tile_n=tile_n).keys_of_box(cached(page)) == rows
 
 
 def test_registers_are_kept_for_as_much_of_q_as_has_room():
     kept = replace(CONFIG, q_in_registers=True)
-    assert [kept_steps(it, cached()) for it in (CONFIG, kept, replace(kept, tile_m=192))] == [0, 8, 4]
+    assert [it.kept_steps(cached()) for it in (CONFIG, kept, replace(kept, tile_m=192))] == [0, 8, 4]
 
 
 # ---------------------------------------------------------------- choice
@@ -127,12 +127,12 @@ def test_it_takes_what_has_more_rows_than_mma_sync_reads_keys_for(problem, varia
 def test_pages_that_tma_cannot_walk_are_gathered(page):
     plan = explain(cached(page), backend="cuda", variant=SPLIT_KEYS_WGMMA.name, arch="sm90")
     assert plan.config.gathers
-    (reason,) = why_not(cached(page), SM90, replace(plan.config, gathers=False))
+    (reason,) = replace(plan.config, gathers=False).why_not(cached(page), SM90)
     assert (reason.code, reason.got, reason.allowed) == ("page", f"pages of {page} keys", "multiples of 8")
 
 
 def test_pages_that_are_more_boxes_than_lanes_are_a_reason():
-    (reason,) = why_not(cached(8, head_dim=256), SM90, replace(CONFIG, tile_n=80))
+    (reason,) = replace(CONFIG, tile_n=80).why_not(cached(8, head_dim=256), SM90)
     assert (reason.code, reason.got) == ("page", "40 boxes for 80 keys in pages of 8")
 
 
@@ -375,7 +375,7 @@ def test_a_kernel_of_an_illegal_config_does_not_compile():
     problem, refused = cached(8), {}
     for message, changed in cases.items():
         config = replace(CONFIG, **changed)
-        assert why_not(problem, CPU, config)
+        assert config.why_not(problem, CPU)
         refused[message] = launches_of(replace(plan_of(problem, CONFIG), config=config))[0].kernel.traits
     check_refused("split_keys_wgmma_traits.cuh", refused)
 
@@ -401,7 +401,7 @@ def test_compiles_without_a_gpu(problem, changed):
     plan = plan_of(problem)
     plan = plan_of(problem, replace(plan.config, splits=1, **changed))
     (compiled,) = BACKEND.forward.export(plan, ())
-    assert compiled.dynamic_smem_bytes == smem_bytes(plan.config, problem)
+    assert compiled.dynamic_smem_bytes == plan.config.smem_bytes(problem)
     if (text := disassemble(compiled.cubin)) is not None:
         code = parse(text)
         assert not parted_arrivals(code)

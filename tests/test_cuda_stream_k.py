@@ -9,10 +9,11 @@ from cuda_runs import on_cpu
 from gradient_checks import check, make_tensors
 
 from multiattn.cuda import BACKEND
+from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
+from multiattn.cuda.family import areas_of
 from multiattn.cuda.instances import launches_of
-from multiattn.cuda.params import areas_of, numbers_of
+from multiattn.cuda.params import numbers_of
 from multiattn.cuda.stream_k import LEAST_RANGE_STEPS, LEAST_SHARE_STEPS, Divided, division_of
-from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig
 from multiattn.inspect.facts import read_plan
 from multiattn.packed import PackingSpec
 from multiattn.plan.arch import ARCHS, CPU

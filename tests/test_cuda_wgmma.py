@@ -16,14 +16,14 @@ from bench.record import example_score
 from multiattn import explain
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q
-from multiattn.cuda.candidates import SHAPES, wgmma_candidates
-from multiattn.cuda.configs import CudaConfig
-from multiattn.cuda.instances import launches_of
-from multiattn.cuda.params import BackwardParams, ForwardParams, WgmmaParams, params_of
+from multiattn.cuda.forward_mma import CudaConfig
+from multiattn.cuda.forward_wgmma import SHAPES
+from multiattn.cuda.instances import kernels_of, launches_of
+from multiattn.cuda.params import params_of
 from multiattn.cuda.rules.hopper import WGMMA_RULES
-from multiattn.cuda.tensor_maps import tensor_maps
-from multiattn.cuda.variants import SPANNING, WGMMA
-from multiattn.cuda.wgmma_configs import kept_steps, registers_at_least, why_not
+from multiattn.cuda.source import BackwardParams, ForwardParams, WgmmaParams
+from multiattn.cuda.variants import SPANNING, WGMMA, candidates
+from multiattn.cuda.wgmma import tensor_maps
 from multiattn.plan.arch import CPU
 from multiattn.plan.backend import find_variant, make_plan, plan_variant
 from multiattn.problem import Problem
@@ -51,7 +51,7 @@ from multiattn.problem import Problem
 )
 def test_a_config_that_no_kernel_is_made_for_says_why(changed, got, allowed):
     head_dim = 256 if changed.get("stages") == 16 else 64
-    (reason,) = why_not(problem_of(head_dim), SM90, replace(CONFIG, **changed))
+    (reason,) = replace(CONFIG, **changed).why_not(problem_of(head_dim), SM90)
     assert reason.code == "config"
     assert got in reason.got
     assert allowed in reason.allowed
@@ -65,20 +65,20 @@ def test_a_config_of_another_kernel_is_a_reason():
 
 
 def test_registers_are_output_scores_weights_and_kept_q():
-    assert registers_at_least(CONFIG, problem_of(128)) == 64 + 32 + 16
-    assert registers_at_least(replace(CONFIG, tile_n=176), problem_of(128)) == 64 + 88 + 44
+    assert CONFIG.registers_at_least(problem_of(128)) == 64 + 32 + 16
+    assert replace(CONFIG, tile_n=176).registers_at_least(problem_of(128)) == 64 + 88 + 44
     with_q = replace(CONFIG, q_in_registers=True)
-    assert registers_at_least(with_q, problem_of(72)) == 36 + 32 + 16 + 20
-    assert [kept_steps(with_q, problem_of(256, causal=it)) for it in (False, True)] == [5, 4]
-    assert registers_at_least(with_q, problem_of(256)) == 128 + 32 + 16 + 20
-    assert kept_steps(CONFIG, problem_of(72)) == 0
+    assert with_q.registers_at_least(problem_of(72)) == 36 + 32 + 16 + 20
+    assert [with_q.kept_steps(problem_of(256, causal=it)) for it in (False, True)] == [5, 4]
+    assert with_q.registers_at_least(problem_of(256)) == 128 + 32 + 16 + 20
+    assert CONFIG.kept_steps(problem_of(72)) == 0
     three = replace(CONFIG, tile_m=192, tma_store=False)
-    assert [registers_at_least(three, problem_of(144, causal=it)) for it in (False, True)] == [120, 140]
+    assert [three.registers_at_least(problem_of(144, causal=it)) for it in (False, True)] == [120, 140]
 
 
 def test_every_way_that_a_gpu_tries_is_legal():
     """Where there is no GPU, too: tests/test_gpu_hopper.py would fail as a whole."""
-    assert not any(why_not(problem_of(head_dim, causal=causal), SM90, config) for head_dim, causal, config in ways())
+    assert not any(config.why_not(problem_of(head_dim, causal=causal), SM90) for head_dim, causal, config in ways())
 
 
 def test_the_suites_that_are_swept_have_a_head_dim_of_each_class():
@@ -122,9 +122,9 @@ def test_modified_scores_have_rules_of_their_own_with_exact_maxima(reads_keys):
         plan = explain(problem, backend="cuda", arch="sm90")
         assert (plan.variant, plan.config.lazy_max) == (WGMMA.name, False)
         assert not reads_keys or plan.config.tile_n <= 64
-        (reason,) = why_not(problem, SM90, replace(plan.config, lazy_max=True))
+        (reason,) = replace(plan.config, lazy_max=True).why_not(problem, SM90)
         assert (reason.got, reason.allowed) == ("lazy_max with an expression for scores", "exact maxima")
-        assert not any(it.lazy_max for it in wgmma_candidates(WGMMA, problem, SM90))
+        assert not any(it.lazy_max for it in candidates(WGMMA, problem, SM90))
 
 
 def test_on_a_cpu_it_must_be_named():
@@ -160,7 +160,7 @@ def test_a_persistent_grid_is_as_large_as_the_device_and_of_whole_clusters():
     plan = plan_of(problem_of(), replace(CONFIG, scheduler="static", cluster=2))
     (launch,) = launches_of(plan)
     assert [launch.grid(it) for it in (5, 132)] == [4, 4 * 2 * 4]
-    assert (params_of(plan).forward.tiles, launch.kernel.cluster) == (4, 2)
+    assert (params_of(kernels_of(plan)[-1], plan).forward.tiles, launch.kernel.cluster) == (4, 2)
     maps = tensor_maps(plan.problem, plan.config.box_rows(plan.problem))
     assert [it.box.extents[2] for it in maps.values()] == [128, 32, 32, 64]
 

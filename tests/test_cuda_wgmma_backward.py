@@ -10,10 +10,11 @@ from cuda_runs import on_cpu
 from gradient_checks import check, make_tensors
 
 from multiattn.cuda import BACKEND
+from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
+from multiattn.cuda.family import areas_of
 from multiattn.cuda.instances import launches_of
-from multiattn.cuda.params import areas_of, numbers_of, struct_of
+from multiattn.cuda.params import argument_of, numbers_of
 from multiattn.cuda.variants import BACKWARD_VARIANTS
-from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig, why_not
 from multiattn.packed import RAGGED_ROWS, PackingSpec
 from multiattn.plan.arch import ARCHS, CPU
 from multiattn.plan.backend import Plan, make_plan
@@ -157,7 +158,7 @@ def test_workspace_is_four_bytes_an_element_of_q_and_eight_a_query():
 
 def test_each_kernel_is_told_where_its_tensors_are():
     plan = plan_of(problem_of())
-    prepare, keys, convert = (struct_of(plan, it.kernel.params) for it in launches_of(plan))
+    prepare, keys, convert = (argument_of(it.kernel, plan) for it in launches_of(plan))
     assert {it.tensor for it in keys.maps.values()} == {"q", "k", "v", "dout"}
     assert {"statistics", "workspace", "dq_sum"} <= set(prepare.pointers.values())
     assert not convert.maps
@@ -201,7 +202,7 @@ def test_a_section_of_large_groups_has_tiles_for_all_blocks(heads_q, heads_kv, b
     ],
 )
 def test_a_config_that_cannot_run_is_refused_with_what_can(head_dim, config, allowed):
-    reasons = why_not(problem_of(head_dim), SM90, config)
+    reasons = config.why_not(problem_of(head_dim), SM90)
     assert any(allowed in reason.allowed for reason in reasons), reasons
 
 
@@ -209,7 +210,7 @@ def test_tensors_that_a_tensor_map_cannot_walk_are_refused():
     problem = Problem.contiguous(
         batch=1, heads_q=1, seq_q=RAGGED_ROWS + 1, head_dim=64, packing=PackingSpec(1), dtype="bf16"
     )
-    assert any("packed batch" in reason.got for reason in why_not(problem, SM90, KEPT))
+    assert any("packed batch" in reason.got for reason in KEPT.why_not(problem, SM90))
 
 
 def test_what_it_does_not_take_runs_in_two_passes():
@@ -225,4 +226,4 @@ def test_the_rules_fit():
     for rule in WGMMA.rules:
         for head_dim in range(8, min(rule.head_dim_max, 128) + 8, 8):
             if head_dim >= rule.head_dim_min:
-                assert not why_not(problem_of(head_dim), SM90, rule.config)
+                assert not rule.config.why_not(problem_of(head_dim), SM90)

@@ -16,11 +16,11 @@ from bench.record import example_score
 from multiattn.cuda import BACKEND
 from multiattn.cuda.bind import bind
 from multiattn.cuda.cpu import host
-from multiattn.cuda.instances import launches_of
+from multiattn.cuda.forward_wgmma import WgmmaConfig
+from multiattn.cuda.instances import kernels_of, launches_of
 from multiattn.cuda.params import params_of
 from multiattn.cuda.rules.hopper import WGMMA_RULES
 from multiattn.cuda.variants import WGMMA
-from multiattn.cuda.wgmma_configs import WgmmaConfig, query_tiles, smem_bytes, why_not
 from multiattn.inspect.sass import parse, parted_arrivals
 from multiattn.mask import CAUSAL, FULL, Band
 from multiattn.operands import Operands
@@ -63,7 +63,7 @@ def test_a_launcher_computes_attention(config, sizes):
     """Its maps, its counter and its grid: what the kernel does with them, parity asks of every problem."""
     plan, launch, counts = run_wgmma(config, **sizes)
     assert not launch.counter.any()  # as the next launch on a stream wants it
-    tiles = query_tiles(config, plan.problem) * 2 * 4
+    tiles = config.query_tiles(plan.problem) * 2 * 4
     assert counts.blocks == (2 if config.is_persistent else tiles)
 
 
@@ -73,7 +73,7 @@ def test_what_is_short_of_a_tile_is_the_first_which_sees_the_fewest_keys(cluster
     """512 queries in tiles of 192: these end at 128, 320 and 512. A cluster loads for the last of its two."""
     config = replace(CONFIG, tile_m=192, tile_n=128, cluster=cluster, scheduler="one_tile")
     plan, _, counts = run_wgmma(config, seq_q=512, seq_kv=512, causal=True)
-    tiles = query_tiles(config, plan.problem)
+    tiles = config.query_tiles(plan.problem)
     assert counts.tma_loads == (tiles + 2 * blocks) * 2 * 4
 
 
@@ -149,7 +149,7 @@ def test_blocks_beyond_either_edge_of_a_band_are_not_loaded(cluster, window, blo
     """448 queries and keys in tiles of 128 and 32: these end at 64, 192, 320 and 448."""
     config = replace(CONFIG, tile_n=32, cluster=cluster, scheduler="one_tile")
     plan, _, counts = run_wgmma(config, seq_q=448, seq_kv=448, window=window)
-    tiles = query_tiles(config, plan.problem)
+    tiles = config.query_tiles(plan.problem)
     assert counts.tma_loads == (tiles + 2 * blocks) * 2 * 4
 
 
@@ -159,7 +159,7 @@ def test_heads_run_in_sections(monkeypatch, causal, cluster, scheduler):
     """Two of the eight heads are a section; under a causal mask the last section has four."""
     monkeypatch.setattr(schedule, "KV_BYTES_SIDE_BY_SIDE", 1)
     plan, *_ = run_wgmma(replace(CONFIG, cluster=cluster, scheduler=scheduler), seq_q=500, causal=causal)
-    assert params_of(plan).forward.heads_per_section == 2
+    assert params_of(kernels_of(plan)[-1], plan).forward.heads_per_section == 2
 
 
 PLACES = """
@@ -256,7 +256,7 @@ def test_a_kernel_of_an_illegal_config_does_not_compile():
     refused = {}
     for message, changed in cases.items():
         config = replace(CONFIG, **changed)
-        assert why_not(problem_of(), CPU, config)
+        assert config.why_not(problem_of(), CPU)
         (launch,) = launches_of(replace(plan_of(problem_of()), config=config))
         refused[message] = launch.kernel.traits
     packed = replace(problem_of(), batch=1, packing=PackingSpec(2))
@@ -282,7 +282,7 @@ def test_compiles_without_a_gpu(head_dim, dtype, config, window):
     assert isinstance(plan, Plan)
     (compiled,) = BACKEND.forward.export(plan, ())
     assert compiled.cubin[:4] == b"\x7fELF"
-    assert compiled.dynamic_smem_bytes == smem_bytes(config, plan.problem)
+    assert compiled.dynamic_smem_bytes == config.smem_bytes(plan.problem)
     entry = abi.read_entry(compiled.cubin, compiled.kernel)
     abi.check(bind(plan, launches_of(plan)[0].image()), entry)
     assert 0 < entry.registers <= 65536 // config.threads

@@ -11,11 +11,12 @@ from wgmma_plans import CONFIG, SM90, plan_of
 
 from multiattn.cuda import BACKEND
 from multiattn.cuda.cpu.host import CpuLauncher
+from multiattn.cuda.family import areas_of
+from multiattn.cuda.forward_wgmma import WgmmaConfig
 from multiattn.cuda.instances import kernels_of, launches_of
-from multiattn.cuda.params import areas_of, struct_of
-from multiattn.cuda.tensor_maps import tensor_maps
+from multiattn.cuda.params import argument_of
 from multiattn.cuda.variants import WGMMA
-from multiattn.cuda.wgmma_configs import WgmmaConfig, why_not
+from multiattn.cuda.wgmma import tensor_maps
 from multiattn.operands import Operands
 from multiattn.packed import RAGGED_ROWS, PackingSpec
 from multiattn.plan.abi import WORKSPACE
@@ -90,7 +91,7 @@ def test_a_ragged_map_begins_with_a_row_of_the_sequence_and_ends_with_its_last(n
 def test_nothing_that_is_compiled_or_encoded_depends_on_lengths():
     plans = [plan_of(packed_problem(*sizes)) for sizes in ((300, 500, 3), (4000, 100, 80), (17, 17, 1))]
     assert len({kernels_of(plan) for plan in plans}) == 1
-    assert len({tuple(struct_of(plan).maps.items()) for plan in plans}) == 1
+    assert len({tuple(argument_of(kernels_of(plan)[-1], plan).maps.items()) for plan in plans}) == 1
 
 
 # ---------------------------------------------------------------- launches
@@ -109,6 +110,6 @@ def test_the_list_comes_first_and_both_overlap_what_is_before_them():
 
 
 def test_clusters_are_refused_as_their_tiles_are_of_several_sequences():
-    (reason,) = why_not(packed_problem(), SM90, replace(CONFIG, cluster=2, scheduler="static"))
+    (reason,) = replace(CONFIG, cluster=2, scheduler="static").why_not(packed_problem(), SM90)
     assert "a packed batch" in reason.got
     assert reason.allowed == "cluster=1"

@@ -11,9 +11,10 @@ from gradient_checks import check, make_tensors
 
 from multiattn import fmha_varlen, fmha_varlen_backward
 from multiattn.cuda import BACKEND
+from multiattn.cuda.backward_wgmma_two_pass import WgmmaTwoPassConfig
+from multiattn.cuda.family import areas_of
 from multiattn.cuda.instances import launches_of
-from multiattn.cuda.params import areas_of, struct_of
-from multiattn.cuda.wgmma_two_pass_configs import WgmmaTwoPassConfig, why_not
+from multiattn.cuda.params import argument_of
 from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import RAGGED_ROWS, PackingSpec
 from multiattn.plan.arch import ARCHS, CPU
@@ -234,7 +235,7 @@ def test_blocks_add_nothing_up_in_memory():
     """That is why the same bits come each time."""
     plan = plan_of(problem_of())
     assert set(areas_of(plan)) == {"statistics", "workspace"}
-    assert not any("dq_sum" in struct_of(plan, it.kernel.params).pointers.values() for it in launches_of(plan))
+    assert not any("dq_sum" in argument_of(it.kernel, plan).pointers.values() for it in launches_of(plan))
 
 
 def test_a_config_and_a_problem_have_kernels_of_their_own():
@@ -259,7 +260,7 @@ def test_workspace_is_eight_bytes_a_query():
 
 def test_each_kernel_is_told_where_its_tensors_are():
     plan = plan_of(problem_of())
-    prepare, queries, keys = (struct_of(plan, it.kernel.params) for it in launches_of(plan))
+    prepare, queries, keys = (argument_of(it.kernel, plan) for it in launches_of(plan))
     for kernel in (queries, keys):
         assert {it.tensor for it in kernel.maps.values()} == {"q", "k", "v", "dout"}
     pointers = set(prepare.pointers.values())
@@ -299,7 +300,7 @@ def test_it_is_the_deterministic_one_and_the_one_for_wide_heads():
     ],
 )
 def test_a_config_that_cannot_run_is_refused_with_what_can(head_dim, config, allowed):
-    reasons = why_not(problem_of(head_dim), SM90, config)
+    reasons = config.why_not(problem_of(head_dim), SM90)
     assert any(allowed in reason.allowed for reason in reasons), reasons
 
 
@@ -307,14 +308,14 @@ def test_tensors_that_a_tensor_map_cannot_walk_are_refused():
     problem = Problem.contiguous(
         batch=1, heads_q=1, seq_q=RAGGED_ROWS + 1, head_dim=192, packing=PackingSpec(1), dtype="bf16"
     )
-    assert any("packed batch" in reason.got for reason in why_not(problem, SM90, PLAIN))
+    assert any("packed batch" in reason.got for reason in PLAIN.why_not(problem, SM90))
 
 
 def test_the_rules_fit():
     for rule in VARIANT.rules:
         for head_dim in range(8, rule.head_dim_max + 8, 8):
             if head_dim >= rule.head_dim_min:
-                assert not why_not(problem_of(head_dim), SM90, rule.config)
+                assert not rule.config.why_not(problem_of(head_dim), SM90)
 
 
 def test_there_are_candidates_for_every_head_dim():

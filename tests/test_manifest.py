@@ -19,7 +19,7 @@ from aot_fakes import edit, emit, fake_cubin, problem
 import multiattn
 from multiattn import aot
 from multiattn.aot import manifest
-from multiattn.cuda import params
+from multiattn.cuda import forward_mma
 from multiattn.plan import cubin
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS, Exported, get, make_plan
@@ -180,12 +180,12 @@ def test_a_launch_that_is_made_otherwise_is_refused(tmp_path, monkeypatch):
     """Swapped offsets leave the size of the struct as the cubin has it: nothing but the digest can tell."""
     emit(tmp_path, "cuda", arch="sm80")
     aot.load(tmp_path)
-    (first, *_), (second, *_), *rest = params.ForwardParams._fields_
+    (first, *_), (second, *_), *rest = forward_mma.ForwardParams._fields_
 
     class Swapped(ctypes.Structure):
         _fields_ = ((second, ctypes.c_void_p), (first, ctypes.c_void_p), *rest)
 
-    monkeypatch.setattr(params, "ForwardParams", Swapped)
+    monkeypatch.setattr(forward_mma, "ForwardParams", Swapped)
     with pytest.raises(ValueError, match="hands this kernel other arguments than it was compiled for: emit it again"):
         aot.load(tmp_path)
 

@@ -7,9 +7,9 @@ import pytest
 
 import multiattn
 from multiattn import Plan, Problem
+from multiattn.cuda.decode import MERGE_FEW, divisor_of
+from multiattn.cuda.decode_mma import CudaSplitConfig
 from multiattn.cuda.instances import launches_of
-from multiattn.cuda.params import divisor_of
-from multiattn.cuda.split_configs import MERGE_FEW, CudaSplitConfig, settle
 from multiattn.paged import SPLITS_MAX, CacheSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS
@@ -180,9 +180,9 @@ def test_few_parts_are_merged_by_a_kernel_for_many_rows(queries):
 def test_a_wide_block_has_the_rings_of_those_in_its_place():
     narrow = CudaSplitConfig(tile_m=16, tile_n=16, warps=4, stages=3, occupancy=4, widens=True)
     for occupancy, stages in ((2, 3), (3, 4), (4, 4)):
-        wide = settle(step(batch=1, heads_kv=1), SM90, replace(narrow, occupancy=occupancy))
+        wide = replace(narrow, occupancy=occupancy).settled(step(batch=1, heads_kv=1), SM90)
         assert (wide.warps, wide.stages, wide.occupancy) == (8, stages, 1)
-    assert settle(step(batch=32), SM90, narrow).warps == 4
+    assert narrow.settled(step(batch=32), SM90).warps == 4
 
 
 # ---------------------------------------------------------------- pages of any size

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from multiattn.cuda import BACKEND
+from multiattn.cuda.forward_wgmma import WgmmaConfig
 from multiattn.cuda.variants import WGMMA
-from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.plan.arch import ARCHS, Arch
 from multiattn.plan.backend import Plan, make_plan
 from multiattn.plan.schedule import SCHEDULERS

@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from multiattn.cuda import tools
-from multiattn.cuda.candidates import (
-    backward_candidates,
-    forward_candidates,
-    split_candidates,
-    two_pass_candidates,
-    wgmma_backward_candidates,
-    wgmma_candidates,
-)
-from multiattn.cuda.split_configs import CudaSplitConfig
-from multiattn.cuda.split_wgmma_configs import SplitWgmmaConfig
-from multiattn.cuda.variants import BACKWARD_VARIANTS, SPANNING, VARIANTS, is_wgmma
-from multiattn.cuda.wgmma_two_pass_configs import WgmmaTwoPassConfig
-from multiattn.plan.arch import Arch
-from multiattn.plan.backend import Backend, Launcher, Op, Plan, Variant, later
-from multiattn.plan.config import Config
-from multiattn.problem import Problem
+from multiattn.cuda.variants import BACKWARD_VARIANTS, SPANNING, VARIANTS, candidates
+from multiattn.plan.backend import Backend, Launcher, Op, Plan, later
 
 
 def _prepare(plan: Plan) -> Launcher:
@@ -31,18 +15,6 @@ def _prepare(plan: Plan) -> Launcher:
     from multiattn.cuda.cpu.host import CpuLauncher
 
     return CpuLauncher(plan)
-
-
-def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:
-    if variant.config_type in (CudaSplitConfig, SplitWgmmaConfig):
-        return split_candidates(variant, problem, arch)
-    return (wgmma_candidates if is_wgmma(variant) else forward_candidates)(variant, problem, arch)
-
-
-def _backward_candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:
-    if variant.config_type is WgmmaTwoPassConfig:
-        return two_pass_candidates(variant, problem, arch)
-    return (wgmma_backward_candidates if is_wgmma(variant) else backward_candidates)(variant, problem, arch)
 
 
 _EXPORT = later("multiattn.cuda.compile", "export_plan")
@@ -60,13 +32,13 @@ BACKEND = Backend(
         prepare=_prepare,
         compile_ahead=_COMPILE_AHEAD,
         export=_EXPORT,
-        candidates=_candidates,
+        candidates=candidates,
     ),
     backward=Op(
         variants=BACKWARD_VARIANTS,
         prepare=_prepare,
         compile_ahead=_COMPILE_AHEAD,
         export=_EXPORT,
-        candidates=_backward_candidates,
+        candidates=candidates,
     ),
 )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from multiattn.cuda.instances import launches_of
-from multiattn.cuda.params import struct_of
-from multiattn.cuda.variants import is_wgmma
+from multiattn.cuda.params import argument_of
 from multiattn.layout import VECTOR_BYTES
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
@@ -35,10 +34,10 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
         abi.exactly(constants, score=problem.score.program.digest)
     if problem.blocks is not None:
         abi.exactly(constants, block_mask=str(tuple(problem.blocks)))
-    if not is_wgmma(plan):
+    if not launch.kernel.arch_features:
         abi.flag(constants, emitted or {}, "unaligned", problem.alignment % VECTOR_BYTES != 0)
     return abi.Binding(
-        arguments=(struct_of(plan),),
+        arguments=(argument_of(launch.kernel, plan),),
         grid=(launch.grid(most_multiprocessors(plan.arch)), 1, 1),
         image=image,
         constants=constants,

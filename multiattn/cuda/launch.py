@@ -7,8 +7,9 @@ import functools
 import torch
 
 from multiattn.cuda.compile import cubin_path
+from multiattn.cuda.family import areas_of, has_counter
 from multiattn.cuda.instances import launches_of
-from multiattn.cuda.params import areas_of, argument_of, has_counter
+from multiattn.cuda.params import argument_of
 from multiattn.cuda.source import Instance
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch

@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
-from multiattn.cuda.score import text_of
+from collections.abc import Sequence
+from typing import Any
+
+from multiattn.cuda.score import lowered_of, slots_of, text_of
+from multiattn.cuda.source import Instance
 from multiattn.layout import VECTOR_BYTES
+from multiattn.plan.backend import Plan
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore
+
+
+def walking_kernel(
+    plan: Plan, traits: str, constants: Sequence[int | bool | str], *, entry: str, sizes: str, **more: Any
+) -> Instance:
+    """A kernel that walks over scores. What changes them ends its name, and is the last of its constants.
+
+    Args:
+        plan: of the launch.
+        traits: the C++ template of its constants, of which dtype is the first.
+        constants: those behind it.
+        entry: the function template, and how the kernel's name begins.
+        sizes: how it goes on behind `what_of`.
+        more: further fields of the Instance.
+    """
+    problem, score, slots = plan.problem, lowered_of(plan), slots_of(plan)
+    return Instance(
+        name=f"{entry}_{what_of(problem)}_{sizes}{suffix_of(problem, score, slots)}",
+        entry=entry,
+        traits=traits_type(traits, problem, *constants, *score_traits(problem, score, slots)),
+        score=score,
+        slots=slots,
+        blocks=problem.blocks,
+        packed=problem.packing is not None,
+        **more,
+    )
 
 
 def what_of(problem: Problem) -> str:

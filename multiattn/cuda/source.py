@@ -22,6 +22,10 @@ HOST_INCLUDES = (ROOT / "cpu" / "include", *DEVICE_INCLUDES)
 """The CPU's `multiattn/ptx.cuh` comes first: a kernel never says which of the two it runs on."""
 
 _STRUCTS = read_structs(ROOT / "include" / "multiattn" / "params.h")
+Strides, ListParams = _STRUCTS["Strides"], _STRUCTS["ListParams"]
+ForwardParams, WgmmaParams = _STRUCTS["ForwardParams"], _STRUCTS["WgmmaParams"]
+SplitParams, SplitWgmmaParams = _STRUCTS["SplitParams"], _STRUCTS["SplitWgmmaParams"]
+BackwardParams, WgmmaBackwardParams = _STRUCTS["BackwardParams"], _STRUCTS["WgmmaBackwardParams"]
 MaskLists, TileLists, Division = (_STRUCTS[it] for it in ("MaskLists", "TileLists", "Division"))
 """Parameters that come behind the others: with a block mask, of a packed batch, where tiles are divided."""
 
@@ -43,9 +47,9 @@ class Instance:
     """The parameter struct that it takes, of the same name in C++; what `score` reads comes behind it."""
     threads: int
     """Threads of a block."""
-    occupancy: int
+    occupancy: int = 1
     """Blocks on an SM that the compiler must leave registers for."""
-    smem_bytes: int
+    smem_bytes: int = 0
     """Dynamic shared memory of a block."""
     cluster: int = 1
     """Blocks that run together and reach one another's shared memory."""

@@ -11,7 +11,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from multiattn.cuda.configs import FP32_BYTES
+from multiattn.cuda.family import FP32_BYTES
 from multiattn.mask import Band
 from multiattn.plan.schedule import key_tiles
 from multiattn.problem import Problem

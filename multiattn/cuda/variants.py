@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any, cast
 
 from multiattn.cuda import axes as points
-from multiattn.cuda import backward_configs as backward
-from multiattn.cuda import configs, split_configs, split_wgmma_configs, wgmma_configs
-from multiattn.cuda import wgmma_backward_configs as wgmma_backward
-from multiattn.cuda import wgmma_two_pass_configs as wgmma_two_pass
 from multiattn.cuda.axes import Axes
-from multiattn.cuda.configs import CudaConfig, why_not
+from multiattn.cuda.backward_mma import BackwardConfig
+from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
+from multiattn.cuda.backward_wgmma_two_pass import WgmmaTwoPassConfig
+from multiattn.cuda.decode_mma import CudaSplitConfig
+from multiattn.cuda.decode_wgmma import SplitWgmmaConfig
+from multiattn.cuda.family import FamilyConfig
+from multiattn.cuda.forward_mma import CudaConfig
+from multiattn.cuda.forward_wgmma import WgmmaConfig
 from multiattn.cuda.rules.ampere import ATOMIC_RULES, TWO_PASS_RULES, rules_of
 from multiattn.cuda.rules.hopper import WGMMA_BACKWARD_RULES, WGMMA_RULES, WGMMA_TWO_PASS_RULES
 from multiattn.cuda.rules.split_keys import SPLIT_RULES
 from multiattn.cuda.rules.split_wgmma import SPLIT_WGMMA_RULES
 from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import KINDS
-from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import Plan, Variant, variant_of
+from multiattn.plan.arch import ARCHS, Arch
+from multiattn.plan.backend import Variant
+from multiattn.plan.config import Config
 from multiattn.plan.support import Capability
+from multiattn.problem import Problem
 
 _OFFERED = {
     points.SPLIT_Q: "FlashAttention-2: warps split the queries; mma.sync, cp.async, XOR swizzle of q, k and v",
@@ -42,53 +49,61 @@ _BLOCKS = {points.SPLIT_Q: 32, points.TILED: 64}
 _BACKWARD_BLOCKS = 32
 
 
-def _variant(axes: Axes, summary: str, *, only_named: bool) -> Variant:
+def _workspace(problem: Problem, config: Any) -> int:
+    return sum(config.workspace(problem).values())
+
+
+def _variant(config_type: type[FamilyConfig], *, flags: Mapping[str, Any] | None = None, **more: Any) -> Variant:
+    """A variant of a family, whose config answers for it; `more` is of Variant."""
+    flags = flags or {}
     return Variant(
-        name=axes.name,
-        summary=summary,
-        capability=_capability(dtypes=axes.dtypes, head_dim_max=axes.head_dim_max, block_masks=_BLOCKS.get(axes, 0)),
-        rules=rules_of(axes),
-        flags=axes.flags,
-        parent=axes.parent.name if axes.parent else None,
-        only_named=only_named,
-        workspace=configs.workspace,
-        config_type=CudaConfig,
-        fits=partial(why_not, axes),
+        config_type=config_type,
+        flags=tuple(flags.items()),
+        workspace=_workspace,
+        settle=lambda problem, arch, config: config.settled(problem, arch),
+        fits=lambda problem, arch, config: config.why_not(problem, arch, flags),
+        **more,
     )
 
 
-WGMMA = Variant(
+def _point(axes: Axes) -> Variant:
+    blocks = _BLOCKS.get(axes, 0)
+    return _variant(
+        CudaConfig,
+        name=axes.name,
+        summary=_OFFERED.get(axes, axes.summary),
+        capability=_capability(dtypes=axes.dtypes, head_dim_max=axes.head_dim_max, block_masks=blocks),
+        rules=rules_of(axes),
+        flags=dict(axes.flags),
+        parent=axes.parent.name if axes.parent else None,
+        only_named=axes not in _OFFERED,
+    )
+
+
+WGMMA = _variant(
+    WgmmaConfig,
     name="wgmma",
     summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; FlashAttention-3",
     capability=_wgmma_capability(scores=True, score_gradients=True),
     rules=WGMMA_RULES,
-    workspace=wgmma_configs.workspace,
-    config_type=wgmma_configs.WgmmaConfig,
-    fits=wgmma_configs.why_not,
 )
 """It is on no ladder: it has no flags and no parent."""
 
-SPLIT_KEYS = Variant(
+SPLIT_KEYS = _variant(
+    CudaSplitConfig,
     name="split_keys",
     summary="few queries: heads that share keys are rows of one tile, keys are divided among blocks, a kernel merges",
     capability=_capability(packing=False, caches=True, head_dim_max=512),
     rules=SPLIT_RULES,
-    workspace=split_configs.workspace,
-    config_type=split_configs.CudaSplitConfig,
-    settle=split_configs.settle,
-    fits=split_configs.why_not,
 )
 """It is on no ladder."""
 
-SPLIT_KEYS_WGMMA = Variant(
+SPLIT_KEYS_WGMMA = _variant(
+    SplitWgmmaConfig,
     name="split_keys_wgmma",
     summary="Hopper: as split_keys, for more rows: warps load by TMA or gather, warpgroups multiply by wgmma",
     capability=_wgmma_capability(packing=False, scores=True, score_gradients=True, caches=True),
     rules=SPLIT_WGMMA_RULES,
-    workspace=split_wgmma_configs.workspace,
-    config_type=split_wgmma_configs.SplitWgmmaConfig,
-    settle=split_wgmma_configs.settle,
-    fits=split_wgmma_configs.why_not,
 )
 """It is on no ladder."""
 
@@ -96,8 +111,8 @@ VARIANTS: tuple[Variant, ...] = (
     SPLIT_KEYS_WGMMA,
     SPLIT_KEYS,
     WGMMA,
-    *(_variant(axes, summary, only_named=False) for axes, summary in _OFFERED.items()),
-    *(_variant(axes, axes.summary, only_named=True) for axes in points.cross_product() if axes not in _OFFERED),
+    *map(_point, _OFFERED),
+    *(_point(axes) for axes in points.cross_product() if axes not in _OFFERED),
 )
 """Those that are offered, best first; then the rest of the cross product, illegal points included."""
 
@@ -120,55 +135,45 @@ SPANNING: tuple[str, ...] = (
 legal pairs of warps, share and tiling."""
 
 BACKWARD_VARIANTS: tuple[Variant, ...] = (
-    Variant(
+    _variant(
+        WgmmaBackwardConfig,
         name="wgmma",
         summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; dq, and dk and dv of "
         "divided tiles, are added up in fp32, in any order",
         capability=_wgmma_capability(head_dim_max=128),
         rules=WGMMA_BACKWARD_RULES,
         deterministic=False,
-        workspace=wgmma_backward.workspace,
-        config_type=wgmma_backward.WgmmaBackwardConfig,
-        fits=wgmma_backward.why_not,
     ),
-    Variant(
+    _variant(
+        WgmmaTwoPassConfig,
         name="wgmma_two_pass",
         summary="Hopper: as wgmma, but a kernel for dk and dv and one for dq, each gradient in registers",
         capability=_wgmma_capability(scores=True),
         rules=WGMMA_TWO_PASS_RULES,
-        workspace=wgmma_two_pass.workspace,
-        config_type=wgmma_two_pass.WgmmaTwoPassConfig,
-        fits=wgmma_two_pass.why_not,
     ),
-    Variant(
+    _variant(
+        BackwardConfig,
         name="atomic",
         summary="FlashAttention-2: one pass over the keys; dq is added up in fp32 by atomics, in any order",
         capability=_capability(block_masks=_BACKWARD_BLOCKS),
         rules=ATOMIC_RULES,
-        flags=(("dq", "atomic"),),
+        flags={"dq": "atomic"},
         deterministic=False,
-        workspace=backward.workspace,
-        config_type=backward.BackwardConfig,
-        fits=partial(backward.why_not, True),
     ),
-    Variant(
+    _variant(
+        BackwardConfig,
         name="two_pass",
         summary="a pass over the queries for dq, then one over the keys for dk and dv: the same bits each time",
         capability=_capability(block_masks=_BACKWARD_BLOCKS),
         rules=TWO_PASS_RULES,
-        flags=(("dq", "own_kernel"),),
-        workspace=backward.workspace,
-        config_type=backward.BackwardConfig,
-        fits=partial(backward.why_not, False),
+        flags={"dq": "own_kernel"},
     ),
 )
 
 
-def is_wgmma(made: Plan | Variant) -> bool:
-    """True for a Plan or Variant of the kernels for Hopper."""
-    return (made.variant if isinstance(made, Plan) else made.name) == WGMMA.name
-
-
-def axes_of(made: Plan | Variant) -> Axes:
-    """The point of a forward Plan or Variant; the kernel for Hopper has none."""
-    return Axes(**dict((variant_of(made) if isinstance(made, Plan) else made).flags))
+def candidates(variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:
+    """Configs that a sweep times: those that fit and, on paper, may win; some twenty for each variant and problem."""
+    kind = cast("type[FamilyConfig]", variant.config_type)
+    tried = kind.candidates(variant, problem, arch)
+    settled = dict.fromkeys(variant.settle(problem, arch, it) for it in tried)
+    return tuple(it for it in settled if not variant.fits(problem, arch, it))

@@ -18,12 +18,12 @@ from dataclasses import replace
 import torch
 
 from multiattn.cuda import BACKEND
-from multiattn.cuda.configs import CudaConfig
 from multiattn.cuda.cpu import host
+from multiattn.cuda.forward_mma import CudaConfig
+from multiattn.cuda.forward_wgmma import WgmmaConfig
 from multiattn.cuda.instances import kernels_of
 from multiattn.cuda.tools import GXX, probe_host
 from multiattn.cuda.variants import SPANNING, WGMMA
-from multiattn.cuda.wgmma_configs import WgmmaConfig
 from multiattn.layout import VECTOR_BYTES, Layout
 from multiattn.operands import Operands
 from multiattn.plan.arch import CPU

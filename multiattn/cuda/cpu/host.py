@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from multiattn.cuda.family import areas_of, has_counter
 from multiattn.cuda.instances import kernels_of, launches_of
-from multiattn.cuda.params import areas_of, argument_of, has_counter
+from multiattn.cuda.params import argument_of
 from multiattn.cuda.source import HOST_INCLUDES, ROOT, Instance, PlannedLaunch, cache_key, translation_unit
 from multiattn.cuda.structs import read_structs
 from multiattn.cuda.tools import GXX, gxx_version, run_compiler

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from multiattn.cuda.axes import HEAD_DIM_MAX, Axes
-from multiattn.cuda.backward_configs import BackwardConfig, QueryConfig
-from multiattn.cuda.configs import CudaConfig
+from multiattn.cuda.backward_mma import BackwardConfig, QueryConfig
+from multiattn.cuda.forward_mma import CudaConfig
 from multiattn.plan.config import COMPILED, C, Rule
 
 _CPU = ("cpu",)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from multiattn.cuda.wgmma_backward_configs import WgmmaBackwardConfig
-from multiattn.cuda.wgmma_configs import WgmmaConfig
-from multiattn.cuda.wgmma_two_pass_configs import WgmmaTwoPassConfig
+from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
+from multiattn.cuda.backward_wgmma_two_pass import WgmmaTwoPassConfig
+from multiattn.cuda.forward_wgmma import WgmmaConfig
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.config import COMPILED, C, Rule
 from multiattn.plan.schedule import most_multiprocessors

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from multiattn.cuda.split_configs import LONE_MAX, LONE_ROWS, CudaSplitConfig
+from multiattn.cuda.decode_mma import LONE_MAX, LONE_ROWS, CudaSplitConfig
 from multiattn.plan.config import COMPILED, Rule
 
 _SM90 = ("sm90",)

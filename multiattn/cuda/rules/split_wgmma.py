@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from multiattn.cuda.split_configs import LONE_MAX
-from multiattn.cuda.split_wgmma_configs import SplitWgmmaConfig
+from multiattn.cuda.decode_mma import LONE_MAX
+from multiattn.cuda.decode_wgmma import SplitWgmmaConfig
 from multiattn.plan.config import Rule
 
 _H200 = "H200 2026-11-26: "

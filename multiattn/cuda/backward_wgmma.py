@@ -1,0 +1,231 @@
+"""The backward for Hopper in one pass: dq, and dk and dv of divided tiles, are summed in fp32; `backward_wgmma.cuh`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from multiattn.cuda import stream_k
+from multiattn.cuda.backward_mma import ROW_THREADS, ROW_TILE, backward_numbers, dq_sum_bytes, rows_launch
+from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded, tiles_of
+from multiattn.cuda.naming import cpp_list, traits_type
+from multiattn.cuda.source import Instance, PlannedLaunch, WgmmaBackwardParams
+from multiattn.cuda.stream_k import Divided
+from multiattn.cuda.wgmma import (
+    BARRIER_BYTES,
+    BOX_COLUMNS,
+    WARPGROUP_ROWS,
+    WARPGROUP_THREADS,
+    WgmmaFamilyConfig,
+    packed_check,
+    row_bytes,
+    wgmma_kernel,
+)
+from multiattn.packed import TILE_LISTS
+from multiattn.plan.abi import WORKSPACE
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
+from multiattn.plan.schedule import COUNTER_BYTES, key_tiles, kv_heads_of_section, most_multiprocessors, query_tiles
+from multiattn.plan.support import Reason
+from multiattn.problem import Problem
+
+WARPGROUPS = 2  # that compute
+_DS_STAGES = 2
+_DQ_BUFFERS = 2
+STATISTICS = 2
+"""Numbers of a query, fp32: lse and delta."""
+WIDE_FROM = 97
+"""The head_dim from which on warpgroups of keys have 208 registers a thread: below 200 with early scores, else 184."""
+_REGISTERS_MAX, _REGISTERS_MAX_FEW = 176, 152
+"""The most that `registers_at_least` may be: with 208 or 200 registers a thread, and with 184."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HopperBackwardConfig(WgmmaFamilyConfig):
+    """A config of either backward for Hopper, with statistics of queries before the products."""
+
+    def box_rows(self, problem: Problem) -> Mapping[str, int]:
+        """Whole tiles."""
+        return {"q": self.tile_m, "dout": self.tile_m, "k": self.tile_n, "v": self.tile_n}
+
+    def areas(self, problem: Problem) -> dict[str, int]:
+        """Statistics, and the counter of tiles."""
+        rows = problem.batch * problem.heads_q * tiles_of(problem, problem.seq_q, self.tile_m) * self.tile_m
+        return {"statistics": rows * STATISTICS * FP32_BYTES, WORKSPACE: COUNTER_BYTES}
+
+    def statistics(
+        self, problem: Problem, rows: int, name: str, constants: tuple[int | bool | str, ...], *, stream_k: bool = False
+    ) -> PlannedLaunch:
+        """The kernel of statistics, with blocks of so many queries."""
+        kernel = Instance(
+            name=f"prepare_statistics_{problem.dtype}_d{problem.head_dim}{name}",
+            header="backward_wgmma_rows.cuh",
+            entry="prepare_statistics",
+            traits=traits_type("StatisticsTraits", problem, problem.head_dim, self.tile_m, ROW_THREADS, *constants),
+            packed=problem.packing is not None,
+            stream_k=stream_k,
+            params=WgmmaBackwardParams,
+            threads=ROW_THREADS,
+            overlaps=True,
+        )
+        return PlannedLaunch(kernel=kernel, blocks=query_tiles(problem, rows))
+
+    def sectioned_numbers(self, plan: Plan, row_tile: int, own_tile: int | None, shares: int = 1) -> dict[str, Any]:
+        """What kernels of a backward are told where persistent blocks take tiles of keys, in so many shares."""
+        tiles = tiles_of(plan.problem, plan.problem.seq_kv, self.tile_n)
+        sections_kv = kv_heads_of_section(plan.problem, plan.arch, tiles_of_head=tiles, shares=shares)
+        return backward_numbers(plan.problem, self, row_tile, own_tile, sections_kv)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WgmmaBackwardConfig(HopperBackwardConfig):
+    """Launch parameters of Hopper's kernel of all gradients: two warpgroups of keys, one of dQ, one that loads."""
+
+    tile_m: int = limited(one_of(ROW_TILE))
+    tile_n: int = limited(one_of(WARPGROUPS * WARPGROUP_ROWS))
+    k_stages: int = limited(one_of(1, 2), default=1)
+    """Buffers of K: with two that of the next tile comes while the last products with one are made."""
+    q_stages: int = limited(between(2, 8), default=3)
+    """Buffers of Q, with lse and delta of their queries: scores are made a step ahead, and dK comes last of a step."""
+    dout_stages: int = limited(between(1, 8), default=2)
+    """Buffers of dO."""
+    k_in_registers: bool = False
+    """K is read into registers once a tile, for the scores, or by wgmma from shared memory in each step."""
+    v_in_registers: bool = False
+    """The same of V, for dP."""
+
+    half_dq: bool = False
+    """dQ is made 64 columns at a time, which takes half of the registers."""
+    dq_by_tma: bool = False
+    """dQ is added to its sums by TMA, by way of shared memory, or by each thread from its registers."""
+    early_scores: bool = False
+    """Scores of the next step are made while dP is, which takes 48 registers."""
+    stream_k: int = limited(between(0, 1024), default=0)
+    """SMs among which tiles of keys are divided where whole ones keep them less busy; 0: all tiles are whole."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, of four warpgroups."""
+        return WARPGROUP_THREADS * (WARPGROUPS + 2)
+
+    def smem_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory of a block, which its kernel asserts when compiled."""
+        rows = (self.k_stages + 1) * self.tile_n + (self.q_stages + self.dout_stages) * self.tile_m
+        ds = _DS_STAGES * self.tile_n * self.tile_m * ELEMENT_BYTES
+        statistics = self.q_stages * STATISTICS * self.tile_m * FP32_BYTES
+        dq = _DQ_BUFFERS * self.tile_m * padded(self.dq_columns(problem)) * FP32_BYTES if self.dq_by_tma else 0
+        return rows * row_bytes(problem) + ds + statistics + dq + BARRIER_BYTES
+
+    def dq_columns(self, problem: Problem) -> int:
+        """The columns of dQ that are made at a time."""
+        return min(problem.head_dim, BOX_COLUMNS) if self.half_dq else problem.head_dim
+
+    def registers_at_least(self, problem: Problem) -> int:
+        """32-bit registers a consumer's thread needs: dK and dV, scores or dP, weights or dS, K and V that stay."""
+        head_dim, kept = padded(problem.head_dim, 8), padded(problem.head_dim) // 4
+        held = kept * (self.k_in_registers + self.v_in_registers)
+        products = 2 if self.early_scores else 1
+        return head_dim + products * (self.tile_m // 2 + self.tile_m // 4) + held
+
+    def division(self, problem: Problem) -> Divided | None:
+        """How tiles of keys are divided among SMs; None: all are whole."""
+        return stream_k.division_of(problem, self.tile_m, self.tile_n, self.stream_k)
+
+    def listed(self) -> Mapping[str, int]:
+        """Tiles of rows, and of keys."""
+        queries, keys = TILE_LISTS
+        return {queries: ROW_TILE, keys: self.tile_n}
+
+    def areas(self, problem: Problem) -> dict[str, int]:
+        """Sums of dq and, of divided tiles, of dk and dv."""
+        division = self.division(problem)
+        sums = {} if division is None else {"key_sums": division.sums_bytes(problem.head_dim, self.tile_n)}
+        return {**HopperBackwardConfig.areas(self, problem), "dq_sum": dq_sum_bytes(problem), **sums}
+
+    def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
+        """Reasons of fields alone, or of the problem with them."""
+        if wrong := failed(limit_checks(self)):
+            return wrong
+        is_wide = problem.head_dim >= WIDE_FROM
+        registers, columns = self.registers_at_least(problem), self.dq_columns(problem)
+        most = _REGISTERS_MAX if is_wide or self.early_scores else _REGISTERS_MAX_FEW
+        needed = f"{registers} registers for gradients, scores, weights, K and V ({self})"
+        columns_max = BOX_COLUMNS if is_wide or self.early_scores else WIDE_FROM - 1
+        checks = (
+            (registers <= most, needed, f"up to {most}"),
+            (columns <= columns_max, f"{columns} columns of dq at a time ({self})", f"up to {columns_max}: half_dq"),
+            packed_check(problem),
+        )
+        blocks = max(key_tiles(problem, self.tile_n), query_tiles(problem, ROW_TILE))
+        sizes = size_checks(self, arch, self.smem_bytes(problem), blocks)
+        return (*self.why_not_boxes(problem), *failed((*checks, *sizes)))
+
+    def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
+        """Statistics, all gradients, and dq from its sums."""
+        problem, division = plan.problem, self.division(plan.problem)
+        is_packed, is_divided = problem.packing is not None, division is not None
+        lists = ("multiattn::Packed",) if is_packed else ("multiattn::StreamK",) if is_divided else ()
+        name = f"{'_packed' * is_packed}{'_stream_k' * is_divided}"
+        return (
+            self.statistics(problem, ROW_TILE, name, lists, stream_k=is_divided),
+            self._gradients(plan, division),
+            rows_launch("convert_sums", problem, adds_dq=True, wide=True),
+        )
+
+    def _gradients(self, plan: Plan, division: Divided | None) -> PlannedLaunch:
+        problem, lists = plan.problem, ("multiattn::NoScore", "multiattn::StreamK") if division is not None else ()
+        tiles = f"{self.tile_m}x{self.tile_n}_s{self.k_stages}_{self.q_stages}_{self.dout_stages}"
+        kept = f"{'_kregisters' * self.k_in_registers}{'_vregisters' * self.v_in_registers}{'_halfdq' * self.half_dq}"
+        kept += f"{'_tmadq' * self.dq_by_tma}{'_early' * self.early_scores}{'_stream_k' * bool(lists)}"
+        columns = self.dq_columns(problem)
+        flags = (self.k_in_registers, self.v_in_registers, self.early_scores, self.dq_by_tma)
+        shape = cpp_list(self.k_stages, self.q_stages, self.dout_stages, columns, *flags)
+        kernel = wgmma_kernel(
+            plan,
+            "WgmmaBackwardTraits",
+            (f"multiattn::WgmmaBackwardShape<{shape}>", *lists),
+            entry="backward_wgmma",
+            sizes=f"{tiles}{kept}",
+            header="backward_wgmma.cuh",
+            stream_k=division is not None,
+            params=WgmmaBackwardParams,
+            threads=self.threads,
+            smem_bytes=self.smem_bytes(problem),
+            wgmma_columns=(self.tile_m, problem.head_dim, columns),
+        )
+        blocks = key_tiles(problem, self.tile_n) if division is None else division.ranges_from + division.ranges
+        return PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=True)
+
+    def numbers(self, plan: Plan) -> dict[str, Any]:
+        """Tiles, and how they are divided."""
+        division = self.division(plan.problem)
+        if division is None:
+            return self.sectioned_numbers(plan, ROW_TILE, None)
+        numbers = {name: getattr(division, name) for name in ("shares", "ranges_from", "ranges", "range_steps")}
+        sums = self.areas(plan.problem)["key_sums"]
+        return {**self.sectioned_numbers(plan, ROW_TILE, None, division.shares), **numbers, "key_sums_bytes": sums}
+
+    @classmethod
+    def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[WgmmaBackwardConfig]:
+        """All that can be kept in registers and buffered; as many columns of dQ as have room."""
+        if not arch.is_gpu:
+            return
+        plain = cls(tile_m=64, tile_n=128, half_dq=problem.head_dim >= WIDE_FROM, stream_k=most_multiprocessors(arch))
+        for kept, by_tma, k_stages, (q_stages, dout_stages) in itertools.product(
+            _KEPT, (False, True), (1, 2), _BUFFERS
+        ):
+            stages: dict[str, Any] = {"k_stages": k_stages, "q_stages": q_stages, "dout_stages": dout_stages}
+            yield replace(plain, **stages, dq_by_tma=by_tma, **kept)
+
+
+_KEPT: tuple[Mapping[str, bool], ...] = (
+    {},
+    {"v_in_registers": True},
+    {"k_in_registers": True, "v_in_registers": True},
+    {"early_scores": True},
+    {"early_scores": True, "k_in_registers": True},
+)
+_BUFFERS = ((2, 2), (3, 2), (3, 3), (4, 3))  # of Q and of dO

@@ -1,0 +1,173 @@
+"""The backward for Hopper in two passes, a kernel for dk and dv and one for dq; `backward_wgmma_two_pass_*.cuh`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from multiattn.cuda.backward_wgmma import STATISTICS, HopperBackwardConfig
+from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded
+from multiattn.cuda.naming import cpp_list
+from multiattn.cuda.source import PlannedLaunch, WgmmaBackwardParams
+from multiattn.cuda.wgmma import (
+    BARRIER_BYTES,
+    WARPGROUP_ROWS,
+    WARPGROUP_THREADS,
+    packed_check,
+    row_bytes,
+    wgmma_kernel,
+)
+from multiattn.packed import TILE_LISTS
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
+from multiattn.plan.schedule import key_tiles, query_tiles
+from multiattn.plan.support import Reason
+from multiattn.problem import Problem
+
+WARPGROUPS = 2
+"""Warpgroups of either kernel that compute: of a gradient each, or of 64 queries each."""
+QUERY_TILE = WARPGROUPS * WARPGROUP_ROWS
+"""Queries of a block of the kernel of dq, and of the kernel of statistics."""
+_WEIGHT_STAGES = 2
+REGISTERS_MAX = 208
+"""Registers for what `registers_at_least` counts: a thread has 232 or 240, and statistics and addresses come on top."""
+KEPT_TO = 192
+"""The last head_dim at which K and V have room in registers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WgmmaTwoPassConfig(HopperBackwardConfig):
+    """Launch parameters of Hopper's backward in two kernels: of dk and dv, and of dq.
+
+    Each has two warpgroups that compute and one that loads. `tile_m` and `tile_n` are those of the first.
+    """
+
+    tile_m: int = limited(one_of(WARPGROUP_ROWS))
+    tile_n: int = limited(one_of(WARPGROUP_ROWS))
+    q_stages: int = limited(between(2, 8), default=2)
+    """Buffers of Q in the kernel of dk and dv, with lse and delta of their queries."""
+    dout_stages: int = limited(between(2, 8), default=2)
+    """Buffers of dO in the same."""
+    kv_in_registers: bool = False
+    """K and V are read into registers once a tile, for scores and dP, or by wgmma from shared memory in each step."""
+    ahead: bool = False
+    """Scores of the next step are made before the gradients of a step, or behind them.
+
+    Before them, weights are made while gradients are under way, but what a step loads is wanted earlier.
+    """
+    k_stages: int = limited(between(2, 8), default=2)
+    """Buffers of K in the kernel of dq."""
+    v_stages: int = limited(between(1, 8), default=1)
+    """Buffers of V in the same."""
+    dq_ahead: bool = False
+    """As `ahead`, in the kernel of dq."""
+    dp_late: bool = False
+    """In the kernel of dq dP is made behind the weights of a step, not beside them.
+
+    It leaves registers to an expression that reads an element for each key.
+    """
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block of either kernel."""
+        return WARPGROUP_THREADS * (WARPGROUPS + 1)
+
+    def smem_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory of a block of the kernel of dk and dv, which asserts it when compiled."""
+        rows = 2 * self.tile_n + (self.q_stages + self.dout_stages) * self.tile_m
+        weights = _WEIGHT_STAGES * self.tile_n * self.tile_m * ELEMENT_BYTES
+        statistics = self.q_stages * STATISTICS * self.tile_m * FP32_BYTES
+        return rows * row_bytes(problem) + weights + statistics + BARRIER_BYTES
+
+    def dq_smem_bytes(self, problem: Problem) -> int:
+        """The same for the kernel of dq."""
+        rows = 2 * QUERY_TILE + (self.k_stages + self.v_stages) * self.tile_n
+        return rows * row_bytes(problem) + BARRIER_BYTES
+
+    def registers_at_least(self, problem: Problem) -> int:
+        """32-bit registers a thread needs in the kernel of dk and dv: a gradient, scores or dP, weights or dS, K or V.
+
+        In the kernel of dq there are scores and dP, and neither K nor V.
+        """
+        gradient, kept = padded(problem.head_dim, 8) // 2, padded(problem.head_dim) // 4 * self.kv_in_registers
+        scores, operand = self.tile_m // 2, self.tile_m // 4
+        keys = gradient + scores + operand * (1 + self.ahead) + kept
+        return max(keys, gradient + 2 * scores + operand)
+
+    def listed(self) -> Mapping[str, int]:
+        """Tiles of the kernel of dq, and of that of dk and dv."""
+        queries, keys = TILE_LISTS
+        return {queries: QUERY_TILE, keys: self.tile_n}
+
+    def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
+        """Reasons of fields alone, or of the problem with them."""
+        if wrong := failed(limit_checks(self)):
+            return wrong
+        registers, head_dim = self.registers_at_least(problem), problem.head_dim
+        needed = f"{registers} registers for a gradient, scores, weights, K or V ({self})"
+        has_room = not self.kv_in_registers or head_dim <= KEPT_TO
+        checks = (
+            (registers <= REGISTERS_MAX, needed, f"up to {REGISTERS_MAX}"),
+            (has_room, f"kv_in_registers of D={head_dim}", f"D up to {KEPT_TO}"),
+            (not (self.dp_late and self.dq_ahead), "dp_late with dq_ahead", "one of them"),
+            packed_check(problem),
+        )
+        blocks = max(key_tiles(problem, self.tile_n), query_tiles(problem, QUERY_TILE))
+        memory = max(self.smem_bytes(problem), self.dq_smem_bytes(problem))
+        return (*self.why_not_boxes(problem), *failed((*checks, *size_checks(self, arch, memory, blocks))))
+
+    def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
+        """Statistics, dq, then dk and dv."""
+        problem, packed = plan.problem, plan.problem.packing is not None
+        lists = f"multiattn::{'Packed' if packed else 'NoBlockMask'}"
+        name = f"_two_pass{'_packed' * packed}"
+        queries = (self.k_stages, self.v_stages, self.dq_ahead, self.dp_late)
+        keys = (self.q_stages, self.dout_stages, self.kv_in_registers, self.ahead)
+        kept_q, kept_kv = "_dplate" * self.dp_late, "_kvregisters" * self.kv_in_registers
+        return (
+            self.statistics(problem, QUERY_TILE, name, (lists, QUERY_TILE, False)),
+            self._pass(plan, "queries", queries, f"{kept_q}{'_ahead' * self.dq_ahead}", self.dq_smem_bytes(problem)),
+            self._pass(plan, "keys", keys, f"{kept_kv}{'_ahead' * self.ahead}", self.smem_bytes(problem)),
+        )
+
+    def _pass(self, plan: Plan, owns: str, numbers: tuple[int | bool, ...], kept: str, smem: int) -> PlannedLaunch:
+        """The kernel whose blocks own keys, or the one whose blocks own queries."""
+        problem = plan.problem
+        kernel = wgmma_kernel(
+            plan,
+            f"TwoPass{owns.title()}Traits",
+            (f"multiattn::TwoPass{owns.title()}Shape<{cpp_list(*numbers)}>",),
+            entry=f"backward_wgmma_{owns}",
+            sizes=f"s{numbers[0]}_{numbers[1]}{kept}",
+            header=f"backward_wgmma_two_pass_{owns}.cuh",
+            params=WgmmaBackwardParams,
+            threads=self.threads,
+            smem_bytes=smem,
+            wgmma_columns=(self.tile_m, problem.head_dim),  # of scores and dP, and of gradients; tile_n is tile_m
+        )
+        blocks = key_tiles(problem, self.tile_n) if owns == "keys" else query_tiles(problem, QUERY_TILE)
+        return PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=True)
+
+    def numbers(self, plan: Plan) -> dict[str, Any]:
+        """Tiles of all kernels."""
+        return self.sectioned_numbers(plan, QUERY_TILE, QUERY_TILE)
+
+    @classmethod
+    def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[WgmmaTwoPassConfig]:
+        """Each kernel is swept with the other one held: their times add up."""
+        if not arch.is_gpu:
+            return
+        plain = cls(tile_m=64, tile_n=64)
+        for (q_stages, dout_stages), kept, ahead in itertools.product(_KEY_BUFFERS, (False, True), (False, True)):
+            stages: dict[str, Any] = {"q_stages": q_stages, "dout_stages": dout_stages}
+            yield replace(plain, **stages, kv_in_registers=kept, ahead=ahead)
+        late = ({"dp_late": True},) if problem.reads_keys else ()
+        for way, (k_stages, v_stages) in itertools.product(({}, {"dq_ahead": True}, *late), _QUERY_BUFFERS):
+            yield replace(plain, k_stages=k_stages, v_stages=v_stages, **way)
+
+
+_KEY_BUFFERS = ((2, 2), (3, 2), (3, 3), (4, 3))  # of Q and of dO, in the kernel of dk and dv
+_QUERY_BUFFERS = ((2, 1), (2, 2), (3, 1), (3, 2))  # of K and of V, in that of dq

@@ -1,0 +1,163 @@
+"""Hopper's forward over caches, for more rows than `decode_mma`; `kernels/split_keys_wgmma.cuh` is the kernel."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from multiattn.cuda.decode import DecodeConfig, paging_of
+from multiattn.cuda.family import NO_FLAGS
+from multiattn.cuda.naming import cpp_list
+from multiattn.cuda.source import Instance, SplitWgmmaParams
+from multiattn.cuda.wgmma import (
+    BARRIER_BYTES,
+    TILES_OF_KEYS,
+    WARPGROUP_THREADS,
+    WgmmaFamilyConfig,
+    forward_registers,
+    panels_of,
+    row_bytes,
+    steps_kept,
+    wgmma_kernel,
+)
+from multiattn.paged import SPLITS_MAX
+from multiattn.plan import remedies
+from multiattn.plan.arch import WARP_THREADS, Arch
+from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
+from multiattn.plan.support import Reason
+from multiattn.problem import Problem
+
+REGISTERS_MAX: Mapping[int, int] = {1: 208, 2: 208, 3: 144}
+"""By warpgroups that compute, for outputs, scores, weights and Q: the rest of a thread's is for all else."""
+_ROOM_WITH_Q: Mapping[int, int] = {1: 200, 2: 192, 3: 128}
+"""Up to which Q may fill them."""
+_GROUP_ROWS = 8  # in which the swizzle repeats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
+    """Launch parameters of Hopper's forward over caches; `kernels/split_keys_wgmma_traits.cuh` says what each does.
+
+    `tile_m` is rows: queries of all heads that share a key/value head.
+    """
+
+    tile_m: int = limited(one_of(64, 128, 192))
+    tile_n: int = limited(TILES_OF_KEYS)
+    stages: int = limited(between(3, 16))
+    """Buffers that tiles of K and of V take turns in."""
+    q_in_registers: bool = False
+    """As many of Q's fragments as there is room for are read into registers once."""
+    pingpong: bool = False
+    """Warpgroups take turns: one has the tensor cores while another has the softmax."""
+    lazy_max: bool = False
+    """Weights are made relative to the maxima of earlier blocks, as `WgmmaConfig` says."""
+    gathers: bool = False
+    """A warpgroup gathers keys one by one with cp.async; else a warp loads boxes of them by TMA."""
+    keys_min: int = 512
+    """The least keys of the longest sequence that are a block's part."""
+    splits: int = limited(between(1, SPLITS_MAX), default=0)
+    """Parts that the keys are divided into. A rule leaves it open, with 0, and a plan has a number."""
+
+    def keys_of_box(self, problem: Problem) -> int:
+        """Keys of a box: the most that no page and no tile ends within; 0: there is none."""
+        if self.gathers:
+            return 0
+        page = None if problem.cache is None else problem.cache.page
+        return self.tile_n if page is None else math.gcd(page, self.tile_n)
+
+    def box_rows(self, problem: Problem) -> Mapping[str, int]:
+        """Of K and of V."""
+        return {} if self.gathers else dict.fromkeys(("k", "v"), self.keys_of_box(problem))
+
+    def settled(self, problem: Problem, arch: Arch) -> SplitWgmmaConfig:
+        """The config with a number of splits."""
+        splits = self.choose_splits(problem, arch, keys_min=self.keys_min, blocks_per_sm=1)
+        return replace(self, lazy_max=self.lazy_max and not problem.has_score, splits=splits)
+
+    def smem_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory of a block: Q, stages for K and V, barriers.
+
+        Every kernel asserts at compile time that it needs just this.
+        """
+        return (self.tile_m + self.stages * self.tile_n) * row_bytes(problem) + BARRIER_BYTES
+
+    def kept_steps(self, problem: Problem) -> int:
+        """How many of Q's parts of 16 columns, from the first on, stay in registers."""
+        if not self.q_in_registers:
+            return 0
+        return steps_kept(problem, _ROOM_WITH_Q[self.warpgroups] - forward_registers(problem, self.tile_n))
+
+    def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
+        """Reasons of fields alone, of pages, or of the problem with them."""
+        if wrong := failed(limit_checks(self)) or self._why_not_keys(problem):
+            return wrong
+        registers, kept = forward_registers(problem, self.tile_n), self.kept_steps(problem)
+        most, room = REGISTERS_MAX[self.warpgroups], _ROOM_WITH_Q[self.warpgroups]
+        needed = f"{registers} registers for output, scores and weights ({self})"
+        beside = f"q_in_registers with {registers} registers for all else ({self})"
+        return failed(
+            (
+                (not self.pingpong or self.warpgroups > 1, f"pingpong with tile_m={self.tile_m}", "tile_m 128, 192"),
+                (registers <= most, needed, f"up to {most} with {self.warpgroups} warpgroups"),
+                (not self.q_in_registers or kept > 0, beside, f"up to {room - 4}"),
+                (not self.lazy_max or not problem.has_score, "lazy_max with an expression for scores", "exact maxima"),
+                *self.rows_checks(problem),
+                *size_checks(self, arch, self.smem_bytes(problem), self.blocks(problem)),
+            )
+        )
+
+    def _why_not_keys(self, problem: Problem) -> tuple[Reason, ...]:
+        """Reasons why TMA, or a warpgroup that gathers, cannot bring keys."""
+        if self.gathers:
+            most = WARPGROUP_THREADS  # a lane for each
+            checks = (
+                (self.warpgroups < 3, f"gathers with tile_m={self.tile_m}", "tile_m 64, 128"),
+                (self.tile_n <= most, f"gathers with tile_n={self.tile_n}", f"tile_n up to {most}"),
+            )
+            return failed(checks)
+        rows, page = self.keys_of_box(problem), None if problem.cache is None else problem.cache.page
+        if page is not None and rows % _GROUP_ROWS:
+            allowed = f"multiples of {_GROUP_ROWS}"
+            return (Reason(code="page", got=f"pages of {page} keys", allowed=allowed, hint=remedies.OTHERS),)
+        boxes = self.tile_n // rows * panels_of(problem)
+        if boxes > WARP_THREADS:
+            got = f"{boxes} boxes for {self.tile_n} keys in pages of {page}"
+            allowed = f"up to {WARP_THREADS} boxes, one for each lane"
+            return (Reason(code="page", got=got, allowed=allowed, hint=remedies.OTHERS),)
+        return self.why_not_boxes(problem)
+
+    def multiplies(self, plan: Plan) -> Instance:
+        """Its constants are mask, sinks, pages, and the shape."""
+        problem = plan.problem
+        paging, rows = paging_of(problem), self.keys_of_box(problem)
+        keys = {"NONE": "dense", "ENTRIES": "entries", "ANY": "pages"}[paging]
+        keys += "_gathered" if self.gathers else str(rows) * (paging == "ANY")
+        numbers = (self.warpgroups, self.tile_n, rows, self.stages, self.kept_steps(problem))
+        shape = cpp_list(*numbers, self.pingpong, self.lazy_max)
+        options = f"{'_qregisters' * self.q_in_registers}{'_pingpong' * self.pingpong}{'_lazymax' * self.lazy_max}"
+        sizes = f"{self.tile_m}x{self.tile_n}_s{self.stages}_{keys}{options}{'_sinks' * problem.has_sinks}"
+        return wgmma_kernel(
+            plan,
+            "SplitWgmmaTraits",
+            (problem.has_sinks, f"multiattn::Paging::{paging}", f"multiattn::SplitWgmmaShape<{shape}>"),
+            entry="split_keys_wgmma",
+            sizes=sizes,
+            header="split_keys_wgmma.cuh",
+            params=SplitWgmmaParams,
+            threads=self.threads,
+            smem_bytes=self.smem_bytes(problem),
+            wgmma_columns=(self.tile_n, problem.head_dim),
+        )
+
+    @classmethod
+    def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[SplitWgmmaConfig]:
+        """One warpgroup, or two that take turns."""
+        for tile_m, tile_n, stages, lazy_max, gathers in itertools.product(
+            (64, 128), (64, 128), (4, 6, 12), (True, False), (False, True)
+        ):
+            ways = {"pingpong": tile_m > 64, "lazy_max": lazy_max, "gathers": gathers}
+            yield cls(tile_m=tile_m, tile_n=tile_n, stages=stages, **ways)

@@ -1,0 +1,227 @@
+"""The forward for Hopper: warpgroups multiply by wgmma, one loads by TMA; `kernels/forward_wgmma.cuh` is the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from multiattn.cuda.family import NO_FLAGS, padded, tiles_of
+from multiattn.cuda.forward_mma import forward_numbers
+from multiattn.cuda.naming import cpp_list
+from multiattn.cuda.source import PlannedLaunch, WgmmaParams
+from multiattn.cuda.wgmma import (
+    BARRIER_BYTES,
+    TILES_OF_KEYS,
+    WARPGROUP_ROWS,
+    WgmmaFamilyConfig,
+    forward_registers,
+    packed_check,
+    row_bytes,
+    steps_kept,
+    wgmma_kernel,
+)
+from multiattn.packed import TILE_LISTS
+from multiattn.plan.abi import WORKSPACE
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
+from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS
+from multiattn.plan.support import Reason
+from multiattn.problem import Problem
+
+_ROOM_WITH_Q = {(2, False): 196, (2, True): 192, (3, False): 128, (3, True): 128}
+"""Registers up to which Q may fill them, by warpgroups and whether the mask is a band: ptxas then spills nothing."""
+REGISTERS_MAX: Mapping[int, int] = {2: 208, 3: 144}
+"""By consumer warpgroups, for what `registers_at_least` counts: setmaxnreg gives a thread 232, or 160 with three."""
+_PLAIN_STORE_REGISTERS = 20
+"""More that three warpgroups want under a mask to store from registers: with 128 in use ptxas 13 spills in the loops.
+
+At D=128 it does with 112, which sweeps find out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WgmmaConfig(WgmmaFamilyConfig):
+    """Launch parameters of the Hopper kernel: warpgroups of 64 queries each, and one that loads by TMA."""
+
+    tile_m: int = limited(one_of(128, 192))
+    tile_n: int = limited(TILES_OF_KEYS)
+    cluster: int = limited(one_of(1, 2), default=1)
+    """Blocks on neighbouring SMs that load each tile of K and V together, a part each, for all of them."""
+    stages: int = limited(between(3, 16), default=4)
+    """Buffers that tiles of K and of V take turns in."""
+    scheduler: str = limited(one_of(*SCHEDULERS), default="dynamic")
+    """``one_tile``: a block per tile of queries. ``static``, ``dynamic``: a block per SM, which takes every n-th tile,
+    or the next one that a counter in device memory gives it."""
+    q_slots: int = limited(one_of(1, 2, 3), default=1)
+    """Buffers of Q; with two the next tile is begun before the output of one is stored, with three Q of two is loaded
+    ahead."""
+    q_in_registers: bool = False
+    """As many of Q's fragments as there is room for are read into registers once a tile.
+
+    The others, or all, are read by wgmma from shared memory for every block of keys.
+    """
+    pingpong: bool = False
+    """Warpgroups take turns: one has the tensor cores while another has the softmax."""
+    lazy_max: bool = False
+    """Weights are made relative to the maxima of earlier blocks, and the output is rescaled only where one has outgrown
+    them."""
+    tma_store: bool = True
+    """The output leaves through shared memory and TMA, or from registers."""
+
+    @property
+    def is_persistent(self) -> bool:
+        """True where a block takes one tile after another."""
+        return self.scheduler != "one_tile"
+
+    def box_rows(self, problem: Problem) -> Mapping[str, int]:
+        """Of q in a packed batch those of a warpgroup."""
+        q, kv = self.tile_m if problem.packing is None else WARPGROUP_ROWS, self.tile_n // self.cluster
+        return {"q": q, "k": kv, "v": kv, **({"out": WARPGROUP_ROWS} if self.tma_store else {})}
+
+    def smem_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory of a block: slots of Q, stages for K and V, barriers.
+
+        Every kernel asserts at compile time that it needs just this.
+        """
+        rows = self.q_slots * self.tile_m + self.stages * self.tile_n
+        return rows * row_bytes(problem) + BARRIER_BYTES
+
+    def query_tiles(self, problem: Problem) -> int:
+        """Tiles of queries of one head, with those that only make clusters whole; of a packed batch the most."""
+        count = tiles_of(problem, problem.seq_q, self.tile_m)
+        return count if problem.packing is not None else padded(count, self.cluster)
+
+    def grid_blocks(self, problem: Problem) -> int:
+        """Blocks of a launch that has one per tile of queries, head and batch entry."""
+        return self.query_tiles(problem) * problem.heads_q * problem.batch
+
+    def registers_at_least(self, problem: Problem) -> int:
+        """32-bit registers a consumer's thread needs for output, scores, weights and kept Q; the rest comes on top."""
+        is_crowded = self.warpgroups == 3 and problem.is_banded and not self.tma_store
+        store = _PLAIN_STORE_REGISTERS if is_crowded else 0
+        return forward_registers(problem, self.tile_n) + 4 * self.kept_steps(problem) + store
+
+    def kept_steps(self, problem: Problem) -> int:
+        """How many of Q's parts of 16 columns, from the first on, stay in registers."""
+        if not self.q_in_registers:
+            return 0
+        room = _ROOM_WITH_Q[self.warpgroups, problem.is_banded] - forward_registers(problem, self.tile_n)
+        return steps_kept(problem, room)
+
+    def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
+        """Reasons of fields alone, or of the problem with them."""
+        together = (
+            self.cluster == 1 or self.scheduler != "dynamic",
+            f"scheduler=dynamic with cluster={self.cluster}",
+            "one_tile, static: blocks of a cluster take their tiles together",
+        )
+        if wrong := failed((*limit_checks(self), together)):
+            return wrong
+        registers, most = self.registers_at_least(problem), REGISTERS_MAX[self.warpgroups]
+        beside, room = forward_registers(problem, self.tile_n), _ROOM_WITH_Q[self.warpgroups, problem.is_banded]
+        needed = f"{registers} registers for output, scores, weights, Q and stores ({self})"
+        kept, got = self.kept_steps(problem), f"q_in_registers with {beside} registers for all else ({self})"
+        checks = (
+            (registers <= most, needed, f"up to {most} with {self.warpgroups} warpgroups"),
+            (not self.q_in_registers or kept > 0, got, f"up to {room - 4}"),
+            (not self.lazy_max or not problem.has_score, "lazy_max with an expression for scores", "exact maxima"),
+            (problem.packing is None or self.cluster == 1, f"a packed batch ({self})", "cluster=1"),
+            packed_check(problem),
+        )
+        sizes = size_checks(self, arch, self.smem_bytes(problem), self.grid_blocks(problem))
+        return (*self.why_not_boxes(problem), *failed((*checks, *sizes)))
+
+    def areas(self, problem: Problem) -> dict[str, int]:
+        """The tile counter of a dynamic scheduler, one for each stream."""
+        return {WORKSPACE: COUNTER_BYTES} if self.scheduler == "dynamic" else {}
+
+    def listed(self) -> Mapping[str, int]:
+        """A forward owns tiles of queries."""
+        return {TILE_LISTS[0]: self.tile_m}
+
+    def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
+        """One kernel."""
+        problem = plan.problem
+        numbers = (self.warpgroups, self.cluster, self.tile_n, self.stages, self.q_slots, self.kept_steps(problem))
+        scheduler = f"multiattn::Scheduler::{self.scheduler.upper()}"
+        shape = cpp_list(*numbers, self.pingpong, self.lazy_max, self.tma_store, scheduler)
+        kernel = wgmma_kernel(
+            plan,
+            "WgmmaTraits",
+            (problem.has_sinks, f"multiattn::WgmmaShape<{shape}>"),
+            entry="forward_wgmma",
+            sizes=f"{self._name()}{'_sinks' * problem.has_sinks}",
+            header="forward_wgmma.cuh",
+            params=WgmmaParams,
+            threads=self.threads,
+            smem_bytes=self.smem_bytes(problem),
+            cluster=self.cluster,
+            wgmma_columns=(self.tile_n, problem.head_dim),
+        )
+        blocks = self.grid_blocks(problem)
+        return (PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=self.is_persistent),)
+
+    def _name(self) -> str:
+        """Every field, those that are off left out."""
+        parts = [f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", f"q{self.q_slots}"]
+        parts += [f"cluster{self.cluster}"] if self.cluster > 1 else []
+        parts += ["qregisters"] if self.q_in_registers else []
+        parts += ["pingpong"] if self.pingpong else []
+        parts += ["lazymax"] if self.lazy_max else []
+        parts += [] if self.tma_store else ["plainstore"]
+        return "_".join((*parts, self.scheduler.replace("_", "")))
+
+    def numbers(self, plan: Plan) -> dict[str, Any]:
+        """Tiles and heads, and their order."""
+        return forward_numbers(plan.problem, self.query_tiles(plan.problem))
+
+    @classmethod
+    def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[WgmmaConfig]:
+        """Shapes, each with ways to run it, then single changes of the first."""
+        widest = next((it for it in SHAPES if problem.head_dim <= it), None)
+        alone = "one_tile" if problem.is_banded else "static"  # the third loses in each
+        orders: list[dict[str, Any]] = [{"scheduler": "dynamic"}]
+        orders += [{"scheduler": alone, "cluster": cluster} for cluster in (1, 2)]
+        lazy_max = not problem.has_score
+        for number, (tile_m, tile_n, q_slots) in enumerate(SHAPES[widest] if widest else ()):
+            config = cls(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=True, lazy_max=lazy_max)
+            choices = _OPEN[: (6, 2, 1, 1)[number]] if problem.head_dim > 128 else ({},)
+            tried = [{**choice, **order} for choice in choices for order in orders]
+            for way in (*tried, *(_ALONE if number == 0 else ())):
+                yield from replace(config, **way)._deepest(problem, arch)
+
+    def _deepest(self, problem: Problem, arch: Arch) -> Iterator[WgmmaConfig]:
+        """The config with as many stages as fit, if three do."""
+        for stages in range(16, 2, -1):
+            if not (config := replace(self, stages=stages)).why_not(problem, arch):
+                yield config
+                return
+
+
+# ---------------------------------------------------------------- what a sweep tries
+
+SHAPES: Mapping[int, tuple[tuple[int, int, int], ...]] = {
+    64: ((192, 128, 3), (192, 64, 3), (192, 96, 3), (192, 128, 2), (192, 64, 2)),
+    96: ((192, 96, 2), (192, 64, 2), (192, 80, 2), (192, 80, 1), (128, 128, 2)),
+    128: ((192, 64, 2), (192, 80, 2), (192, 80, 1), (128, 128, 2), (128, 160, 2)),
+    160: ((192, 64, 1), (192, 48, 1), (128, 96, 1), (128, 80, 2)),
+    192: ((128, 96, 1), (128, 128, 1), (128, 80, 2), (128, 64, 2)),
+    256: ((128, 64, 1), (128, 80, 1)),
+}
+"""(tile_m, tile_n, q_slots) by the widest head_dim of a class: one that has as many panels, and registers for as wide a
+tile of keys. The first is tried in the most ways."""
+_ALONE: tuple[Mapping[str, Any], ...] = (
+    {"pingpong": False},
+    {"tma_store": False},
+    {"lazy_max": False},
+    {"q_slots": 1},
+    {"q_in_registers": True},
+)
+"""Tried with the first shape only: what a technique is worth, rather than what may win."""
+_OPEN: tuple[Mapping[str, Any], ...] = (
+    *({"pingpong": False, "tma_store": tma_store} for tma_store in (True, False)),
+    *({"pingpong": True, "tma_store": tma_store} for tma_store in (True, False)),
+    *({"q_in_registers": True, "tma_store": tma_store} for tma_store in (True, False)),
+)
+"""Choices that sweeps take either way, from head_dim 129 on; each shape but the first is tried with fewer of them."""
