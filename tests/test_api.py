@@ -62,16 +62,6 @@ def test_a_refusal_can_be_sent_to_another_process():
         assert other.reasons
 
 
-def test_a_refusal_is_of_the_variant_that_came_nearest():
-    q = torch.zeros(1, 1, 2, 20, dtype=torch.bfloat16)
-    with pytest.raises(Unsupported) as caught:
-        multiattn.fmha(q, q, q, backend="cuda")
-    of_head_dim = [reason for reason in caught.value.reasons if reason.code == "head_dim"]
-    assert [reason.allowed for reason in of_head_dim] == ["multiples of 8 up to 1024"]
-    assert "  head_dim: got 20; allowed multiples of 8 up to 1024 (pad q, k and v" in str(caught.value)
-    assert caught.value.reasons == tuple(of_head_dim)
-
-
 def without_backward(monkeypatch, name):
     """Let the backend called `name` have no backward, as a new one would."""
     whole = registry.get(name)
@@ -147,14 +137,10 @@ def test_sequences_beyond_32_bit_positions_are_refused():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"backend": "cutlass"}, ValueError, "got 'cutlass'; allowed auto, reference, triton, cutile, cuda"),
-        ({"backend": ["triton"]}, TypeError, "backend must be a string; got list"),
         ({"backend": "cuda", "variant": ""}, ValueError, "variant: got ''; cuda has "),
         ({"backend": "cuda", "variant": "v2"}, ValueError, "variant: got 'v2'; cuda has "),
         ({"variant": "v2"}, ValueError, "needs a named backend"),
-        ({"arch": "sm75"}, ValueError, "got 'sm75'; allowed cpu, sm80"),
         ({"direction": "sideways"}, ValueError, "direction: got 'sideways'; allowed forward, backward"),
-        ({"deterministic": 1}, TypeError, "deterministic must be a bool or None; got int"),
     ],
 )
 def test_unknown_names_are_told_with_the_known_ones(given, error, message):

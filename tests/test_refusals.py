@@ -272,6 +272,19 @@ CALLS = {
         lambda: varlen(cu_seqlens_q=STARTS.long()),
         "got torch.int64 | allowed torch.int32 | .int()",
     ),
+    "cu_seqlens as a list": (
+        lambda: varlen(cu_seqlens_q=[0, 4, 9]),
+        "got list | cu_seqlens_q must be a torch.Tensor",
+    ),
+    "a longest length below 0": (lambda: varlen(max_seqlen_kv=-1), "got -1 | allowed 0 and more"),
+    "a bias of other lengths": (
+        lambda: varlen(bias=bf16(2, 4, 6, 5)),
+        "bias: got shape (2, 4, 6, 5) | allowed | (2, 4, 5, 5)",
+    ),
+    "slopes of other sequences": (
+        lambda: varlen(alibi_slopes=torch.zeros(3, 4)),
+        "alibi_slopes: got shape (3, 4) | allowed (4,) and (2, 4)",
+    ),
     "cu_seqlens of two dimensions": (
         lambda: varlen(cu_seqlens_q=STARTS[None]),
         "got shape (1, 3) | [B + 1] | torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()",

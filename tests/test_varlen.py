@@ -57,38 +57,6 @@ def test_backward_without_autograd_is_that_of_autograd():
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"cu_seqlens_q": [0, 5]}, "cu_seqlens_q must be a torch.Tensor; got list"),
-        ({"cu_seqlens_kv": torch.tensor([0, 5, 8])}, "cu_seqlens_kv.dtype: got torch.int64; allowed torch.int32"),
-        (
-            {"cu_seqlens_q": torch.zeros(1, 3, dtype=torch.int32)},
-            r"got shape \(1, 3\); allowed \[B \+ 1\]",
-        ),
-        ({"cu_seqlens_q": torch.zeros(2, dtype=torch.int32)}, "must have one shape"),
-        ({"max_seqlen_q": 5.0}, "max_seqlen_q must be an int; got float"),
-        ({"max_seqlen_kv": -1}, "max_seqlen_kv: got -1; allowed 0 and more"),
-        ({"block_mask": object()}, "block_mask: got one; allowed None in a packed batch"),
-        ({"bias": torch.zeros(2, 4, 6, 5)}, r"bias: got shape \(2, 4, 6, 5\); allowed .*\(2, 4, 5, 5\)"),
-        ({"alibi_slopes": torch.zeros(3, 4)}, r"alibi_slopes: got shape \(3, 4\); allowed \(4,\) and \(2, 4\)"),
-        ({"backend": "numpy"}, "backend: got 'numpy'"),
-    ],
-)
-def test_bad_arguments_are_named(changes, said):
-    tensors, lengths = batch((5, 3))
-    with pytest.raises((TypeError, ValueError), match=said):
-        multiattn.fmha_varlen(*tensors, **(lengths | changes))
-
-
-def test_a_batch_that_is_not_packed_is_named():
-    tensors, lengths = batch((5, 3))
-    with pytest.raises(ValueError, match=r"q must have rank 3, \[T, H, D\], in a packed batch; got rank 4"):
-        multiattn.fmha_varlen(*(it[None] for it in tensors), **lengths)
-    with pytest.raises(ValueError, match="q must have rank 4"):
-        multiattn.fmha(*tensors)
-
-
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 3.0}], ids=str)
 def test_opcheck(options):
     tensors, lengths = batch((5, 0, 9), head_dim=8)
