@@ -40,6 +40,19 @@ def bound(case, sizes=SIZES):
     return made, bind_score(device=sizes.device, **made)
 
 
+def element_of(field, tensor):
+    """The value of an argument of a kernel for this tensor; for a pointer the tensor."""
+    if field.kind == "pointer":
+        return tensor
+    return tensor.stride(field.axis) if field.kind == "stride" else tensor.shape[field.axis]
+
+
+def values(lowered, found, scale):
+    """The value of each argument that a kernel takes for a program; for a pointer the tensor."""
+    derived = iter(lowered.derived_values(found.scalars, scale))
+    return tuple(next(derived) if it.kind == "f32" else element_of(it, found.tensors[it.slot]) for it in lowered.fields)
+
+
 def gradients(result, inputs, upstream):
     """The gradient of each input, zero where the result does not depend on it."""
     grads = torch.autograd.grad(result, inputs, upstream, allow_unused=True)

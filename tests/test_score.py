@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from score_truth import CPU, SIZES, bound, gradients, scores_of, tolerance, true_mask, true_scores
+from score_truth import CPU, SIZES, bound, gradients, scores_of, tolerance, true_mask, true_scores, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import and_masks
 
@@ -32,7 +32,7 @@ def kernel_inputs(found, raw, scale):
     fields = lower(found.program).fields
     numbers = {
         field.name: torch.tensor(number, dtype=torch.float64 if field.kind == "f32" else torch.int32)
-        for field, number in zip(fields, lower(found.program).values(found, scale), strict=True)
+        for field, number in zip(fields, values(lower(found.program), found, scale), strict=True)
         if field.kind != "pointer"
     }
     return {**eager._places(SHAPE, CPU), **numbers, "raw": raw}
@@ -143,7 +143,7 @@ def test_softcap_costs_two_products_and_one_tanh():
     assert lowered.score is apply("mul", apply("tanh", apply("mul", raw, x0)), x1)
     tanh = apply("tanh", apply("mul", raw, x0))
     assert lowered.slope is apply("sub", const(1.0), apply("mul", tanh, tanh))
-    assert lowered.values(bind(softcap=5.0), 0.25) == (0.25 / 5.0, 5.0 * LOG2_E)
+    assert values(lowered, bind(softcap=5.0), 0.25) == (0.25 / 5.0, 5.0 * LOG2_E)
 
 
 def test_infinities_make_no_nan_in_slopes():

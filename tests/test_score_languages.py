@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from score_truth import CPU, SIZES, bound
+from score_truth import CPU, SIZES, bound, element_of, values
 
 from multiattn.score import bind_score, lower
 from parity.callables import CALLABLES
@@ -29,7 +29,7 @@ class Printed:
         self.dtensors = {slot: torch.zeros(self.bound.tensors[slot].shape) for slot in self.slots}
 
     def gradient_values(self):
-        return [field.of(self.dtensors[field.slot]) for field in self.lowered.gradient_fields(self.slots)]
+        return [element_of(field, self.dtensors[field.slot]) for field in self.lowered.gradient_fields(self.slots)]
 
 
 # ---------------------------------------------------------------- Triton
@@ -93,10 +93,10 @@ def tile_kernel(functions):
 
 
 def tile_aux(printed):
-    values = zip(printed.lowered.fields, printed.lowered.values(printed.bound, SCALE), strict=True)
+    given = zip(printed.lowered.fields, values(printed.lowered, printed.bound, SCALE), strict=True)
     return tuple(
         it.detach().reshape(it.shape or (1,)) if field.kind == "pointer" else it
-        for field, it in values
+        for field, it in given
         if field.kind in ("f32", "pointer")
     )
 
@@ -219,7 +219,7 @@ def test_triton_and_gluon_compile(case, language):
 
     printed = Printed(case)
     functions = functions_of(printed.lowered, printed.slots, gluon=language == "gluon")
-    aux = tuple(map(stand_in, printed.lowered.values(printed.bound, SCALE)))
+    aux = tuple(map(stand_in, values(printed.lowered, printed.bound, SCALE)))
     daux = tuple(map(stand_in, printed.gradient_values()))
     fp32 = stand_in(torch.empty(16))
     sizes = (SIZES.heads, SIZES.seq_q, SIZES.seq_kv)
@@ -276,7 +276,7 @@ def test_what_decides_is_rounded_by_itself_in_machine_code(language):
     else:
         functions = functions_of(lowered, gluon=language == "gluon")
         sizes = (SIZES.heads, SIZES.seq_q, SIZES.seq_kv)
-        aux = tuple(map(stand_in, lowered.values(bind_score(device=CPU, score_mod=rounded_by_themselves), SCALE)))
+        aux = tuple(map(stand_in, values(lowered, bind_score(device=CPU, score_mod=rounded_by_themselves), SCALE)))
         if language == "gluon":
             constants = {"FUNCTIONS": functions, "TILE": TILE}
             ptx = compile_triton(modify_gluon, (fp32, fp32, fp32, aux, (), *sizes), constants, True)

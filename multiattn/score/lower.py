@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-import torch
-
 from multiattn.score import integers
 from multiattn.score.arithmetic import BINARY, UNARY
 from multiattn.score.discrete import with_rounding
@@ -41,7 +39,7 @@ from multiattn.score.expression import (
     walk,
     where,
 )
-from multiattn.score.program import BoundScore, ScoreProgram
+from multiattn.score.program import ScoreProgram
 
 LOG2_E = math.log2(math.e)
 SCALE = "scale"
@@ -62,12 +60,6 @@ class AuxField:
     kind: Kind
     slot: int = -1
     axis: int = -1
-
-    def of(self, tensor: torch.Tensor) -> int | torch.Tensor:
-        """The value for this tensor; for a ``pointer`` the tensor."""
-        if self.kind == "pointer":
-            return tensor
-        return tensor.stride(self.axis) if self.kind == "stride" else tensor.shape[self.axis]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,11 +148,6 @@ class LoweredScore:
         """The derived scalars of a call, in order."""
         known = {**scalars, SCALE: scale}
         return tuple(_on_host(steps, known) for steps in self._host_steps)
-
-    def values(self, bound: BoundScore, scale: float) -> tuple[float | int | torch.Tensor, ...]:
-        """The value of each of `fields` in a call; for a ``pointer`` the tensor."""
-        derived = iter(self.derived_values(bound.scalars, scale))
-        return tuple(next(derived) if it.kind == "f32" else it.of(bound.tensors[it.slot]) for it in self.fields)
 
 
 def is_zero(index: Node) -> bool:
