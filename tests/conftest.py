@@ -7,7 +7,7 @@ import driver_fakes
 import pytest
 import torch
 
-from multiattn.run import calls
+from multiattn.run import cache, calls
 
 os.environ["MULTIATTN_TUNED"] = "0"  # no test depends on what this user has tuned
 torch.set_num_threads(1)  # `make test` runs a process on each core
@@ -41,3 +41,13 @@ def fresh_calls():
 def driver(monkeypatch):
     """A driver that only remembers what it was asked."""
     return driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())
+
+
+@pytest.fixture
+def own_caches(monkeypatch, tmp_path, fresh_calls):
+    """The folders in which compilers keep what they make: of this test alone, as other processes compile, too."""
+    triton = pytest.importorskip("triton")
+    folders = tmp_path / "multiattn", tmp_path / "triton"
+    monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(folders[0]))
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(folders[1]))
+    return folders

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,17 +25,22 @@ CONFIGS = {
 
 
 def gluon_ways() -> Iterator[tuple[int, bool, GluonConfig]]:
-    """Head_dim, mask and config: schedulers, slots, turns, maxima, every number of pieces."""
-    for causal, (head_dim, config) in itertools.product((False, True), CONFIGS.items()):
-        for scheduler in SCHEDULERS:
-            yield head_dim, causal, replace(config, scheduler=scheduler)
-        yield head_dim, causal, replace(config, lazy_max=False)
-        yield head_dim, causal, replace(config, pingpong=not config.pingpong)
-    yield 64, True, GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, lazy_max=True)
-    for q_slots in (1, 3):
-        yield 64, True, replace(CONFIGS[64], q_slots=q_slots)
-    for head_dim, causal in itertools.product((8, 40, 72, 96, 136, 160, 192), (False, True)):
-        yield head_dim, causal, GluonConfig(tile_m=128, tile_n=64, stages=4, lazy_max=True)
+    """Head_dim, mask in turn, and config: schedulers, slots, turns, maxima, every number of pieces."""
+    found = [
+        (head_dim, config)
+        for head_dim, own in CONFIGS.items()
+        for config in (
+            *(replace(own, scheduler=scheduler) for scheduler in SCHEDULERS),
+            replace(own, lazy_max=False),
+            replace(own, pingpong=not own.pingpong),
+        )
+    ]
+    found.append((64, GluonConfig(tile_m=192, tile_n=64, stages=12, q_slots=2, lazy_max=True)))
+    found += ((64, replace(CONFIGS[64], q_slots=q_slots)) for q_slots in (1, 3))
+    few = GluonConfig(tile_m=128, tile_n=64, stages=4, lazy_max=True)
+    found += ((head_dim, few) for head_dim in (8, 40, 72, 96, 136, 160, 192))
+    for turn, (head_dim, config) in enumerate(found):
+        yield head_dim, turn % 2 == 0, config
 
 
 # ---------------------------------------------------------------- backwards

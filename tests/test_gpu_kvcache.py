@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import torch
 import multiattn
 from multiattn import Plan
 from multiattn.plan.backend import BACKENDS
-from multiattn.run import cache
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
@@ -211,9 +209,8 @@ def test_eight_threads_and_a_thousand_requests(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_200_requests_compile_nothing_after_the_first(backend):
+def test_200_requests_compile_nothing_after_the_first(backend, own_caches):
     """By the files that compilers leave: all of them keep what they make on disk."""
-    knobs = pytest.importorskip("triton").knobs
     table, pages = pages_of(4, 2048)
     k, v = caches(pages)
     put(k, v, table, (2048,) * 4)
@@ -225,7 +222,7 @@ def test_200_requests_compile_nothing_after_the_first(backend):
         return call(q, k, v, rest | {"seqlens_kv": int32(*lengths), "cu_seqlens_q": starts}, backend)
 
     def compiled():
-        return {path for folder in (cache.directory(), knobs.cache.dir) for path in Path(folder).rglob("*")}
+        return {path for folder in own_caches for path in folder.rglob("*")}
 
     needs(backend, q, k, v, rest | {"seqlens_kv": int32(1, 1, 1, 1), "cu_seqlens_q": int32(0, 1, 1, 1, 1)})
     serve((1, 1, 1, 1), (1, 0, 0, 0))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import multiattn
 from multiattn.plan.backend import BACKENDS
-from multiattn.run import cache
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
@@ -58,7 +55,7 @@ def test_a_graph_serves_all_lengths(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_200_batches_compile_nothing_after_the_first(backend):
+def test_200_batches_compile_nothing_after_the_first(backend, own_caches):
     """By the files that compilers leave: all of them keep what they make on disk."""
     generator = torch.Generator().manual_seed(0)
 
@@ -69,9 +66,8 @@ def test_200_batches_compile_nothing_after_the_first(backend):
         torch.cuda.synchronize()
 
     def compiled():
-        return {path for folder in (cache.directory(), knobs.cache.dir) for path in Path(folder).rglob("*")}
+        return {path for folder in own_caches for path in folder.rglob("*")}
 
-    knobs = pytest.importorskip("triton").knobs
     train()
     before = compiled()
     for _ in range(200):
