@@ -210,6 +210,7 @@ def run_demo(options: argparse.Namespace) -> int:
     page.require_packages()
     out, jobs = options.out, ["--jobs", str(options.jobs)]
     problems = [layer(128, 4096, "causal")]
+    in_turn = [] if torch.cuda.is_available() else ["--variants", "turns"]  # a CPU takes an hour for all
     wanted = requests(problems, directions=("forward",))
     wanted += requests(problems, directions=("backward",), arches=(BACKWARD_ARCH,))
     compiled: list[Compilation] = []
@@ -220,7 +221,7 @@ def run_demo(options: argparse.Namespace) -> int:
         return verdict(compiled)
 
     steps: list[tuple[str, Callable[[list[str]], int], list[str]]] = [
-        ("Parity", run_parity, [*jobs, "--out", str(out / "parity")]),
+        ("Parity", run_parity, [*jobs, *in_turn, "--out", str(out / "parity")]),
         (f"Compiled for every target, the backward for {BACKWARD_ARCH}", compile_kernels, []),
         ("Speed", main, ["run", "--suite", "floors", "--no-compile", *jobs, "--out", str(out / "bench")]),
     ]

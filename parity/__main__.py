@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # the cases are small; the workers are the parallelism
     backends = tuple(dict.fromkeys(options.backend or BACKENDS))
     directions = [it for it in DIRECTIONS if it in options.direction]
-    contenders = contenders_of(backends, options.variants, directions, on_cpu=device.type == "cpu")
+    contenders = contenders_of(backends, options.variants, directions)
     environment = describe_environment(device, contenders)
     order = {case.name: index for index, case in enumerate(cases)}
     reports: list[CaseReport] = []

@@ -138,6 +138,11 @@ def _with_others() -> Iterator[Case]:
         heads_q=8, heads_kv=1, page=16, nightly=True,
     )  # fmt: skip
     yield cached("scale_negative", "the least scores are the highest", EDGES, scale=-0.5, page=16)
+    for values in ("ascending", "descending"):
+        yield cached(
+            values, "maxima move in every block, whichever is the first", (150, 33, 200), 8, values=values, page=16,
+            causal=True,
+        )  # fmt: skip
     yield cached("scale_zero", "each key counts alike", EDGES, scale=0.0, page=16, nightly=True)
 
 

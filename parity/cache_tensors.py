@@ -26,7 +26,8 @@ TABLE_PAD = 3
 def draw_cache(case: Case, cache: CacheCase, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Values3, Cached]:
     """The memory of all tensors; q, k and v; and what says where keys and queries are."""
     table = None if cache.page is None else _page_table(case, cache)
-    used = _used_rows(case, cache, table).to(device)[:, None, :, None]
+    places = _keys_of_rows(case, cache, table).to(device)[:, None, :, None]
+    used = places >= 0
     entries, _, rows, _ = used.shape
     memory_of_q, q = poisoned_view(
         case.torch_dtype, case.layout, (case.batch, case.heads_q, case.seq_q, case.head_dim), device
@@ -35,6 +36,11 @@ def draw_cache(case: Case, cache: CacheCase, device: torch.device) -> tuple[tupl
     generator = generator_of(case.seed, max(q.numel(), k.numel()), device)
     for view in (q, k, v):
         view.copy_(torch.randn(view.shape, generator=generator, device=generator.device))
+    if case.values in ("ascending", "descending"):  # as `parity.tensors` has it: 8 a key, after the scale
+        middle = case.seq_kv // 2
+        k.zero_()
+        q[..., 0] = 64.0
+        k[..., 0] = (places - middle if case.values == "ascending" else middle - places)[..., 0]
     k.masked_fill_(~used, torch.nan)
     v.masked_fill_(~used, torch.nan)
     numbers = [torch.tensor(cache.lengths)]
@@ -68,16 +74,17 @@ def _page_table(case: Case, cache: CacheCase) -> torch.Tensor:
     return table
 
 
-def _used_rows(case: Case, cache: CacheCase, table: torch.Tensor | None) -> torch.Tensor:
-    """True for each row of an entry, or of a page, that some sequence has."""
+def _keys_of_rows(case: Case, cache: CacheCase, table: torch.Tensor | None) -> torch.Tensor:
+    """The key of its sequence that each row of an entry, or of a page, is; -1 where it is none."""
     if table is None or cache.page is None:
-        return torch.arange(case.seq_kv) < torch.tensor(cache.lengths, dtype=torch.int64)[:, None]
+        keys = torch.arange(case.seq_kv).expand(len(cache.lengths), -1)
+        return keys.where(keys < torch.tensor(cache.lengths, dtype=torch.int64)[:, None], -1)
     pages = sum(-(-length // cache.page) for length in cache.lengths) - cache.shared + cache.slack
-    used = torch.zeros(pages, cache.page, dtype=torch.bool)
+    found = torch.full((pages, cache.page), -1)
     for entry, length in enumerate(cache.lengths):
         keys = torch.arange(length)
-        used[table[entry, keys // cache.page], keys % cache.page] = True
-    return used
+        found[table[entry, keys // cache.page], keys % cache.page] = keys
+    return found
 
 
 def _caches(

@@ -7,8 +7,7 @@ import torch
 
 from multiattn.plan.backend import BACKENDS, Direction
 from parity.cases import suite
-from parity.quick import waits_for_night
-from parity.results import Contender
+from parity.launch import has_turn, waits_for_night
 from parity.run import VARIANTS, Variants, contenders_of, feeders_of
 
 
@@ -32,20 +31,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     device = torch.device(config.getoption("--parity-device"))
     is_backward = "fed_by" in metafunc.fixturenames
     directions: list[Direction] = ["backward" if is_backward else "forward"]
-    contenders = contenders_of(backends, _variants(config), directions, on_cpu=device.type == "cpu")
+    contenders = contenders_of(backends, _variants(config), directions, all_turns=device.type == "cpu")
     params = []
     for case in suite(device):
         marks = [pytest.mark.xdist_group("huge")] if case.size == "huge" else []  # two at a time would not fit a GPU
         if is_backward and case.no_backward:
             marks.append(pytest.mark.skip(reason=case.no_backward))
         for who in contenders:
-            waits = device.type == "cpu" and waits_for_night(case, who)
-            mine = [*marks, pytest.mark.nightly] if waits else marks
+            if not has_turn(case, who, device):
+                continue
+            mine = [*marks, pytest.mark.nightly] if waits_for_night(case, who, device) else marks
             if not is_backward:
                 params.append(pytest.param(case, who, marks=mine, id=f"{case}-{who}"))
                 continue
             params += [
-                pytest.param(case, who, feeder, marks=mine, id=f"{case}-{_who(who)}-fed_by_{feeder}")
+                pytest.param(
+                    case, who, feeder, marks=mine, id=f"{case}-{str(who).removesuffix(' backward')}-fed_by_{feeder}"
+                )
                 for feeder in feeders_of(case, who.backend, backends, device)
             ]
     names = ("case", "contender", "fed_by") if is_backward else ("case", "contender")
@@ -56,10 +58,6 @@ def _variants(config: pytest.Config) -> Variants:
     on_cpu = config.getoption("--parity-device") == "cpu"
     chosen: Variants = config.getoption("--parity-variants") or ("turns" if on_cpu else "best")
     return chosen
-
-
-def _who(contender: Contender) -> str:
-    return contender.backend if contender.variant is None else f"{contender.backend}_{contender.variant}"
 
 
 @pytest.fixture(scope="session")

@@ -19,15 +19,19 @@ import multiattn
 from multiattn.operands import Operands
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
-from multiattn.plan.backend import BACKENDS, Plan, make_plan
+from multiattn.plan.backend import BACKENDS, Direction, Plan, make_plan
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
 from multiattn.run.execute import gradient_of_sinks, gradients_of_captured
 from parity.case import Case
+from parity.cases import CASES, suite
 from parity.gradients import GradTruth
 from parity.results import Contender
 from parity.tensors import Gradients, Inputs, Outputs, Saved, Upstream
 from parity.tolerance import Mismatch, Truth, operands_and_problem
+from parity.turns import Deal, deal
+
+CPU = torch.device("cpu")
 
 
 @functools.lru_cache(maxsize=1)
@@ -74,7 +78,7 @@ def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
 
 def plan_case(case: Case, contender: Contender, inputs: Inputs) -> Plan | tuple[Reason, ...]:
     """The Plan of a contender for a case, or every reason why not."""
-    if contender.in_turn:
+    if contender.turn is not None:
         return _plan_in_turn(case, contender, inputs)
     backend, arch = registry.get(contender.backend), detect(inputs.q.device)
     options = {"direction": contender.direction, "variant": contender.variant}
@@ -84,13 +88,42 @@ def plan_case(case: Case, contender: Contender, inputs: Inputs) -> Plan | tuple[
         return error.reasons
 
 
+def has_turn(case: Case, contender: Contender, device: torch.device) -> bool:
+    """False where a contender would have the case for one more time than it is dealt to its backend."""
+    if not contender.turn or device.type != "cpu":
+        return True
+    return dealt(contender.backend, contender.direction).plan(case, contender.turn) is not None
+
+
+def waits_for_night(case: Case, contender: Contender, device: torch.device) -> bool:
+    """True for what a CPU runs at night only: it is slow, and shows what another case shows."""
+    if contender.turn is None or device.type != "cpu":
+        return False
+    return case.name in dealt(contender.backend, contender.direction).at_night
+
+
 def _plan_in_turn(case: Case, contender: Contender, inputs: Inputs) -> Plan | tuple[Reason, ...]:
+    """On a CPU the plan that is dealt; on a GPU, or of a case that is none of the suite's, a variant by its rule."""
+    if inputs.q.device.type == "cpu" and case in CASES:
+        plan = dealt(contender.backend, contender.direction).plan(case, contender.turn or 0)
+        return plan or plan_case(case, replace(contender, turn=None), inputs)
     op = registry.get(contender.backend).op(contender.direction)
     names = op.spanning or [variant.name for variant in op.variants]
-    one_by_one = [replace(contender, variant=name, in_turn=False) for name in names]
+    one_by_one = [replace(contender, variant=name, turn=None) for name in names]
     plans = [plan_case(case, one, inputs) for one in one_by_one]
     able = [plan for plan in plans if isinstance(plan, Plan)]
     return able[case.turn % len(able)] if able else plans[0]
+
+
+@functools.cache
+def dealt(backend: str, direction: Direction) -> Deal:
+    """The turns of a backend on the cases of a CPU."""
+    return deal(backend, direction, [it for it in _problems() if direction == "forward" or not it[0].no_backward])
+
+
+@functools.cache
+def _problems() -> tuple[tuple[Case, Problem], ...]:
+    return tuple((case, problem_of(case, Inputs.of(case, CPU))) for case in suite(CPU))
 
 
 def launch_plan(plan: Plan, inputs: Inputs) -> Outputs:

@@ -23,11 +23,13 @@ class Contender:
     backend: str
     variant: str | None = None
     direction: Direction = "forward"
-    in_turn: bool = False
-    """Run each case on the variant whose turn it is, not on the best one: each variant has its share of cases."""
+    turn: int | None = None
+    """Run each case on the variant, and on a CPU the config, whose first turn (0) or later one it is, not on the best:
+    each has its share of cases."""
 
     def __str__(self) -> str:
         name = self.backend if self.variant is None else f"{self.backend}-{self.variant}"
+        name += f"-turn{self.turn + 1}" if self.turn else ""
         return name if self.direction == "forward" else f"{name} backward"
 
 

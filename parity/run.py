@@ -15,22 +15,24 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from multiattn.plan import backend as registry
-from multiattn.plan.backend import DIRECTIONS, Direction, Plan
-from multiattn.triton import GLUON_VARIANTS
+from multiattn.plan.backend import DIRECTIONS, REFERENCE, Direction, Plan
 from parity.case import Case
 from parity.cases import is_cross_fed
 from parity.launch import (
+    dealt,
     forget,
+    has_turn,
     launch_gradients,
     launch_plan,
     plan_case,
     prepare_case,
     prepare_gradients,
+    waits_for_night,
 )
 from parity.results import CaseReport, Contender, Pair, Result, Score
 from parity.tensors import Gradients, Inputs, Outputs, Saved
@@ -42,38 +44,39 @@ Variants = Literal["best", "turns", "all", "every"]
 VARIANTS: tuple[Variants, ...] = ("best", "turns", "all", "every")
 """The variants of each backend that run: the best for each case, one whose turn it is, or all that can run the case.
 
-In turns takes no longer than the best alone. On a CPU both have the kernels of `ON_CPU` beside. Where a backend has a
+In turns takes no longer than the best alone; on a CPU configs take turns, too (`parity.turns`). Where a backend has a
 hundred variants, turns and all go through those that span them (`Op.spanning`), and only `every` through every one:
 hours on a CPU.
 """
 
-ON_CPU: Mapping[tuple[str, Direction], tuple[str, ...]] = {
-    ("triton", "forward"): GLUON_VARIANTS[:1],
-    ("triton", "backward"): GLUON_VARIANTS,
-}
-"""Variants that a CPU runs by name alone, in every case that they can: they are quick (50 ms a case), and no turns of
-others show anything of them."""
-
 
 def contenders_of(
-    backends: Sequence[str], variants: Variants, directions: Sequence[Direction] = DIRECTIONS, *, on_cpu: bool = False
+    backends: Sequence[str],
+    variants: Variants,
+    directions: Sequence[Direction] = DIRECTIONS,
+    *,
+    all_turns: bool = False,
 ) -> tuple[Contender, ...]:
-    """In each direction each backend once, or each of its variants."""
+    """In each direction each backend once, or each of its variants. In turns once, or with `all_turns` (on a CPU) as
+    often as some case is dealt to it."""
     return tuple(
-        Contender(backend=name, variant=variant, direction=direction, in_turn=variants == "turns" and variant is None)
+        Contender(backend=name, direction=direction, **which)
         for direction in directions
         for name in backends
-        for variant in _variants(name, direction, variants, on_cpu)
+        for which in _contenders(name, direction, variants, all_turns)
     )
 
 
-def _variants(backend: str, direction: Direction, which: Variants, on_cpu: bool) -> tuple[str | None, ...]:
-    """Names of variants, or None for the best that can run a case."""
+def _contenders(backend: str, direction: Direction, which: Variants, all_turns: bool) -> list[dict[str, Any]]:
+    """The variants or turns of a backend; one without either is the best that can run a case."""
+    if which == "best":
+        return [{}]
+    if which == "turns":
+        turns = dealt(backend, direction).turns if all_turns and backend != REFERENCE else 1
+        return [{"turn": turn} for turn in range(turns)]
     op = registry.get(backend).op(direction)
-    if which not in ("all", "every"):
-        return (None, *(ON_CPU.get((backend, direction), ()) if on_cpu else ()))
     names = tuple(variant.name for variant in op.variants)
-    return names if which == "every" else op.spanning or names
+    return [{"variant": name} for name in (names if which == "every" else op.spanning or names)]
 
 
 def feeders_of(case: Case, backend: str, others: Iterable[str], device: torch.device) -> tuple[str, ...]:
@@ -83,8 +86,9 @@ def feeders_of(case: Case, backend: str, others: Iterable[str], device: torch.de
 
 def run_case(case: Case, contenders: Sequence[Contender], device: torch.device) -> CaseReport:
     """Run a case on every contender that can, and compare the best variants of different backends."""
-    forwards = [contender for contender in contenders if contender.direction == "forward"]
-    backwards = [contender for contender in contenders if contender.direction == "backward"]
+    able = [it for it in contenders if has_turn(case, it, device) and not waits_for_night(case, it, device)]
+    forwards = [contender for contender in able if contender.direction == "forward"]
+    backwards = [contender for contender in able if contender.direction == "backward"]
     results, outputs = _run_forwards(case, forwards, device)
     pairs = _pairs(case, "forward", outputs, prepare_case(case, device)[1].all)
     if case.no_backward:

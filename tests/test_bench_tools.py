@@ -217,7 +217,7 @@ def test_the_demo_runs_every_part_and_writes_one_page(tmp_path, monkeypatch, cap
 
     monkeypatch.setattr(cli, "run_parity", parity)
     assert cli.main(["demo", "--jobs", "1", "--out", str(tmp_path)]) == 1  # as parity says that it failed
-    assert asked == ["--jobs", "1", "--out", str(tmp_path / "parity")]
+    assert asked == ["--jobs", "1", "--variants", "turns", "--out", str(tmp_path / "parity")]
     page = (tmp_path / "report.html").read_text()
     for part in (
         "No GPU here: speeds below were recorded on H200",

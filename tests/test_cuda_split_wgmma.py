@@ -1,33 +1,26 @@
-"""Hopper's forward over caches: its configs and rules, emulated on the CPU, and compiled for a GPU."""
+"""Hopper's forward over caches: its configs and rules, and what is compiled. Parity has the numbers."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
 from cuda_runs import check_refused, on_cpu, with_nvrtc
 
 from multiattn import explain
 from multiattn.cuda import BACKEND
-from multiattn.cuda.cpu.host import CpuLauncher
 from multiattn.cuda.decode_wgmma import SplitWgmmaConfig
 from multiattn.cuda.family import areas_of
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.variants import SPLIT_KEYS, SPLIT_KEYS_WGMMA, WGMMA
 from multiattn.inspect.sass import hot_loops, parse, parted_arrivals
-from multiattn.kvcache import Where, with_cache
-from multiattn.mask import Window
-from multiattn.operands import Operands, Options
 from multiattn.paged import CacheSpec
 from multiattn.plan.arch import ARCHS, CPU
 from multiattn.plan.backend import Plan, make_plan
 from multiattn.plan.toolchain import disassemble
-from multiattn.problem import Problem, problem_of
-from parity.tolerance import Truth
+from multiattn.problem import Problem
 
 SM90 = ARCHS["sm90"]
 CONFIG = SplitWgmmaConfig(tile_m=128, tile_n=64, stages=4, splits=1)
@@ -171,191 +164,6 @@ def test_parts_are_merged_from_workspace():
 def plan_of(problem: Problem, config: SplitWgmmaConfig | None = None, arch: Any = SM90) -> Plan:
     """A Plan of the variant."""
     return make_plan(BACKEND, problem, arch, variant=SPLIT_KEYS_WGMMA.name, config=config, probe=False)
-
-
-# ---------------------------------------------------------------- run on the CPU
-
-
-class Call(NamedTuple):
-    """A call over a cache of three sequences, with poison wherever none of them has keys."""
-
-    lengths: tuple[int, ...] = (17, 0, 100)
-    queries: int = 3
-    page: int | None = 16
-    heads: tuple[int, int] = (4, 2)
-    head_dim: int = 64
-    dtype: torch.dtype = torch.bfloat16
-    packed: tuple[int, ...] | None = None
-    causal: bool = True
-    window: Window | None = None
-    scale: float | None = None
-    sinks: bool = False
-    softcap: float | None = None
-    splits: int = 2
-    growth: float = 0.0
-    """Scores grow by about so much, in the order in which the kernel walks: from the last key to the first."""
-
-
-def check(call: Call, **changed: Any) -> Plan:
-    """The emulated kernel, held to the reference sequence by sequence; `changed` is of the config that rules give."""
-    generator = torch.Generator().manual_seed(1)
-    (heads_q, heads_kv), most = call.heads, max(call.lengths)
-
-    def make(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(call.dtype)
-
-    keys = [(make(1, heads_kv, it, call.head_dim), make(1, heads_kv, it, call.head_dim)) for it in call.lengths]
-    for k, _ in keys:
-        k[..., 0] = call.growth * torch.linspace(1, 0, k.shape[2]) if call.growth else k[..., 0]
-    counts = call.packed or (call.queries,) * len(keys)
-    queries = [make(1, heads_q, it, call.head_dim) for it in counts]
-    for it in queries:
-        it[..., 0] = 8.0 if call.growth else it[..., 0]  # a scale of 1/8 at D=64
-    sinks = torch.randn(heads_q, generator=generator) if call.sinks else None
-    if call.packed is None:
-        q, cu_seqlens, max_q = torch.cat(queries), None, None
-    else:
-        q = torch.cat(queries, dim=2)[0].transpose(0, 1).contiguous()
-        cu_seqlens, max_q = torch.tensor([0, *counts]).cumsum(0).int(), max(counts)
-    k, v, table = in_pages(keys, call.page, generator) if call.page else (*in_entries(keys, most + 3), None)
-
-    options = Options.of(
-        causal=call.causal,
-        window=call.window,
-        scale=call.scale,
-        has_sinks=call.sinks,
-        backend="cuda",
-        variant=None,
-        deterministic=None,
-    )
-    where = Where(torch.tensor(call.lengths).int(), table, cu_seqlens, max_q, call.splits)
-    operands, options = with_cache(q, k, v, options, where, call.softcap, sinks)
-    plan = plan_of(problem_of(operands, options), arch=CPU)
-    if changed:
-        plan = plan_of(plan.problem, replace(plan.config, **changed), CPU)
-    out, lse = torch.full_like(operands.q, math.nan), torch.full(operands.q.shape[:3], math.nan)
-    CpuLauncher(plan)(operands._replace(out=out, lse=lse))
-
-    row = 0
-    for entry, (its_q, its_keys) in enumerate(zip(queries, keys, strict=True)):
-        place = slice(None), slice(None), slice(row, row + its_q.shape[2])
-        own = (slice(entry, entry + 1),) if call.packed is None else place
-        row += its_q.shape[2]
-        if call.softcap is not None:  # at scores of a few it changes little else than what the cap says
-            check_softcap(call, its_q, its_keys, out[own], lse[own])
-        elif its_q.shape[2]:
-            truth = Truth.of(its_q, *its_keys, causal=call.causal, window=call.window, scale=call.scale, sinks=sinks)
-            for got, expected in zip((out[own], lse[own]), truth.of_plan(plan), strict=True):
-                expected.check(got, plan)
-    return plan
-
-
-def check_softcap(
-    call: Call, q: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, lse: torch.Tensor
-) -> None:
-    """A plain softmax of capped scores, which are causal."""
-    k, v = (it.double().repeat_interleave(q.shape[1] // it.shape[1], dim=1) for it in keys)
-    scores = q.double() @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-    scores = call.softcap * torch.tanh(scores / call.softcap)
-    hidden = torch.ones_like(scores, dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
-    scores = scores.masked_fill(hidden, -math.inf)
-    seen = ~hidden.all(dim=-1)
-    torch.testing.assert_close(lse.double(), scores.logsumexp(dim=-1), atol=1e-3, rtol=0)
-    expected = torch.where(seen[..., None], scores.softmax(dim=-1).nan_to_num(0.0) @ v, 0.0)
-    torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=0)
-
-
-def in_pages(
-    keys: list[tuple[torch.Tensor, torch.Tensor]], page: int, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values in pages of one tensor, ``[page, Hkv, D]`` each, in any order, and the table."""
-    _, heads, _, head_dim = keys[0][0].shape
-    most = -(-max(k.shape[2] for k, _ in keys) // page) + 1
-    both = torch.full((len(keys) * most, 2, page, heads, head_dim), math.nan).to(keys[0][0].dtype)
-    table = torch.randperm(len(keys) * most, generator=generator).view(len(keys), most).int()
-    for entry, given in enumerate(keys):
-        rows = given[0].shape[2]
-        used = -(-rows // page)
-        for number in range(used):
-            for which, tensor in enumerate(given):
-                part = tensor[0, :, number * page : (number + 1) * page].transpose(0, 1)
-                both[table[entry, number], which, : part.shape[0]] = part
-        table[entry, used:] = 2**30
-    return both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2), table
-
-
-def in_entries(keys: list[tuple[torch.Tensor, torch.Tensor]], room: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values in an entry for each sequence."""
-    made = []
-    for which in range(2):
-        cache = torch.full((len(keys), keys[0][0].shape[1], room, keys[0][0].shape[3]), math.nan).to(keys[0][0].dtype)
-        for entry, given in enumerate(keys):
-            cache[entry, :, : given[which].shape[2]] = given[which][0]
-        made.append(cache)
-    return made[0], made[1]
-
-
-_LONG = {"lengths": (150, 5, 256), "queries": 40, "heads": (4, 1)}
-THREE = {"tile_m": 192, "tile_n": 48, "q_in_registers": True}
-
-
-@on_cpu
-@pytest.mark.parametrize(
-    ("call", "changed"),
-    [
-        (Call(), {}),
-        (Call(splits=1), {"stages": 3}),
-        (Call(splits=5, lengths=(128, 1, 97), causal=False, queries=1), {}),
-        (Call(page=64, lengths=(150, 64, 33), queries=9), {"tile_n": 128, "stages": 3}),
-        (Call(page=128, **_LONG), {}),
-        (Call(page=256, **_LONG, splits=1), {"tile_n": 128, "stages": 3, "q_in_registers": True}),
-        (Call(page=48, **_LONG), THREE),
-        (Call(page=8, lengths=(64, 63, 65), heads=(6, 2)), {"tile_n": 48}),
-        (Call(page=None, lengths=(77, 0, 101), queries=17), {}),
-        (Call(page=32, lengths=(200, 33, 128), queries=17, window=(20, None)), {}),
-        (Call(page=32, lengths=(200, 33, 128), queries=17, window=(20, 7), causal=False, splits=3), {}),
-        (Call(sinks=True), {}),
-        (Call(sinks=True, splits=1, scale=-0.3), {}),
-        (Call(packed=(2, 0, 37)), {"lazy_max": True}),
-        (Call(**_LONG, page=128, growth=40.0), {"lazy_max": True}),
-        (Call(**_LONG, page=128, growth=40.0, dtype=torch.float16, splits=1), {"lazy_max": True, "pingpong": False}),
-        (Call(packed=(40, 1, 3), splits=1, scale=0.0), {"pingpong": False}),
-        (Call(head_dim=40, dtype=torch.float16, queries=9), {}),
-        (Call(head_dim=128, dtype=torch.float16, queries=33), {"q_in_registers": True}),
-        (Call(head_dim=256, queries=20), {"stages": 3}),
-        (Call(softcap=5.0), {}),
-        (Call(splits=6, lengths=(192, 170, 33), causal=False), {}),
-        (Call(page=1), {}),
-        (Call(page=None, lengths=(77, 0, 101), queries=17, softcap=5.0), {"gathers": True}),
-        (Call(page=5, lengths=(128, 1, 97), queries=9, splits=1), {"stages": 3}),
-        (Call(page=16, **_LONG), {"gathers": True, "tile_n": 64, "stages": 5, "lazy_max": True}),
-        (Call(page=100, **_LONG, splits=1), {"tile_n": 128, "stages": 3, "q_in_registers": True}),
-        (Call(page=7, lengths=(64, 63, 65), heads=(6, 2), packed=(2, 0, 37)), {"tile_n": 48}),
-        (Call(page=3, head_dim=72, dtype=torch.float16, queries=9, sinks=True), {}),
-        (Call(page=5, lengths=(40, 0, 450), queries=9), {"stages": 12}),
-        (Call(page=1, lengths=(300, 70, 9), queries=33, splits=1), {"stages": 16, "lazy_max": True}),
-        (Call(page=1, head_dim=256, queries=20, window=(20, None), splits=3), {"stages": 5}),
-    ],
-    ids=str,
-)
-def test_it_computes_attention(call, changed):
-    """Whatever lies in rows of pages and caches that no sequence has, or in entries of the table that none needs."""
-    plan = check(call, **changed)
-    assert plan.config.splits == call.splits
-
-
-@on_cpu
-@pytest.mark.parametrize(("queries", "splits"), [(33, 1), (33, 3)])
-def test_plain_calls_divide_keys_too(queries, splits):
-    generator = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(2, heads, seq, 64, generator=generator) for heads, seq in ((4, queries), (2, 101), (2, 101)))
-    q, k, v = (it.to(torch.bfloat16) for it in (q, k, v))
-    found = plan_of(Problem.of(q, k, v, causal=True), arch=CPU)
-    plan = plan_of(found.problem, replace(found.config, splits=splits), CPU)
-    out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:3], math.nan)
-    CpuLauncher(plan)(Operands(q, k, v, out, lse))
-    for got, expected in zip((out, lse), Truth.of(q, k, v, causal=True).of_plan(plan), strict=True):
-        expected.check(got, plan)
 
 
 # ---------------------------------------------------------------- compiled

@@ -1,4 +1,4 @@
-"""The forward for Hopper on the CPU, emulated, and compiled for a GPU."""
+"""The forward for Hopper on the CPU, emulated: grids, loads, rare values; and compiled for a GPU."""
 
 from __future__ import annotations
 
@@ -75,65 +75,6 @@ def test_what_is_short_of_a_tile_is_the_first_which_sees_the_fewest_keys(cluster
     plan, _, counts = run_wgmma(config, seq_q=512, seq_kv=512, causal=True)
     tiles = config.query_tiles(plan.problem)
     assert counts.tma_loads == (tiles + 2 * blocks) * 2 * 4
-
-
-WINDOWED = [
-    (replace(EMULATED, pingpong=True, lazy_max=True, q_slots=3), (100, 0), {"seq_q": 257, "seq_kv": 257}),
-    (replace(EMULATED, pingpong=True, lazy_max=True), (70, None), {"seq_q": 257, "seq_kv": 333, "dtype": "fp16"}),
-    (replace(EMULATED, tile_m=192, pingpong=True), (40, 7), {"seq_q": 500, "seq_kv": 500}),
-    (replace(EMULATED, tile_m=192, tile_n=48, lazy_max=True), (0, 0), {"seq_q": 257, "seq_kv": 257}),
-    (replace(EMULATED, tile_n=16, lazy_max=True, tma_store=False), (63, 64), {"seq_q": 257, "seq_kv": 257}),
-    (replace(EMULATED, tile_n=64, stages=3), (7, 3), {"seq_q": 113, "seq_kv": 203, "scale": -0.2}),
-    (replace(CONFIG, lazy_max=True, pingpong=True), (30, 2), {"seq_q": 203, "seq_kv": 113}),  # rows that see no key
-    (replace(CONFIG, lazy_max=True, q_slots=2), (1, 1), {"seq_q": 300, "seq_kv": 3}),  # tiles that see none
-    (replace(CONFIG, lazy_max=True), (50, 0), {"seq_q": 1, "seq_kv": 300, "scale": 0.0}),
-    (
-        replace(EMULATED, cluster=2, scheduler="static", lazy_max=True, pingpong=True),
-        (100, 0),
-        {"seq_q": 500, "seq_kv": 500},
-    ),
-    (replace(EMULATED, cluster=2, scheduler="one_tile", tile_m=192, tma_store=False), (None, 40), {"seq_q": 500}),
-    (
-        replace(EMULATED, stages=3, q_in_registers=True, lazy_max=True, tma_store=False, pingpong=True),
-        (90, 0),
-        {"head_dim": 256, "seq_q": 170, "seq_kv": 257},
-    ),
-]
-
-
-@on_cpu
-@pytest.mark.parametrize(("config", "window", "sizes"), WINDOWED, ids=str)
-@pytest.mark.parametrize("grown", [False, True], ids=["", "maxima outgrown"])
-def test_a_band_with_two_sides(config, window, sizes, grown):
-    """Warpgroups of a tile begin and end at blocks of their own.
-
-    Keys that grow towards the first one put a row's maximum into the last block that it comes to, and those that the
-    band hides there are larger still.
-    """
-
-    def grow(q, k, v):
-        k *= torch.linspace(12, 1, k.shape[2])[:, None]
-
-    run_wgmma(
-        config, window=window, change=grow if grown else None, **{"batch": 1, "heads_q": 2, "heads_kv": 1, **sizes}
-    )
-
-
-@on_cpu
-@pytest.mark.parametrize("scale", [None, 20.0], ids=["", "large scores"])
-@pytest.mark.parametrize(
-    ("config", "sizes"),
-    [
-        (replace(EMULATED, pingpong=True, lazy_max=True), {"causal": True, "dtype": "fp16"}),
-        (replace(EMULATED, cluster=2, scheduler="static", tma_store=False), {}),
-        (replace(EMULATED, lazy_max=True, tile_m=192), {"window": (40, 7), "dtype": "fp16"}),
-    ],
-    ids=str,
-)
-def test_a_sink_is_one_more_key(config, sizes, scale):
-    """None, two as large as scores are, and one that outweighs them; the first rows of a mask see nothing else."""
-    sinks = torch.tensor([-torch.inf, 0.5, 5.0, 30.0])
-    run_wgmma(config, sinks=sinks, scale=scale, **{"seq_q": 200, "seq_kv": 113, **sizes})
 
 
 @on_cpu

@@ -5,69 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
-from cuda_runs import on_cpu
 from wgmma_plans import CONFIG, SM90, plan_of
 
-from multiattn.cuda import BACKEND
-from multiattn.cuda.cpu.host import CpuLauncher
 from multiattn.cuda.family import areas_of
-from multiattn.cuda.forward_wgmma import WgmmaConfig
 from multiattn.cuda.instances import kernels_of, launches_of
 from multiattn.cuda.params import argument_of
-from multiattn.cuda.variants import WGMMA
 from multiattn.cuda.wgmma import tensor_maps
-from multiattn.operands import Operands
 from multiattn.packed import RAGGED_ROWS, PackingSpec
 from multiattn.plan.abi import WORKSPACE
-from multiattn.plan.arch import CPU
-from multiattn.plan.backend import make_plan
 from multiattn.problem import Problem
-from parity.cases import CASES
-from parity.launch import prepare_case, problem_of
-
-BY_NAME = {case.name: case for case in CASES}
-EMULATED = WgmmaConfig(tile_m=128, tile_n=32)
-"""Tiles of two warpgroups, the first of which has no query where the second has all."""
-STATIC = WgmmaConfig(tile_m=192, tile_n=48, scheduler="static", q_slots=2, pingpong=True, lazy_max=True)
-PLAIN = WgmmaConfig(tile_m=128, tile_n=64, scheduler="one_tile", q_in_registers=True, tma_store=False)
 
 
 def packed_problem(queries: int = 300, keys: int = 500, sequences: int = 3, **more) -> Problem:
     """Four heads, two of keys, D=64: so many rows of q and of k in so many sequences."""
     sizes = {"batch": 1, "heads_q": 4, "heads_kv": 2, "seq_q": queries, "seq_kv": keys, "head_dim": 64}
     return Problem.contiguous(**sizes, packing=PackingSpec(sequences), **more)
-
-
-# ---------------------------------------------------------------- emulated
-
-
-@on_cpu
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        pytest.param("varlen_apart_d64_causal", EMULATED, id="lengths"),
-        pytest.param("varlen_nan_neighbours_d64", EMULATED, id="neighbours"),
-        pytest.param("varlen_nan_neighbours_d64", PLAIN, id="neighbours_plain_stores"),
-        pytest.param("varlen_apart_d64_causal", STATIC, id="three_warpgroups"),
-        pytest.param("varlen_behind", STATIC, id="rows_behind_the_last"),
-        pytest.param("varlen_sinks", EMULATED, id="sinks"),
-        pytest.param("varlen_no_sequence", EMULATED, id="no_sequence"),
-        pytest.param("varlen_window", EMULATED, id="window", marks=pytest.mark.nightly),
-        pytest.param("varlen_alibi", EMULATED, id="scores", marks=pytest.mark.nightly),
-    ],
-)
-def test_it_computes_what_the_reference_does(name, config):
-    case = BY_NAME[name]
-    inputs, truth = prepare_case(case, torch.device("cpu"))
-    plan = make_plan(BACKEND, problem_of(case, inputs), CPU, variant=WGMMA.name, config=config, probe=False)
-    out = torch.full_like(inputs.q, torch.nan)
-    lse = torch.full(inputs.q.shape[:3], torch.nan)
-    launcher = CpuLauncher(plan)
-    given = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks", "captured", "indices")}
-    launcher(Operands(**given, out=out, lse=lse))
-    for got, expected in zip((out, lse), truth.of_plan(plan), strict=True):
-        expected.check(got, plan)
 
 
 # ---------------------------------------------------------------- maps

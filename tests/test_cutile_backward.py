@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gradient_checks import check, make_tensors, run
+from gradient_checks import make_tensors, run
 
 from multiattn import Problem
 from multiattn.cutile.configs import OnePassConfig, StoredConfig, TwoPassConfig
@@ -43,17 +43,6 @@ def config_of(variant, **fields):
     return OnePassConfig(**{name: value for name, value in fields.items() if not name.startswith("dq_")})
 
 
-@each_variant
-@both_masks
-@pytest.mark.parametrize("together", [2, 3, 100])
-def test_every_order_of_tiles_covers_every_tile(together, causal, variant):
-    dq = {"dq_tile_m": 32, "dq_tile_n": 16, "dq_heads_together": together}
-    config = config_of(variant, tile_m=16, tile_n=32, heads_together=together, **dq)
-    q, k, v, dout = make_tensors(batch=2, heads_q=4, heads_kv=2, head_dim=16)
-    plan = plan_of(variant, Problem.of(q, k, v, causal=causal), config)
-    check(plan, q, k, v, dout)  # the interpreter raises if two blocks own one tile
-
-
 @both_masks
 @pytest.mark.parametrize(("variant", "launches"), [("two_pass", 2), ("stored", 3)])
 def test_two_kernels_give_the_same_bits_in_every_order_of_blocks(variant, launches, causal, monkeypatch):
@@ -66,16 +55,6 @@ def test_two_kernels_give_the_same_bits_in_every_order_of_blocks(variant, launch
     assert next(seed) == 2 * launches
     assert all(map(torch.equal, first, second))
     assert [it.name for it in BACKEND.backward.variants if not it.deterministic] == ["atomic"]
-
-
-@both_masks
-@pytest.mark.parametrize(
-    ("variant", "how"), [("atomic", "dq_transposed"), ("atomic", "delta_first"), ("stored", "delta_first")]
-)
-def test_products_may_be_otherwise(variant, how, causal):
-    q, k, v, dout = make_tensors(batch=2, heads_q=4, heads_kv=2, head_dim=40)
-    config = config_of(variant, tile_m=16, tile_n=32, **{how: True})
-    check(plan_of(variant, Problem.of(q, k, v, causal=causal), config), q, k, v, dout)
 
 
 @pytest.mark.parametrize(

@@ -32,31 +32,6 @@ def bytes_of_heads(heads, seq_q, seq_kv):
     return heads * -(-seq_q // 64) * 64 * seq_kv * 2
 
 
-SHAPES = (
-    {"batch": 2, "heads_q": 4, "heads_kv": 2, "seq_q": 64, "seq_kv": 64},
-    {"batch": 3, "heads_q": 6, "heads_kv": 6, "seq_q": 37, "seq_kv": 75},
-    {"heads_q": 2, "heads_kv": 1, "seq_q": 130, "seq_kv": 100},
-    {"heads_q": 2, "heads_kv": 2, "seq_q": 65, "seq_kv": 131},
-)
-
-
-@both_masks
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("head_dim", [16, 40])
-def test_gradients_of_all_heads_at_once(shape, head_dim, causal):
-    q, k, v, dout = make_tensors(head_dim=head_dim, **shape)
-    plan = plan_of(Problem.of(q, k, v, causal=causal))
-    assert len(launches_of(plan)) == 3
-    check(plan, q, k, v, dout)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("stagger", [1, 7])
-def test_gradients_of_tiles_that_begin_at_queries_of_their_own(shape, stagger):
-    q, k, v, dout = make_tensors(head_dim=16, **shape)
-    check(plan_of(Problem.of(q, k, v), replace(CONFIG, stagger=stagger)), q, k, v, dout)
-
-
 @both_masks
 def test_tiles_begin_at_queries_of_their_own_without_a_mask_only(causal):
     problem = Problem.contiguous(batch=1, heads_q=2, seq_q=256, head_dim=64, causal=causal)

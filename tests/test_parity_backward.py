@@ -7,9 +7,9 @@ import torch
 
 import multiattn
 from multiattn.plan import backend as registry
-from multiattn.plan.backend import BACKENDS, DIRECTIONS, Op, Plan
+from multiattn.plan.backend import Op
 from parity.__main__ import main
-from parity.case import BACKWARD_HEAD_DIM_MAX, PLANTED, Case
+from parity.case import BACKWARD_HEAD_DIM_MAX, PLANTED
 from parity.cases import CASES, CROSS_FED, suite
 from parity.launch import (
     differing_runs,
@@ -24,7 +24,7 @@ from parity.memory import GUARD
 from parity.report import Report
 from parity.results import Contender
 from parity.run import run_case
-from parity.tensors import Gradients, Inputs, Upstream
+from parity.tensors import Gradients, Upstream
 
 CPU = torch.device("cpu")
 BY_NAME = {case.name: case for case in CASES}
@@ -74,28 +74,6 @@ def test_half_of_the_cases_have_dlse_and_backward_leaves_out_only_planted_values
     for case in CASES:
         reason = case.values if case.name in planted else f"head_dim {case.head_dim}" if case.name in wide else ""
         assert ("cache" if case.name in caches else reason) in case.no_backward
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_variants_take_turns_of_one_length(direction):
-    """Each has its share of cases, and a backend's have both masks and dtypes between them."""
-    seen: dict[str, dict[str, list[Case]]] = {name: {} for name in BACKENDS}
-    for case in CPU_CASES:
-        inputs = Inputs.of(case, CPU)
-        for name in BACKENDS:
-            plan = plan_case(case, Contender(backend=name, direction=direction, in_turn=True), inputs)
-            if case.head_dim <= BACKWARD_HEAD_DIM_MAX:
-                assert isinstance(plan, Plan), plan
-            if isinstance(plan, Plan):
-                seen[name].setdefault(plan.variant, []).append(case)
-    for name, cases in seen.items():
-        op = registry.get(name).op(direction)
-        here = [variant.name for variant in op.variants if "cpu" in variant.capability.arches]
-        assert set(cases) == set(op.spanning or here)
-        share = len(CPU_CASES) / len(cases)
-        assert all(len(mine) > share / 3 for mine in cases.values()), {who: len(mine) for who, mine in cases.items()}
-        kinds = {(case.dtype, case.causal) for mine in cases.values() for case in mine}
-        assert len(kinds) == 4
 
 
 def backward_through(monkeypatch, change) -> None:

@@ -197,11 +197,12 @@ def test_all_variants_are_contenders():
     assert contenders_of(["reference"], "all", ["forward"]) == (one,)
 
 
-def test_gluon_has_a_turn_in_every_case_on_a_cpu():
-    turns = Contender(backend="triton", in_turn=True)
-    assert contenders_of(["triton"], "turns", ["forward"]) == (turns,)
-    gluon = Contender(backend="triton", variant="warp_specialized")
-    assert contenders_of(["triton"], "turns", ["forward"], on_cpu=True) == (turns, gluon)
+def test_turns_are_contenders():
+    first = Contender(backend="triton", turn=0)
+    assert contenders_of(["triton"], "turns", ["forward"]) == (first,)
+    found = contenders_of(["triton"], "turns", ["forward"], all_turns=True)
+    assert found == tuple(replace(first, turn=turn) for turn in range(len(found)))
+    assert [str(it) for it in found[:2]] == ["triton", "triton-turn2"]
 
 
 # ---------------------------------------------------------------- the report

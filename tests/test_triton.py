@@ -1,85 +1,19 @@
-"""Triton's forward beyond what parity runs: tiles of any shape, far rows, and what is planned for which problem.
-
-Parity runs every variant with its rules on the CPU. Here kernels get configs that no rule has, through the interpreter.
-"""
-
-import itertools
-from dataclasses import replace
+"""Triton's forward beyond what parity runs: far rows, and what is planned for which problem."""
 
 import pytest
 import torch
 
 from multiattn import Problem, explain, fmha
 from multiattn.plan.arch import GRID_MAX, by_name
-from multiattn.triton.ladder import STEPS
 from multiattn.triton.plain import TritonConfig, smem_bytes
 from multiattn.triton.plain_forward import why_not_fit
-from parity.case import Case
-from parity.launch import launch_plan, plan_case, prepare_case
-from parity.results import Contender
 
 VARIANTS = ("full", "pointer_full")
 SM90 = by_name("sm90")
 
 
-def run(case, variant, config):
-    """out and lse of one variant with a config of the test's choice, as right as parity asks for."""
-    inputs, truth = prepare_case(case, torch.device("cpu"))
-    plan = plan_case(case, Contender(backend="triton", variant=variant), inputs)
-    outputs = launch_plan(replace(plan, config=config), inputs)
-    for got, expected in zip(outputs.all, truth.all, strict=True):
-        expected.check(got, plan)
-    return outputs
-
-
 def problem_of(**options):
     return Problem.contiguous(**{"batch": 1, "heads_q": 1, "seq_q": 64, "head_dim": 64, **options})
-
-
-WINDOWS = ((7, 3), (90, 30), (None, 5), (40, None))
-"""Narrower than a tile, with full blocks between two masked ones, with no bound on a side."""
-MASKS = {"full": {}, "causal": {"causal": True}, **{str(it): {"window": it} for it in WINDOWS}}
-
-
-CONFIGS = (
-    TritonConfig(tile_m=32, tile_n=16, warps=4, stages=1, heads_together=3),  # of 4 heads: 3, then 1
-    TritonConfig(tile_m=16, tile_n=64, warps=4, stages=2),
-    TritonConfig(tile_m=128, tile_n=32, warps=8, stages=3, heads_together=8),
-)
-
-
-def _tiles():
-    """Each config with half of the masks, each mask with one config or two. The rest is for the night."""
-    for (i, config), (j, (name, mask)) in itertools.product(enumerate(CONFIGS), enumerate(MASKS.items())):
-        marks = () if (i + j) % 2 == 0 else pytest.mark.nightly
-        yield pytest.param(config, mask, id=f"{config}-{name}", marks=marks)
-
-
-@pytest.mark.parametrize(("config", "mask"), list(_tiles()))
-def test_tiles_of_any_shape_give_the_same(config, mask):
-    """To the last bit, through descriptors and through pointers. Among them rows that see no key."""
-    case = Case(name="tiles", why="", heads_q=4, heads_kv=2, seq_q=203, seq_kv=113, head_dim=24, **mask)
-    first, second = (run(case, variant, config) for variant in VARIANTS)
-    assert all(map(torch.equal, first.all, second.all))
-
-
-def test_a_window_begins_and_ends_at_every_place_of_a_block():
-    """With weights so even that one key too many or too few shows."""
-    config = TritonConfig(tile_m=16, tile_n=32, warps=4, stages=1)
-    for offset in range(32):
-        case = Case(
-            name="places", why="", heads_q=1, heads_kv=1, seq_q=70, seq_kv=60 + offset, head_dim=16,
-            window=(50, 9), scale=0.1,
-        )  # fmt: skip
-        run(case, "full", config)
-
-
-@pytest.mark.parametrize("variant", [*STEPS])
-@pytest.mark.parametrize("sinks", ["normal", "large", "some"])
-def test_sinks(variant, sinks):
-    """In each rung's domain; among the rows are some that see no key."""
-    config = TritonConfig(tile_m=32, tile_n=16, warps=4, stages=1)
-    run(Case(name="sinks", why="", seq_q=90, seq_kv=70, head_dim=16, window=(40, 0), sinks=sinks), variant, config)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,126 +1,29 @@
-"""Packed batches in the interpreted Gluon kernel, and what its compiler makes of them.
-
-Tensor maps read and write memory as the hardware does, by coordinates that are outside or not and by addresses that
-wrap around.
-"""
+"""Packed batches in the Gluon kernel: where a ragged tensor map ends, and what its compiler makes of them."""
 
 import random
 import types
 
 import pytest
 import torch
-from packed_lists import starts
 
-from multiattn import fmha_varlen
 from multiattn.inspect.facts import read_kernel
 from multiattn.mask import CAUSAL, FULL
-from multiattn.operands import Options
 from multiattn.packed import PackingSpec, ragged
-from multiattn.plan import abi
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import find_variant, plan_variant
 from multiattn.plan.toolchain import find_cuobjdump
-from multiattn.problem import Problem, problem_of
+from multiattn.problem import Problem
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import known_of
-from multiattn.triton.calls import calls_of
 from multiattn.triton.compile import export_plan
-from multiattn.triton.cpu import interpreter
-from multiattn.triton.cpu.gluon import run
 from multiattn.triton.cpu.gluon.tensors import MappedTensor
 from multiattn.triton.families import tables_of
-from multiattn.triton.gluon_forward import GluonConfig
 from multiattn.triton.kernels.gluon import sequences
 from multiattn.triton.table import Descriptor, Integer
-from multiattn.varlen import Lengths, pack, with_packing
 
 SM90 = by_name("sm90")
 VARIANT = find_variant(BACKEND, "warp_specialized")
 needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
-
-
-def attend(
-    pairs, *, behind=(0, 0), heads=(2, 1), head_dim=32, config=None, spoilt=(), sinks=None, together=None, **options
-):
-    """out and lse of all blocks, and what they should be; rows of `spoilt` sequences, and behind all, are NaN."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = [[it[side] for it in pairs] for side in range(2)]
-    cu_q, cu_kv = map(starts, lengths)
-    rows = [sum(it) + more for it, more in zip(lengths, behind, strict=True)]
-    shapes = ((rows[0], heads[0]), (rows[1], heads[1]), (rows[1], heads[1]))
-    q, k, v = (torch.randn(*shape, head_dim, generator=generator).half() for shape in shapes)
-    for tensor, cu in ((q, cu_q), (k, cu_kv), (v, cu_kv)):
-        tensor[cu[-1] :] = torch.nan
-        for sequence in spoilt:
-            tensor[cu[sequence] : cu[sequence + 1]] = torch.nan
-    given = Lengths(cu_q, cu_kv, max(lengths[0], default=0), max(lengths[1], default=0))
-    asked = {name: options.pop(name, None) for name in ("softcap", "alibi_slopes", "bias", "score_mod")}
-    unasked = dict.fromkeys(("window", "scale", "variant", "deterministic"))
-    of_call = Options.of(has_sinks=sinks is not None, backend="auto", **{"causal": False, **unasked, **options})
-    operands, of_call = with_packing(pack(q, k, v, given)._replace(sinks=sinks), of_call, given, *asked.values())
-    problem = problem_of(operands, of_call)
-    config = config or GluonConfig(tile_m=128, tile_n=16, scheduler="dynamic", lazy_max=True)
-    listing, call = calls_of(plan_variant(BACKEND, VARIANT, problem, SM90, config), multiprocessors=3)
-
-    out, lse = torch.full_like(q, torch.nan), torch.full((1, heads[0], rows[0]), torch.nan)
-    counter = torch.full((4,), 5, dtype=torch.int32)  # the kernel that lists tiles sets it to 0
-    tensors = operands._replace(out=pack(out, k, v, given).q, lse=lse).named
-    entries = torch.full(problem.layouts["query_list"].shape, 7777, dtype=torch.int32)
-    tensors |= {"query_list": entries, abi.WORKSPACE: counter}
-    if together:
-        call.table.rows["together"] = Integer(value=together)
-    interpreter.run(listing.kernel, listing.table.grid, *listing.given(tensors))
-    run(call.kernel, call.table.grid, *call.given(tensors), seed=0)
-    assert counter[0] == (0 if config.counts else 5)
-    truth = fmha_varlen(
-        q.double(), k.double(), v.double(), cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_seqlen_q=given.max_seqlen_q,
-        max_seqlen_kv=given.max_seqlen_kv, backend="reference", return_lse=True, sinks=sinks, **asked, **options,
-    )  # fmt: skip
-    return out, lse[0], truth
-
-
-def check(pairs, *, spoilt=(), **options):
-    """Against the truth, but for queries of sequences that are `spoilt`: those are NaN in one way or another."""
-    out, lse, truth = attend(pairs, spoilt=spoilt, **options)
-    cu = starts([it[0] for it in pairs])
-    for sequence in spoilt:
-        rows = slice(cu[sequence], cu[sequence + 1])
-        out[rows], lse[:, rows], truth[0][rows], truth[1][:, rows] = 0, 0, 0, 0
-    torch.testing.assert_close(out.double(), truth[0].double(), atol=4e-3, rtol=2e-3)
-    torch.testing.assert_close(lse.double(), truth[1].double(), atol=2e-5, rtol=1e-5)
-
-
-UNEVEN = ((50, 50), (0, 0), (1, 1), (200, 200), (17, 17), (130, 130))
-APART = ((40, 90), (0, 30), (190, 33), (7, 0), (1, 150))
-SLOPES = torch.tensor([[0.4, 0.1]]) * torch.arange(1, 6)[:, None]
-BIAS = torch.randn(5, 2, 190, 150, generator=torch.Generator().manual_seed(3))
-
-
-@pytest.mark.parametrize("scheduler", ["one_tile", "static", "dynamic"])
-def test_every_tile_of_a_list_is_done_once_and_rows_behind_get_zeros(scheduler):
-    """Cases of few and of many heads, in sections of which the last two are one."""
-    config = GluonConfig(tile_m=192, tile_n=16, scheduler=scheduler, lazy_max=True)
-    check(UNEVEN, behind=(70, 9), heads=(4, 2), causal=True, config=config)
-    check(UNEVEN[2:5], heads=(6, 6), config=config, together=2)
-    check((), behind=(200, 30), sinks=torch.tensor([0.5, -torch.inf]), config=config)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"causal": True, "head_dim": 48},  # in two pieces
-        {"window": (30, 4), "scale": -0.2},
-        {"window": (None, 7), "sinks": torch.tensor([0.7, -3.0])},
-        {"alibi_slopes": SLOPES, "causal": True},
-        {"softcap": 2.0, "bias": BIAS, "window": (60, 10)},
-        {"bias": BIAS[:1, :, :, :1].contiguous()},  # read once in a tile of queries
-    ],
-    ids=lambda it: " ".join(it),
-)
-def test_a_sequence_sees_itself_alone(options):
-    """Each has a diagonal, positions and tensors of its own; neither rows behind nor a sequence of NaN reach others."""
-    check(APART, behind=(300, 9), spoilt=(2,), **options)
 
 
 def test_rows_of_a_ragged_map_end_with_a_sequence():

@@ -1,4 +1,4 @@
-"""Triton's kernels that divide keys into parts: interpreted, over caches and without; what their code depends on."""
+"""Triton's kernels that divide keys into parts: bits, plans, and what their code depends on. Parity has the numbers."""
 
 import itertools
 import random
@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from multiattn import Problem, explain, fmha, fmha_kvcache
+from multiattn import Problem, explain, fmha_kvcache
 from multiattn.inspect.facts import read_plan
 from multiattn.paged import CacheSpec
 from multiattn.plan.arch import ARCHS
@@ -28,12 +28,10 @@ from multiattn.triton.decode import (
     split_tiles,
     why_not_fit,
 )
-from parity.launch import poisoned_workspaces
 
 SM90 = ARCHS["sm90"]
 LENGTHS = (0, 1, 37, 130)
 """No key, one, less than a tile, and more than two."""
-SINKS = torch.tensor([0.5, -1.0, 0.0, 2.0])
 POISON = 1 << 30
 """An entry of a page table that nobody may read."""
 
@@ -77,89 +75,7 @@ def cache_of(lengths=LENGTHS, page=None, *, heads=2, head_dim=16, layout=None, c
     return {"k_cache": k, "v_cache": v, "seqlens_kv": seqlens, "page_table": table}
 
 
-def check(q, cache, **options):
-    """out and lse are the reference's, but for what bf16 weights round."""
-    with poisoned_workspaces():
-        out, lse = fmha_kvcache(q, **cache, backend="triton", return_lse=True, **options)
-    true_out, true_lse = fmha_kvcache(q, **cache, backend="reference", return_lse=True, **options)
-    if "cu_seqlens_q" in options:
-        end = options["cu_seqlens_q"][-1]
-        out, true_out, lse, true_lse = out[:end], true_out[:end], lse[:, :end], true_lse[:, :end]
-    torch.testing.assert_close(out, true_out, atol=0.01, rtol=0.01)
-    torch.testing.assert_close(lse, true_lse, atol=1e-4, rtol=1e-5)
-
-
 # ---------------------------------------------------------------- caches, interpreted
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("page", [None, 1, 5, 16, 64], ids=["dense", "1", "5", "16", "a tile"])
-def test_pages_of_any_size_are_read_as_far_as_a_sequence_goes(page, splits):
-    """A page with NaN beyond the end, and a table with numbers of no page, reach nothing."""
-    check(normal(4, 4, 1, 16, seed=9), cache_of(page=page), num_splits=splits)
-
-
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
-@pytest.mark.parametrize("page", [None, 16, 64], ids=["dense", "gathered", "a tile"])
-def test_keys_and_values_may_be_views_of_one_tensor(page, layout):
-    check(normal(4, 4, 2, 16, seed=9), cache_of(page=page, layout=layout), causal=True)
-
-
-MASKS = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"window": (20, 2)},
-    "left": {"window": (7, None)},
-    "softcap": {"causal": True, "softcap": 2.0},
-    "sinks": {"causal": True, "sinks": SINKS},
-    "all": {"window": (33, 0), "sinks": SINKS, "softcap": 3.0},
-}
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("options", MASKS.values(), ids=MASKS.keys())
-def test_several_queries_have_masks_by_their_own_length(options, splits):
-    """Five queries of two heads: the last rows of a tile are none."""
-    check(normal(4, 4, 5, 16, seed=9), cache_of(page=16), num_splits=splits, **options)
-
-
-def test_parts_may_be_more_than_there_are_tiles():
-    """So some have no key, and what they leave of their rows is NaN here, as the memory was."""
-    check(normal(4, 2, 2, 16, seed=9), cache_of(page=5, heads=1), num_splits=8, causal=True, sinks=SINKS[:2])
-
-
-def test_a_window_of_one_query_begins_at_every_place_of_a_tile():
-    lengths = tuple(range(66, 130, 5))
-    check(normal(len(lengths), 2, 1, 16), cache_of(lengths, heads=1), window=(40, 0), num_splits=2)
-
-
-@pytest.mark.parametrize("scale", [-0.5, 0.0])
-def test_a_scale_may_be_negative_or_zero(scale):
-    check(normal(4, 4, 1, 16, seed=9), cache_of(), scale=scale)
-
-
-@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
-def test_head_dims(head_dim):
-    check(normal(2, 4, 1, head_dim), cache_of((37, 70), 16, head_dim=head_dim), num_splits=2)
-
-
-@pytest.mark.parametrize(("heads_q", "queries"), [(1, 3), (12, 7)], ids=["one head", "more than a tile"])
-def test_groups(heads_q, queries):
-    """84 rows are two tiles, of which the second is not full."""
-    check(normal(4, heads_q, queries, 16, seed=9), cache_of(heads=1), causal=True, num_splits=2)
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-def test_packed_queries_leave_the_rows_behind_alone(splits):
-    """Chunks of prompts beside single tokens, one sequence without a query, and one without a key."""
-    starts = torch.tensor([0, 3, 3, 21, 22], dtype=torch.int32)
-    q, out = normal(25, 4, 16, seed=9), torch.full((25, 4, 16), 7.0).bfloat16()
-    options = {"cu_seqlens_q": starts, "max_seqlen_q": 18, "causal": True, "sinks": SINKS, "num_splits": splits}
-    for cache in (cache_of(page=16), cache_of()):
-        check(q, cache, **options)
-        fmha_kvcache(q, **cache, backend="triton", out=out, **options)
-        assert out[22:].eq(7.0).all()
-        assert not out[:22].eq(7.0).any()
 
 
 def test_results_go_where_the_caller_wants_them():
@@ -184,31 +100,7 @@ def test_with_one_part_a_sequence_has_the_same_bits_in_any_batch():
         )
 
 
-def test_most_parts():
-    check(normal(1, 2, 1, 16), cache_of((700,), heads=1, capacity=700), num_splits=256)
-
-
 # ---------------------------------------------------------------- without a cache
-
-SCORES = {
-    "full": {},
-    "window": {"window": (50, 0)},
-    "sinks": {"sinks": SINKS},
-    "slopes": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
-    "bias": {"bias": torch.randn(1, 4, 1, 150, generator=random_of(3))},
-    "score_mod": {"score_mod": lambda score, b, h, i, j: score + 0.01 * (h + 1) * (i - j)},
-}
-
-
-@pytest.mark.parametrize("options", SCORES.values(), ids=SCORES.keys())
-def test_few_queries_are_taken_without_a_cache(options):
-    """Scores know the head of each row."""
-    q, k, v = normal(2, 4, 3, 16), normal(2, 2, 150, 16, seed=1), normal(2, 2, 150, 16, seed=2)
-    assert explain(q, k, v, causal=True, backend="triton").variant == VARIANT
-    found = fmha(q, k, v, causal=True, backend="triton", variant=VARIANT, return_lse=True, **options)
-    truths = fmha(q, k, v, causal=True, backend="reference", return_lse=True, **options)
-    for got, truth, error in zip(found, truths, (0.01, 1e-4), strict=True):
-        torch.testing.assert_close(got, truth, atol=error, rtol=error)
 
 
 def test_many_queries_are_for_the_other_variants():
