@@ -17,12 +17,12 @@ from bench.report import markdown
 from bench.results import Row, is_ours, load, one_run
 from bench.verdicts import runs_now
 from multiattn.operands import Options
-from multiattn.paged import CacheSpec
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import BACKENDS, Direction
 from multiattn.plan.choice import choose
 from multiattn.plan.support import Unsupported
 from multiattn.problem import Problem
+from multiattn.sequences import Batching
 
 NOTHING = "-"
 AUTO = "auto"
@@ -86,14 +86,7 @@ def auto_backend(cell: Cell, arch: str, direction: Direction) -> str:
 def _cached_problem(cell: DecodeCell) -> Problem:
     pages = cell.seq // (cell.page or cell.seq)  # of one sequence
     max_pages = pages if cell.page is not None else 0
-    cache = CacheSpec(
-        cell.batch,
-        cell.batch * pages,
-        page=cell.page,
-        max_pages=max_pages,
-        table_stride=max_pages,
-        max_q=max(cell.lengths_q) if cell.mixed else None,
-    )
+    longest = max(cell.lengths_q) if cell.mixed else None
     rows = sum(cell.lengths_q)
     return Problem.contiguous(
         batch=1 if cell.mixed else cell.batch,
@@ -104,7 +97,7 @@ def _cached_problem(cell: DecodeCell) -> Problem:
         head_dim=cell.head_dim,
         dtype=cell.dtype,
         band=cell.band,
-        cache=cache,
+        batching=Batching.cached(cell.batch, cell.batch * pages, cell.page, max_pages, max_q=longest),
     )
 
 

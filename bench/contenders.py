@@ -18,7 +18,6 @@ from bench.matrix import Cell, Direction, InputError, Tensors
 from bench.results import NO_GPU
 from bench.timing import Call, Contestant
 from multiattn.layout import Strides
-from multiattn.packed import Packing
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import BACKENDS, Plan, make_plan
@@ -27,6 +26,7 @@ from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
 from multiattn.run.execute import gradient_of_sinks
 from multiattn.score import bind_score
+from multiattn.sequences import Batching
 from parity.gradients import GradTruth
 from parity.tolerance import Expected, Mismatch, Packed, Truth, adds_up_in_fp16, deviate, takes_rough_tanh
 
@@ -313,7 +313,7 @@ def truth_of(cell: Cell, tensors: Tensors, *, last_entry: bool = False) -> Truth
     score = bind_score(device=q.device, score_mod=hides, **changes)
     asked: dict[str, Any] = {"window": cell.band.window, "sinks": sinks[0] if sinks else None, "score": score}
     if cell.is_packed:
-        asked["packed"] = Packed((cell.cu_seqlens(q.device),) * 2, Packing())
+        asked["packed"] = Packed((cell.cu_seqlens(q.device),) * 2, Batching("packed"))
     chunk = None
     if dout.is_cuda and not last_entry:  # a dozen processes at once ask for the last entry
         chunk = torch.cuda.get_device_properties(dout.device).total_memory // BYTES_A_SCORE

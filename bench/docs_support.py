@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.report import markdown
-from multiattn.paged import CacheSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
 from multiattn.problem import Problem
+from multiattn.sequences import Batching
 from multiattn.triton import GLUON_VARIANTS
 
 NOTHING = "-"
@@ -45,8 +45,8 @@ def supported_head_dims(backend: str, variant: Variant, arch: str, direction: Di
     """The multiples of 8 that a variant takes on an arch, by the data alone, and the codes of what refuses others."""
     able, codes = [], []
     for head_dim in range(8, variant.capability.head_dim_max + 1, 8):
-        cache = CacheSpec(4, 4) if variant.capability.caches else None  # without one they are for few queries
-        problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim, cache=cache)
+        cache = Batching.cached(4, 4) if variant.capability.caches else None  # without one they are for few queries
+        problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim, batching=cache)
         plan = plan_variant(registry.get(backend), variant, problem, ARCHS[arch], direction=direction)
         if isinstance(plan, Plan):
             able.append(head_dim)

@@ -25,14 +25,13 @@ from multiattn.inspect.mix import GENERATIONS
 from multiattn.inspect.pool import run_isolated
 from multiattn.layout import DTYPES
 from multiattn.operands import Operands, Options, ScoreSpec, with_score
-from multiattn.packed import PackingSpec
-from multiattn.paged import CacheSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS, by_name
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
 from multiattn.plan.config import Rule, has_whole_sectors, select
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import Problem, problem_of
+from multiattn.sequences import Batching
 
 SCHEMA = 1
 FOLDER = ROOT / "bench" / "compiled"
@@ -151,8 +150,7 @@ def _plan(
             head_dim=head_dim,
             dtype=dtype,
             causal=causal,
-            packing=PackingSpec(batch, 0, 0) if rule.packed else None,
-            cache=_cache(batch, seq, page) if is_cached else None,
+            batching=Batching.packed(batch) if rule.packed else _cache(batch, seq, page) if is_cached else None,
         )
         if rule.scored or rule.reads_keys:
             problem = replace(problem, score=example_score(reads_keys=bool(rule.reads_keys)))
@@ -163,10 +161,10 @@ def _plan(
     return None
 
 
-def _cache(batch: int, seq: int, page: int) -> CacheSpec:
+def _cache(batch: int, seq: int, page: int) -> Batching:
     """A cache of so many keys a page."""
     pages = -(-seq // page)
-    return CacheSpec(batch, batch * pages, page=page, max_pages=pages, table_stride=pages)
+    return Batching.cached(batch, batch * pages, page, pages)
 
 
 @functools.cache

@@ -9,14 +9,15 @@ import torch
 from torch.compiler import is_compiling
 
 from multiattn.meant import refuse_call
-from multiattn.operands import Indices, Operands, Options, with_score
+from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import as_batch_of_one
-from multiattn.paged import Cache, check_cache, check_numbers, check_out, check_values
 from multiattn.plain import plain
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend_cached, autocast
+from multiattn.sequences import Batching, Indices, Kind
 from multiattn.signatures import CacheOptions, names_of, settled, takes
 from multiattn.validate import check_modification
+from multiattn.validate.sequences import check_cache, check_numbers, check_out, check_values
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -170,18 +171,20 @@ def with_cache(
 ) -> tuple[Operands, Options]:
     """The operands and options of a call with a cache. TypeError or ValueError, naming what came."""
     is_packed = where.cu_seqlens_q is not None
+    indices = Indices(cu_seqlens_q=where.cu_seqlens_q, seqlens_kv=where.seqlens_kv, page_table=where.page_table)
     check_numbers(where.max_seqlen_q, where.num_splits, is_packed=is_packed)
     if not is_compiling():  # else checked when the op is called
-        check_cache(q, k_cache, v_cache, *where[:3], sinks, strides=not compat.transforms_active())
-        if values.can_be_read(*where[:3]):
-            check_values(q, k_cache, *where[:4], options.left)
+        check_cache(q, k_cache, v_cache, indices, sinks, strides=not compat.transforms_active())
+        if values.can_be_read(*indices.given):
+            check_values(q, k_cache, indices, where.max_seqlen_q, options.left)
     if out is not None:
         check_out(out, q, layout=not is_compiling())  # a compiled call copies its result
     strides_out = None
     if out is not None:
         entry, head, row, _ = out.stride() if not is_packed else as_batch_of_one(out).stride()
         strides_out = entry, head, row
-    cache = Cache(where.page_table is not None, where.max_seqlen_q, where.num_splits, strides_out)
+    kind: Kind = "cache" if where.page_table is None else "pages"
+    batching = Batching(kind, where.max_seqlen_q, splits=where.num_splits, strides_out=strides_out)
     operands = Operands(as_batch_of_one(q) if is_packed else q, k_cache, v_cache, sinks=sinks)
     if softcap is not None:
         pages = 1 if where.page_table is None else where.page_table.shape[1]
@@ -189,5 +192,4 @@ def with_cache(
         lengths = (where.seqlens_kv.shape[0], queries, k_cache.shape[2] * pages)
         check_modification(q, lengths, softcap, None, None, None)
         operands, options = with_score(operands, options, softcap, None, None, None, lengths=lengths, checked=True)
-    indices = Indices(cu_seqlens_q=where.cu_seqlens_q, seqlens_kv=where.seqlens_kv, page_table=where.page_table)
-    return operands._replace(indices=indices), options._replace(cache=cache)
+    return operands._replace(indices=indices), options._replace(batching=batching)

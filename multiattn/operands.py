@@ -13,12 +13,11 @@ from torch.compiler import is_compiling
 from multiattn.block_mask import BlockSpec, MaskMod, lists_of, may_hide_blocks, read_block_mask
 from multiattn.layout import Layout, Shape, row_major
 from multiattn.mask import Band, Window, band_of
-from multiattn.packed import CU_SEQLENS, Packing
-from multiattn.paged import Cache
 from multiattn.plain import as_bool
 from multiattn.score import BoundScore, LoweredScore, ScoreProgram, bind_score
 from multiattn.score.record import Recorder, program_of
 from multiattn.score.serial import dumps, loads
+from multiattn.sequences import NO_INDICES, Batching, Indices
 from multiattn.validate import as_float, check_inputs, check_modification, refuse_dropout
 
 ScoreMod = Callable[..., torch.Tensor]
@@ -40,10 +39,8 @@ class Options(NamedTuple):
     """Slots of the captured tensors that want a gradient."""
     blocks: BlockSpec | None = None
     """A block mask, whose lists are among the call's `Indices`."""
-    packing: Packing | None = None
-    """A packed batch, whose cu_seqlens are among the call's `Indices`."""
-    cache: Cache | None = None
-    """Keys and values in a cache; what says where they are is among the call's `Indices`."""
+    batching: Batching | None = None
+    """A packed batch, or keys and values in a cache; what says where they are is among the call's `Indices`."""
     backend: str = "auto"
     variant: str | None = None
     deterministic: bool = False
@@ -85,7 +82,7 @@ class Options(NamedTuple):
             raise TypeError(f"variant must be a string; got {type(variant).__name__}; {hint}")
         if scale is not None and type(scale) is not float:
             scale = as_float(scale)
-        options = (left, right, scale, has_sinks, None, (), (), None, None, None, backend, variant, deterministic)
+        options = (left, right, scale, has_sinks, None, (), (), None, None, backend, variant, deterministic)
         return tuple.__new__(cls, options)  # what cls() does, in half the time
 
     def with_score(self, score: BoundScore | None) -> Options:
@@ -108,47 +105,12 @@ class Options(NamedTuple):
     @property
     def indices(self) -> tuple[str, ...]:
         """Names of the `Indices` of a call, in their order there."""
-        return _names_of_indices(self.blocks, self.packing, self.cache)
+        return _names_of_indices(self.blocks, self.batching)
 
     @property
     def of_gradient(self) -> Options:
         """The options of the backward that autograd runs: `variant` names one of the forward's."""
         return self if self.variant is None else self._replace(variant=None)
-
-
-class Indices(NamedTuple):
-    """Tensors, int32 on the device, that say where sequences, keys and blocks are; None where a call has none."""
-
-    cu_seqlens_q: torch.Tensor | None = None
-    """``[B + 1]``: where the queries of each sequence start, in a packed batch or packed queries over a cache."""
-    cu_seqlens_kv: torch.Tensor | None = None
-    """Where its keys start, in a packed batch."""
-    seqlens_kv: torch.Tensor | None = None
-    """``[B]``: how many keys each sequence has in its cache."""
-    page_table: torch.Tensor | None = None
-    """``[B, max_pages]``: the pages of each sequence."""
-    kv_num_blocks: torch.Tensor | None = None
-    """From here on the lists of a block mask: `multiattn.block_mask.LISTS`."""
-    kv_indices: torch.Tensor | None = None
-    full_kv_num_blocks: torch.Tensor | None = None
-    full_kv_indices: torch.Tensor | None = None
-    q_num_blocks: torch.Tensor | None = None
-    q_indices: torch.Tensor | None = None
-    full_q_num_blocks: torch.Tensor | None = None
-    full_q_indices: torch.Tensor | None = None
-
-    @property
-    def given(self) -> tuple[torch.Tensor, ...]:
-        """Those that there are."""
-        return tuple([it for it in self if it is not None])
-
-    @property
-    def named(self) -> Mapping[str, torch.Tensor]:
-        """Those that there are, by name."""
-        return {name: it for name, it in zip(self._fields, self, strict=True) if it is not None}
-
-
-NO_INDICES = Indices()
 
 
 class Operands(NamedTuple):
@@ -249,10 +211,8 @@ class Operands(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _names_of_indices(blocks: BlockSpec | None, packing: Packing | None, cache: Cache | None) -> tuple[str, ...]:
-    found: tuple[str, ...] = () if packing is None else CU_SEQLENS
-    found = found if cache is None else cache.names
-    found = found if blocks is None else (*found, *blocks.names)
+def _names_of_indices(blocks: BlockSpec | None, batching: Batching | None) -> tuple[str, ...]:
+    found = {*(() if blocks is None else blocks.names), *(() if batching is None else batching.names)}
     return tuple(name for name in Indices._fields if name in found)
 
 

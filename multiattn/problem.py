@@ -25,10 +25,10 @@ from multiattn.layout import (
 )
 from multiattn.mask import Band, Window, band_of
 from multiattn.operands import Operands, Options, ScoreSpec, score_spec
-from multiattn.packed import CU_SEQLENS, TILE_LISTS, PackingSpec, packed_strides, packing_of, strides_of_packed
-from multiattn.paged import CacheSpec, cache_shape, spec_of
+from multiattn.packed import TILE_LISTS, packed_strides, strides_of_packed
 from multiattn.score.expression import inputs_of, walk
 from multiattn.score.serial import dumps
+from multiattn.sequences import Batching
 from multiattn.validate import LOG2_E, check_inputs, check_scale, check_shapes
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -62,11 +62,11 @@ class Problem:
     blocks: BlockSpec | None = None
     lists: tuple[Shape, ...] = ()
     """The shapes of the lists of `blocks`, by their names there."""
-    packing: PackingSpec | None = None
-    """Sequences one after another: then `batch` is 1, and `seq_q` and `seq_kv` are the rows of all."""
-    cache: CacheSpec | None = None
-    """Keys and values in a cache: then `seq_kv` is the most keys that a sequence may have. With packed queries `batch`
-    is 1, and `seq_q` are the rows of all."""
+    batching: Batching | None = None
+    """Sequences one after another, or keys and values in a cache; None for B entries of one length.
+
+    Where queries are packed `batch` is 1, and `seq_q` are the rows of all; so are `seq_kv` of a packed batch. With a
+    cache `seq_kv` is the most keys that a sequence may have."""
 
     @classmethod
     def of(
@@ -107,28 +107,33 @@ class Problem:
 
         Raises as `of`.
         """
-        if options.cache is not None:
-            return _cached(operands, options)
         q, k, v = operands.qkv
-        check_inputs(q, k, v, operands.sinks)
+        given, batching = operands.indices.named, options.batching
+        if batching is None or batching.kind == "packed":
+            check_inputs(q, k, v, operands.sinks)
+        if batching is not None:  # whose tensors have been checked
+            batching = batching.sized(k, given)
         batch, heads_q, seq_q, head_dim = q.shape
+        seq_kv = k.shape[2]
         plain = cls.contiguous(
             batch=batch,
             heads_q=heads_q,
             heads_kv=k.shape[1],
             seq_q=seq_q,
-            seq_kv=k.shape[2],
+            seq_kv=seq_kv if batching is None or batching.page is None else seq_kv * batching.max_pages,
             head_dim=head_dim,
             dtype=DTYPE_NAMES[q.dtype],
             band=options.band,
             scale=options.scale,
             has_sinks=operands.sinks is not None,
-            packing=None if options.packing is None else packing_of(operands.indices.named, options.packing),
+            batching=batching,
         )
-        plain = _scored(plain, operands, options)
+        if options.score is not None:
+            score = score_spec(operands.captured, q.device, options, plain.lengths, heads_q)
+            plain = replace(plain, score=score)
         if options.blocks is None:
             return plain
-        return replace(plain, blocks=options.blocks, lists=list_shapes(operands.indices.named, options.blocks))
+        return replace(plain, blocks=options.blocks, lists=list_shapes(given, options.blocks))
 
     @classmethod
     def contiguous(
@@ -146,13 +151,12 @@ class Problem:
         band: Band | None = None,
         scale: float | None = None,
         has_sinks: bool = False,
-        packing: PackingSpec | None = None,
-        cache: CacheSpec | None = None,
+        batching: Batching | None = None,
     ) -> Problem:
         """The problem of contiguous ``[B, H, S, D]`` tensors of these sizes, made without any tensor.
 
-        `band` is a mask that is known to be one, in place of `causal` and `window`. With `packing` they are packed
-        tensors, ``[1, H, T, D]``. With `cache` k and v are one, contiguous, and `seq_kv` the most keys of a sequence.
+        `band` is a mask that is known to be one, in place of `causal` and `window`. Of a packed batch they are packed
+        tensors, ``[1, H, T, D]``. With a cache k and v are one, contiguous, and `seq_kv` the most keys of a sequence.
         """
         heads_kv = heads_q if heads_kv is None else heads_kv
         seq_kv = seq_q if seq_kv is None else seq_kv
@@ -161,13 +165,15 @@ class Problem:
         shape_q, shape_kv = (batch, heads_q, seq_q, head_dim), (batch, heads_kv, seq_kv, head_dim)
         check_shapes(shape_q, shape_kv, shape_kv)
         strides_q, strides_kv = contiguous_strides(shape_q), contiguous_strides(shape_kv)
-        if packing is not None:
-            if batch != 1:
-                raise ValueError(f"batch: got {batch}; allowed 1 in a packed batch, whose sequences are in `packing`")
-            strides_q, strides_kv = packed_strides(heads_q, head_dim), packed_strides(heads_kv, head_dim)
-        if cache is not None:
-            strides_kv = contiguous_strides(cache_shape(cache, heads_kv, seq_kv, head_dim))
-            strides_q = strides_q if cache.max_q is None else packed_strides(heads_q, head_dim)
+        if batching is not None:
+            if batching.kind == "packed" and batch != 1:
+                raise ValueError(f"batch: got {batch}; allowed 1 in a packed batch, whose sequences are in `batching`")
+            strides_q = packed_strides(heads_q, head_dim) if batching.has_packed_queries else strides_q
+            strides_kv = (
+                packed_strides(heads_kv, head_dim)
+                if batching.kind == "packed"
+                else contiguous_strides(batching.cache_shape(heads_kv, seq_kv, head_dim))
+            )
         return cls(
             batch=batch,
             heads_q=heads_q,
@@ -183,8 +189,7 @@ class Problem:
             strides_v=strides_kv,
             has_sinks=has_sinks,
             alignment=math.gcd(VECTOR_BYTES, head_dim * DTYPES[dtype].itemsize),
-            packing=packing,
-            cache=cache,
+            batching=batching,
         )
 
     @property
@@ -240,8 +245,8 @@ class Problem:
 
         So a layer that passes a transposed view gets one back, and reshaping the heads away costs no copy.
         """
-        if self.cache is not None and self.cache.strides_out is not None:
-            return self.cache.strides_out
+        if self.batching is not None and self.batching.strides_out is not None:
+            return self.batching.strides_out
         if self.has_packed_queries:
             return packed_strides(self.heads_q, self.head_dim)
         return dense_strides(self.strides_q, (self.batch, self.heads_q, self.seq_q, self.head_dim))
@@ -274,16 +279,31 @@ class Problem:
         return _layouts_of(self)
 
     @property
+    def packing(self) -> Batching | None:
+        """The `batching` of a packed batch."""
+        return self.batching if self.batching is not None and self.batching.kind == "packed" else None
+
+    @property
+    def cache(self) -> Batching | None:
+        """The `batching` of keys and values in a cache."""
+        return None if self.batching is None or self.batching.kind == "packed" else self.batching
+
+    @property
+    def sequences(self) -> int:
+        """How many there are."""
+        return self.batch if self.batching is None else self.batching.sequences
+
+    @property
     def lengths(self) -> tuple[int, int, int]:
         """The number of sequences, and the most queries and keys that one has: in a packed batch, perhaps 0."""
-        if self.cache is not None:
-            return self.cache.sequences, self.queries, self.seq_kv
-        return (self.batch, self.seq_q, self.seq_kv) if self.packing is None else self.packing
+        if self.packing is not None:
+            return self.sequences, self.packing.max_q or 0, self.packing.max_kv or 0
+        return self.sequences, self.queries, self.seq_kv
 
     @property
     def has_packed_queries(self) -> bool:
         """True if q, and what is like it, is ``[1, Hq, T, D]`` of sequences one after another."""
-        return self.packing is not None or (self.cache is not None and self.cache.max_q is not None)
+        return self.batching is not None and self.batching.has_packed_queries
 
     @property
     def queries(self) -> int:
@@ -294,12 +314,12 @@ class Problem:
     def asked_splits(self) -> int | None:
         """The parts that a caller has the keys divided into: then no number but the rows of a sequence may choose
         tiles."""
-        return None if self.cache is None else self.cache.splits
+        return None if self.batching is None else self.batching.splits
 
     @property
     def cache_tensors(self) -> tuple[str, ...]:
         """The operands that say where a cache has keys and packed queries."""
-        return () if self.cache is None else tuple(self.cache.tensors)
+        return () if self.cache is None else self.cache.names
 
     def lists_of(self, names: Sequence[str]) -> ListArguments:
         """The lists of blocks called `names`, `KEYS_OF_QUERIES` or `QUERIES_OF_KEYS`, as a kernel takes them."""
@@ -347,7 +367,7 @@ class Problem:
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to launch for: no query at all."""
-        has_none = self.cache is not None and (self.cache.sequences == 0 or self.queries == 0)
+        has_none = self.cache is not None and (self.sequences == 0 or self.queries == 0)
         return self.batch == 0 or self.seq_q == 0 or has_none
 
     @property
@@ -358,7 +378,7 @@ class Problem:
     @property
     def has_empty_rows(self) -> bool:
         """True if there are queries that see no key, or may be: by a block mask, or a score of -inf."""
-        if self.packing is not None or self.cache is not None:
+        if self.batching is not None:
             return True
         by_band = self.seq_q > 0 and (self.seq_kv == 0 or self.diagonal + self.reach[1] < 0)
         return by_band or self.score is not None or self.blocks is not None
@@ -370,13 +390,11 @@ class Problem:
         For a packed batch they are those of sequences of equal lengths, because nobody knows the lengths here. For a
         cache they are those of a full one.
         """
-        if self.cache is not None and self.cache.max_q is not None:
-            sequences = max(self.cache.sequences, 1)
-            return sequences * self.band.count_pairs(self.seq_q // sequences, self.seq_kv)
-        if self.packing is not None:
-            sequences = max(self.packing.sequences, 1)
-            return sequences * self.band.count_pairs(self.seq_q // sequences, self.seq_kv // sequences)
-        return self.band.count_pairs(self.seq_q, self.seq_kv)
+        if not self.has_packed_queries:
+            return self.band.count_pairs(self.seq_q, self.seq_kv)
+        sequences = max(self.sequences, 1)
+        keys = self.seq_kv if self.packing is None else self.seq_kv // sequences
+        return sequences * self.band.count_pairs(self.seq_q // sequences, keys)
 
     @property
     def features(self) -> str:
@@ -387,12 +405,10 @@ class Problem:
         return told + (f" cache: {self.cache}" if self.cache is not None else "")
 
     def __str__(self) -> str:
-        heads, lengths = f"Hq={self.heads_q} Hkv={self.heads_kv}", f"Sq={self.seq_q} Skv={self.seq_kv}"
-        batch = f"B={self.batch}"
-        if self.packing is not None:
-            batch, lengths = f"packed B={self.packing.sequences}", f"Tq={self.seq_q} Tkv={self.seq_kv}"
-        if self.cache is not None and self.cache.max_q is not None:
-            batch, lengths = f"packed B={self.cache.sequences}", f"Tq={self.seq_q} Skv={self.seq_kv}"
+        is_packed = self.has_packed_queries
+        q, kv = "T" if is_packed else "S", "T" if self.packing is not None else "S"
+        batch = f"{'packed ' if is_packed else ''}B={self.sequences if is_packed else self.batch}"
+        heads, lengths = f"Hq={self.heads_q} Hkv={self.heads_kv}", f"{q}q={self.seq_q} {kv}kv={self.seq_kv}"
         return f"{batch} {heads} {lengths} D={self.head_dim} {self.dtype} {self.mask}{self.features}"
 
 
@@ -402,7 +418,7 @@ def _layouts_of(problem: Problem) -> Mapping[str, Layout]:
     shape_q = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
     shape_kv: Shape = (problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim)
     if problem.cache is not None:
-        shape_kv = cache_shape(problem.cache, problem.heads_kv, problem.seq_kv, problem.head_dim)
+        shape_kv = problem.cache.cache_shape(problem.heads_kv, problem.seq_kv, problem.head_dim)
     like_q = {"q": problem.strides_q} | dict.fromkeys(("out", "dout", "dq"), problem.strides_out)
     like_kv = {"k": problem.strides_k, "v": problem.strides_v, "dk": problem.strides_dk, "dv": problem.strides_dv}
     row = max(problem.seq_q, 1)
@@ -418,18 +434,16 @@ def _layouts_of(problem: Problem) -> Mapping[str, Layout]:
             **({"sinks": Layout((problem.heads_q,), (1,), torch.float32)} if problem.has_sinks else {}),
             **({} if problem.score is None else {**problem.score.layouts, **problem.score.gradient_layouts}),
             **({} if problem.blocks is None else _list_layouts(problem.blocks, problem.lists)),
-            **({} if problem.packing is None else _packing_layouts(problem, problem.packing)),
-            **({} if problem.cache is None else problem.cache.tensors),
+            **({} if problem.batching is None else problem.batching.tensors),
+            **({} if problem.packing is None else _tile_layouts(problem, problem.packing)),
         }
     )
 
 
-def _packing_layouts(problem: Problem, packing: PackingSpec) -> Mapping[str, Layout]:
-    """The cu_seqlens, and the areas of the lists of tiles."""
-    lists = {
-        name: packing.list_layout(it) for name, it in zip(TILE_LISTS, (problem.seq_q, problem.seq_kv), strict=True)
-    }
-    return {**dict.fromkeys(CU_SEQLENS, packing.layout), **lists}
+def _tile_layouts(problem: Problem, packing: Batching) -> Mapping[str, Layout]:
+    """The areas of the lists of tiles."""
+    rows = problem.seq_q, problem.seq_kv
+    return {name: packing.list_layout(it) for name, it in zip(TILE_LISTS, rows, strict=True)}
 
 
 def _list_layouts(blocks: BlockSpec, lists: Sequence[Shape]) -> Mapping[str, Layout]:
@@ -446,19 +460,15 @@ def problem_of(operands: Operands, options: Options) -> Problem:
         problem = replace(problem, band=Band(problem.band.left, None))  # the last query sees all keys up to the last
     if not problem.is_two_sided or problem.packing is not None:
         return problem
-    if problem.cache is not None:
-        return replace(problem, band=problem.band.within(problem.queries, problem.seq_kv))
-    return replace(problem, band=problem.band.within(problem.seq_q, problem.seq_kv))
+    return replace(problem, band=problem.band.within(problem.queries, problem.seq_kv))
 
 
 def options_of(problem: Problem) -> Options:
     """Options that give this problem of tensors like its own."""
     score = problem.score
-    plain = Options(*problem.band.window, problem.scale, problem.has_sinks, blocks=problem.blocks)
-    if problem.packing is not None:
-        plain = plain._replace(packing=problem.packing.bounds)
-    if problem.cache is not None:
-        plain = plain._replace(cache=problem.cache.call)
+    plain = Options(
+        *problem.band.window, problem.scale, problem.has_sinks, blocks=problem.blocks, batching=problem.batching
+    )
     if score is None:
         return plain
     return plain._replace(
@@ -467,33 +477,3 @@ def options_of(problem: Problem) -> Options:
         gradient_slots=score.gradients,
         deterministic=score.scores is not None,
     )
-
-
-def _cached(operands: Operands, options: Options) -> Problem:
-    """The problem of a call with a cache, whose tensors `multiattn.paged.check_cache` has passed, as if contiguous."""
-    assert options.cache is not None
-    q, k, _ = operands.qkv
-    batch, heads_q, seq_q, head_dim = q.shape
-    spec, seq_kv = spec_of(k, options.cache, operands.indices.named)
-    plain = Problem.contiguous(
-        batch=batch,
-        heads_q=heads_q,
-        heads_kv=k.shape[1],
-        seq_q=seq_q,
-        seq_kv=seq_kv,
-        head_dim=head_dim,
-        dtype=DTYPE_NAMES[q.dtype],
-        band=options.band,
-        scale=options.scale,
-        has_sinks=operands.sinks is not None,
-        cache=spec,
-    )
-    return _scored(plain, operands, options)
-
-
-def _scored(plain: Problem, operands: Operands, options: Options) -> Problem:
-    """A problem with the modification of a call's scores, if it has one."""
-    if options.score is None:
-        return plain
-    device = operands.q.device
-    return replace(plain, score=score_spec(operands.captured, device, options, plain.lengths, plain.heads_q))

@@ -13,7 +13,7 @@ import torch
 from multiattn.block_mask import seen_blocks
 from multiattn.mask import KINDS
 from multiattn.meant import refuse_call
-from multiattn.operands import FORWARD_RESULTS, GRADIENTS, NO_INDICES, Operands, Options
+from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options
 from multiattn.plan.backend import BACKENDS, REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem, options_of
@@ -21,6 +21,7 @@ from multiattn.progress import NOTE, LongWork
 from multiattn.score import BoundScore, eager
 from multiattn.score.eager import Part
 from multiattn.score.transforms import is_wrapped
+from multiattn.sequences import NO_INDICES
 from multiattn.signatures import ReferenceOptions, dense_call, names_of, takes
 
 if TYPE_CHECKING:
@@ -83,10 +84,9 @@ def attend(
 def _attend(
     operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if options.packing is not None:
-        return _attend_packed(operands, options, compute_dtype)
-    if options.cache is not None:
-        return _attend_cached(operands, options, compute_dtype)
+    if options.batching is not None:
+        run = _attend_packed if options.batching.kind == "packed" else _attend_cached
+        return run(operands, options, compute_dtype)
     return _attend_dense(Problem.of_any(operands, options), operands, compute_dtype, part)
 
 
@@ -208,7 +208,7 @@ def differentiate(
 def _differentiate(
     operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None
 ) -> tuple[torch.Tensor, ...]:
-    if options.packing is not None:
+    if options.batching is not None:
         return _differentiate_packed(operands, options, compute_dtype)
     return _differentiate_dense(Problem.of_any(operands, options), operands, compute_dtype, part)
 
@@ -275,7 +275,7 @@ def sequences(operands: Operands, options: Options) -> Iterator[tuple[Operands, 
         own = {name: it[:, :, rows.queries] for name, it in of_q.items()}
         own |= {name: it[:, :, rows.keys] for name, it in of_kv.items()}
         part = Part(0, 0, own["q"].shape[2], own["k"].shape[2], entry)
-        yield operands._replace(**own, indices=NO_INDICES), options._replace(packing=None), part, rows
+        yield operands._replace(**own, indices=NO_INDICES), options._replace(batching=None), part, rows
 
 
 def _slices(cu_seqlens: torch.Tensor, rows: int) -> list[slice]:
@@ -321,9 +321,7 @@ def _differentiate_packed(operands: Operands, options: Options, compute_dtype: t
 
 def cached_sequences(operands: Operands, options: Options) -> Iterator[tuple[Operands, Options, Part, slice]]:
     """Each sequence as a batch of one, its keys gathered, with its options, its place and its rows of a packed q."""
-    problem = Problem.of_any(operands, options)
-    assert problem.cache is not None
-    given = operands.indices
+    problem, given = Problem.of_any(operands, options), operands.indices
     assert given.seqlens_kv is not None
     bounds = None if given.cu_seqlens_q is None else _slices(given.cu_seqlens_q, operands.q.shape[2])
     for entry, length in enumerate(given.seqlens_kv.clamp(0, problem.seq_kv).tolist()):
@@ -333,7 +331,7 @@ def cached_sequences(operands: Operands, options: Options) -> Iterator[tuple[Ope
         k, v = (gather(it, length, entry, given.page_table, seen_from) for it in (operands.k, operands.v))
         part = Part(0, 0, q.shape[2], length, entry)
         own = operands._replace(q=q, k=k, v=v, indices=NO_INDICES)
-        yield own, options._replace(cache=None), part, rows
+        yield own, options._replace(batching=None), part, rows
 
 
 def gather(
@@ -360,7 +358,7 @@ def _attend_cached(
     out = operands.q.new_zeros(shape, dtype=compute_dtype)
     lse = operands.q.new_full(shape[:3], -math.inf, dtype=compute_dtype)
     for entry, (own, its_options, part, rows) in enumerate(cached_sequences(operands, options)):
-        place = slice(entry, entry + 1) if options.cache is not None and options.cache.max_q is None else slice(None)
+        place = slice(None) if operands.indices.cu_seqlens_q is not None else slice(entry, entry + 1)
         out[place, :, rows], lse[place, :, rows] = _attend(own, its_options, compute_dtype, part)
     return out, lse
 

@@ -9,13 +9,15 @@ import torch
 from torch.compiler import is_compiling
 
 from multiattn.meant import refuse_call
-from multiattn.operands import Indices, Operands, Options, ScoreMod, with_score
-from multiattn.packed import Packing, as_batch_of_one, check_lengths, check_packing
+from multiattn.operands import Operands, Options, ScoreMod, with_score
+from multiattn.packed import as_batch_of_one
 from multiattn.plain import plain
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend, autocast, differentiate
+from multiattn.sequences import CU_SEQLENS, Batching, Indices
 from multiattn.signatures import PackedOptions, names_of, settled, takes
 from multiattn.validate import not_a_tensor
+from multiattn.validate.sequences import check_lengths, check_packing
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -175,6 +177,16 @@ class Lengths(NamedTuple):
         return cls(given("cu_seqlens_q"), given("cu_seqlens_kv"), given("max_seqlen_q"), given("max_seqlen_kv"))
 
     @property
+    def starts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where sequences start, in q and in k."""
+        return self.cu_seqlens_q, self.cu_seqlens_kv
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """At least the length of the longest sequence of q, and of k."""
+        return self.max_seqlen_q, self.max_seqlen_kv
+
+    @property
     def lacks_any(self) -> bool:
         """True where a call left one out; no value is compared, as some may be traced."""
         q, kv, max_q, max_kv = self
@@ -193,9 +205,10 @@ def packed_call(
 def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, block_mask: object = None) -> Operands:
     """q, k and v of a packed batch as operands. TypeError or ValueError, naming what came."""
     if not is_compiling():  # else checked when the op is called
-        check_packing(q, k, v, *lengths)
-        if values.can_be_read(*lengths[:2]):
-            check_lengths(q.shape[0], k.shape[0], *lengths)
+        starts, longest = lengths.starts, lengths.longest
+        check_packing({"q": q, "k": k, "v": v}, dict(zip(CU_SEQLENS, starts, strict=True)), longest)
+        if values.can_be_read(*starts):
+            check_lengths((q.shape[0], k.shape[0]), starts, longest)
     if block_mask is not None:
         raise ValueError(
             "block_mask: got one; allowed None in a packed batch: causal and window are of each sequence by itself; "
@@ -214,10 +227,11 @@ def with_packing(
     score_mod: ScoreMod | None,
 ) -> tuple[Operands, Options]:
     """The same with the modification of scores and the packing that a call asks for."""
-    packing = Packing()
+    batching = Batching("packed")
     if not (softcap is None and alibi_slopes is None and bias is None and score_mod is None):
-        packing = Packing(plain(lengths.max_seqlen_q), plain(lengths.max_seqlen_kv))
-        of_scores = (lengths.cu_seqlens_q.shape[0] - 1, *packing)
+        longest = [plain(it) for it in lengths.longest]
+        batching = Batching("packed", *longest)
+        of_scores = (lengths.cu_seqlens_q.shape[0] - 1, *longest)
         operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, lengths=of_scores)
-    indices = Indices(lengths.cu_seqlens_q.contiguous(), lengths.cu_seqlens_kv.contiguous())
-    return operands._replace(indices=indices), options._replace(packing=packing)
+    indices = Indices(*(it.contiguous() for it in lengths.starts))
+    return operands._replace(indices=indices), options._replace(batching=batching)

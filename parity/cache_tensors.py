@@ -11,7 +11,7 @@ import itertools
 
 import torch
 
-from multiattn.paged import Cache
+from multiattn.sequences import Batching
 from parity.case import CacheCase, Case
 from parity.memory import GUARD, Values3, generator_of, poisoned, poisoned_view
 from parity.tolerance import Cached
@@ -51,7 +51,7 @@ def draw_cache(case: Case, cache: CacheCase, device: torch.device) -> tuple[tupl
         numbers.append(starts)
     memory_of_numbers, tensors = zip(*(_numbers(it, device) for it in numbers), strict=True)
     most = None if cache.queries is None else case.most_queries + cache.room
-    cached = Cached(tensors, Cache(table is not None, most, cache.splits))
+    cached = Cached(tensors, Batching("cache" if table is None else "pages", most, splits=cache.splits))
     return (memory_of_q, *memory_of_caches, *memory_of_numbers), (q, k, v), cached
 
 

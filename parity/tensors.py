@@ -15,10 +15,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from multiattn.block_mask import BlockLists, MaskMod, read_block_mask
 from multiattn.layout import Strides
-from multiattn.operands import Indices
-from multiattn.packed import Packing
 from multiattn.problem import Problem
 from multiattn.score import BoundScore, bind_score
+from multiattn.sequences import Batching, Indices
 from parity.cache_tensors import draw_cache
 from parity.callables import CALLABLES, Sizes
 from parity.case import Case, Memory
@@ -325,7 +324,7 @@ def _packed_of(case: Case, device: torch.device) -> Packed | None:
         for lengths in zip(*case.packed, strict=True)
     )
     is_scored = any(it is not None for it in (case.softcap, case.bias, case.score_mod)) or case.alibi != "none"
-    return Packed((queries, keys), Packing(*case.lengths[1:]) if is_scored else Packing())
+    return Packed((queries, keys), Batching("packed", *case.lengths[1:] if is_scored else ()))
 
 
 def _draw_sinks(case: Case) -> torch.Tensor:

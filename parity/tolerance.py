@@ -11,14 +11,13 @@ import torch
 
 from multiattn.block_mask import BlockLists
 from multiattn.mask import Window, band_of
-from multiattn.operands import NO_INDICES, Indices, Operands, Options
-from multiattn.packed import Packing
-from multiattn.paged import Cache
+from multiattn.operands import Operands, Options
 from multiattn.plan.backend import Plan, variant_of
 from multiattn.problem import Problem, problem_of
 from multiattn.score import BoundScore
 from multiattn.score.expression import apply, const, walk
 from multiattn.score.expression import replace as exchange
+from multiattn.sequences import NO_INDICES, Batching, Indices
 from multiattn.truth.tolerance import (
     CHUNK,
     NAIVE_FACTOR,
@@ -135,21 +134,21 @@ class Packed(NamedTuple):
 
     cu_seqlens: tuple[torch.Tensor, torch.Tensor]
     """Those of queries and those of keys."""
-    packing: Packing
+    batching: Batching
 
 
 class Cached(NamedTuple):
     """The sequences of a call with a cache."""
 
     tensors: tuple[torch.Tensor, ...]
-    """Those that say where keys and queries are: `Cache.names`."""
-    cache: Cache
+    """Those that say where keys and queries are: `Batching.names`."""
+    batching: Batching
 
 
 def indices_of(blocks: BlockLists | None, packed: Packed | None, cached: Cached | None) -> Indices:
     """The lists of a block mask, or what says where sequences are, as operands."""
     if cached is not None:
-        return Indices(**dict(zip(cached.cache.names, cached.tensors, strict=True)))
+        return Indices(**dict(zip(cached.batching.names, cached.tensors, strict=True)))
     if packed is not None:
         return Indices(*packed.cu_seqlens)
     return NO_INDICES if blocks is None else Indices(**blocks.named)
@@ -174,12 +173,11 @@ def operands_and_problem(
     """The inputs of a call, and its Problem; captured tensors in `slots` want a gradient."""
     captured = () if score is None else score.tensors
     operands = Operands(q, k, v, sinks=sinks, captured=captured, indices=indices_of(blocks, packed, cached))
-    options = Options(*band_of(causal, window).window, scale).with_score(score)
+    options, batch = Options(*band_of(causal, window).window, scale).with_score(score), packed or cached
     options = options._replace(
         gradient_slots=slots,
         blocks=None if blocks is None else blocks.spec,
-        packing=None if packed is None else packed.packing,
-        cache=None if cached is None else cached.cache,
+        batching=None if batch is None else batch.batching,
         deterministic=deterministic,
     )
     if cached is not None:
@@ -193,7 +191,7 @@ def _columns_of_nonfinite(v: torch.Tensor, problem: Problem) -> torch.Tensor | N
     A kernel multiplies a hidden key's value by a weight of zero, which makes NaN of what is not finite: of that column
     in rows of the same tile, and of a visible inf whose weight rounds to zero. Not so from another sequence.
     """
-    if problem.packing is not None or problem.cache is not None:
+    if problem.batching is not None:
         return None
     columns = (~v.isfinite()).any(dim=2, keepdim=True)
     return columns.repeat_interleave(problem.group, dim=1) if bool(columns.any()) else None

@@ -12,11 +12,11 @@ import torch
 import multiattn
 from multiattn import Plan, Problem, Unsupported
 from multiattn.integrations.padding import fmha_padded
-from multiattn.packed import PackingSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch, detect
 from multiattn.plan.backend import REFERENCE, make_plan
 from multiattn.plan.choice import MeasuredCell, preferred_order
+from multiattn.sequences import Batching
 from multiattn.signatures import CallOptions
 
 
@@ -281,10 +281,10 @@ def test_auto_follows_packed_cells_for_packed_batches_alone(monkeypatch):
     mixes = replace(dense, seq_kv=16384, packed=True, tflops=(("cutile", 1.0), ("cuda", 2.0)))
     wide = replace(dense, head_dim=256, tflops=(("cutile", 4.0),))
     monkeypatch.setattr("multiattn.plan.choice.measured_cells", lambda: [dense, wide, mixes])
-    packed = replace(contiguous(128), batch=1, heads_q=8, heads_kv=8, packing=PackingSpec(5))
+    packed = replace(contiguous(128), batch=1, heads_q=8, heads_kv=8, batching=Batching.packed(5))
     told = preferred_order(packed, ARCHS["sm90"])[0]
     assert told == ("cuda", "2 TFLOPS on H200, 2026-11-21, D=128 tokens=16384 B*H=8 full packed forward")
-    assert preferred_order(replace(packed, packing=None), ARCHS["sm90"])[0][0] == "triton"
+    assert preferred_order(replace(packed, batching=None), ARCHS["sm90"])[0][0] == "triton"
     assert preferred_order(replace(packed, head_dim=96), ARCHS["sm90"])[0][0] == "cuda"
     assert preferred_order(replace(packed, head_dim=256), ARCHS["sm90"])[0][0] == "cutile", "far from any packed cell"
 

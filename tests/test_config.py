@@ -7,8 +7,6 @@ import torch
 
 from multiattn.block_mask import BlockSpec
 from multiattn.operands import Operands, Options, with_score
-from multiattn.packed import PackingSpec
-from multiattn.paged import CacheSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS
@@ -16,6 +14,7 @@ from multiattn.plan.config import COMPILED, Config, Rule, select
 from multiattn.plan.features import Features
 from multiattn.plan.support import Capability
 from multiattn.problem import Problem, problem_of
+from multiattn.sequences import Batching
 
 
 def problem(batch=2, seq=1000, seq_kv=None, head_dim=64, causal=False):
@@ -61,7 +60,7 @@ def test_each_condition_rejects_in_its_own_words(name):
 
 
 def test_a_packed_batch_has_its_own_rules_and_those_for_both():
-    packed = Problem.contiguous(batch=1, heads_q=4, seq_q=1000, head_dim=64, packing=PackingSpec(3, 0, 0))
+    packed = Problem.contiguous(batch=1, heads_q=4, seq_q=1000, head_dim=64, batching=Batching.packed(3, 0, 0))
     mine, others = (replace(ANY, packed=is_packed) for is_packed in (True, False))
     assert select((others, mine, ANY), packed, SM80)[0] is mine
     assert select((others, ANY), packed, SM80)[0] is ANY
@@ -69,7 +68,7 @@ def test_a_packed_batch_has_its_own_rules_and_those_for_both():
 
 
 def test_a_cache_has_its_own_rules_and_those_for_both():
-    cached = Problem.contiguous(batch=3, heads_q=4, seq_q=1, seq_kv=1000, head_dim=64, cache=CacheSpec(3, 3))
+    cached = Problem.contiguous(batch=3, heads_q=4, seq_q=1, seq_kv=1000, head_dim=64, batching=Batching.cached(3, 3))
     mine, others = (replace(ANY, cached=is_cached) for is_cached in (True, False))
     assert select((others, mine, ANY), cached, SM80)[0] is mine
     assert select((others, ANY), cached, SM80)[0] is ANY
@@ -81,7 +80,7 @@ def test_a_rule_for_pages_of_a_multiple_is_for_caches_without_pages_too():
         replace(ANY, page_multiple=16), *(
             Problem.contiguous(
                 batch=3, heads_q=4, seq_q=1, seq_kv=160, head_dim=64,
-                cache=CacheSpec(3, 9, page=page, max_pages=160 // (page or 160)),
+                batching=Batching.cached(3, 9, page=page, max_pages=160 // (page or 160)),
             )
             for page in (5, 32, None)
         ),
@@ -94,7 +93,7 @@ def test_a_rule_for_pages_of_a_multiple_is_for_caches_without_pages_too():
 def test_rows_are_queries_of_all_heads_that_share_a_key():
     plain = Problem.contiguous(batch=2, heads_q=8, heads_kv=2, seq_q=3, seq_kv=50, head_dim=64)
     packed = Problem.contiguous(
-        batch=1, heads_q=8, heads_kv=2, seq_q=50, seq_kv=50, head_dim=64, cache=CacheSpec(9, 9, max_q=3)
+        batch=1, heads_q=8, heads_kv=2, seq_q=50, seq_kv=50, head_dim=64, batching=Batching.cached(9, 9, max_q=3)
     )
     for few in (plain, packed):
         assert few.rows == 12
@@ -110,7 +109,7 @@ def test_heads_that_share_no_keys_may_be_limited():
     assert rule.reject(lone, SM80, named=False) == "for up to 7 heads that share no keys"
     assert rule.reject(lone, SM80) is None
     sharing = Problem.contiguous(batch=4, heads_q=2, heads_kv=1, seq_q=100, head_dim=64)
-    cached = Problem.contiguous(batch=4, heads_q=2, seq_q=1, seq_kv=100, head_dim=64, cache=CacheSpec(4, 4))
+    cached = Problem.contiguous(batch=4, heads_q=2, seq_q=1, seq_kv=100, head_dim=64, batching=Batching.cached(4, 4))
     for others in (problem(batch=3), sharing, cached):
         assert rule.reject(others, SM80, named=False) is None
 
@@ -147,7 +146,7 @@ def test_keys_are_ragged_by_the_tile_of_the_config(tile_n, seq_kv, ragged):
 
 
 def test_a_packed_batch_has_ragged_keys():
-    packed = Problem.contiguous(batch=1, heads_q=4, seq_q=1024, head_dim=64, packing=PackingSpec(3, 0, 0))
+    packed = Problem.contiguous(batch=1, heads_q=4, seq_q=1024, head_dim=64, batching=Batching.packed(3, 0, 0))
     assert replace(ANY, ragged=True).reject(packed, SM90) is None
     assert replace(ANY, ragged=False).reject(packed, SM90) is not None
 
@@ -223,8 +222,8 @@ FEATURES = {
     "score": scored(BIAS),
     "gradients": scored(BIAS.clone().requires_grad_()),
     "blocks": replace(plain(), blocks=BlockSpec(128, 128, False)),
-    "keys": plain(cache=CacheSpec(2, 2)),
-    "packed_queries": plain(batch=1, packing=PackingSpec(3)),
+    "keys": plain(batching=Batching.cached(2, 2)),
+    "packed_queries": plain(batch=1, batching=Batching.packed(3)),
 }
 """A problem for each feature that a kernel may have no code for."""
 NAMES = {"gradients": "score_gradient", "blocks": "block_mask", "keys": "cache", "packed_queries": "packing"}

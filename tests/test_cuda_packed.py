@@ -19,10 +19,11 @@ from multiattn.cuda.instances import kernels_of, launches_of, list_launch
 from multiattn.cuda.params import params_of
 from multiattn.cuda.source import ListParams, translation_unit
 from multiattn.operands import Options
-from multiattn.packed import LIST_FIELDS, TILE_LISTS, PackingSpec
+from multiattn.packed import LIST_FIELDS, TILE_LISTS
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
 from multiattn.problem import Problem
+from multiattn.sequences import Batching
 from multiattn.varlen import Lengths, pack, with_packing
 
 NO_TILE = [-1, 0, 0, 0, 0, 0, 0, 0]
@@ -51,7 +52,7 @@ def test_lists_name_rows_that_there_are_whatever_is_given(cu_seqlens, longest):
 def check_lists(operands, rows, longest=(0, 0)):
     """Each list has what a list made by hand has, as far as there is room, and nothing behind it is written."""
     sequences, tile_q, tile_kv = len(operands[0]) - 1, 32, 16
-    packing = PackingSpec(sequences, *longest)
+    packing = Batching.packed(sequences, *longest)
     longest = packing.longest(*rows)
     counts = packing.tiles_max(rows[0], tile_q), packing.tiles_max(rows[1], tile_kv)
     lists = [torch.full((count + 1, len(LIST_FIELDS)), 7, dtype=torch.int32) for count in counts]
@@ -152,7 +153,7 @@ def test_the_kernel_of_lists_is_the_same_for_all_problems():
 
 def packed_problem(*, sequences: int = 3, rows_q: int = 100, rows_kv: int = 120, **options) -> Problem:
     given = {"heads_q": 4, "heads_kv": 2, "head_dim": 64, **options}
-    return Problem.contiguous(batch=1, seq_q=rows_q, seq_kv=rows_kv, packing=PackingSpec(sequences), **given)
+    return Problem.contiguous(batch=1, seq_q=rows_q, seq_kv=rows_kv, batching=Batching.packed(sequences), **given)
 
 
 # ---------------------------------------------------------------- launches

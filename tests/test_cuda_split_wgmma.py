@@ -16,11 +16,11 @@ from multiattn.cuda.family import areas_of
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.variants import SPLIT_KEYS, SPLIT_KEYS_WGMMA, WGMMA
 from multiattn.inspect.sass import hot_loops, parse, parted_arrivals
-from multiattn.paged import CacheSpec
 from multiattn.plan.arch import ARCHS, CPU
 from multiattn.plan.backend import Plan, make_plan
 from multiattn.plan.toolchain import disassemble
 from multiattn.problem import Problem
+from multiattn.sequences import Batching
 
 SM90 = ARCHS["sm90"]
 CONFIG = SplitWgmmaConfig(tile_m=128, tile_n=64, stages=4, splits=1)
@@ -29,9 +29,9 @@ CONFIG = SplitWgmmaConfig(tile_m=128, tile_n=64, stages=4, splits=1)
 def cached(page: int | None = 64, *, head_dim: int = 128, group: int = 8, queries: int = 16, **sizes: Any) -> Problem:
     """Eight sequences of up to 8192 keys, and as many heads of keys; causal, bf16."""
     max_pages = -(-8192 // page) if page else 0
-    spec = CacheSpec(8, 8 * max_pages or 8, page, max_pages, max_pages)
+    spec = Batching.cached(8, 8 * max_pages or 8, page, max_pages)
     given = {"batch": 8, "heads_q": 8 * group, "heads_kv": 8, "seq_q": queries, "seq_kv": 8192, "causal": True, **sizes}
-    return Problem.contiguous(head_dim=head_dim, cache=spec, **given)
+    return Problem.contiguous(head_dim=head_dim, batching=spec, **given)
 
 
 # ---------------------------------------------------------------- configs

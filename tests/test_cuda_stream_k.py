@@ -15,10 +15,10 @@ from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import numbers_of
 from multiattn.cuda.stream_k import LEAST_RANGE_STEPS, LEAST_SHARE_STEPS, Divided, division_of
 from multiattn.inspect.facts import read_plan
-from multiattn.packed import PackingSpec
 from multiattn.plan.arch import ARCHS, CPU
 from multiattn.plan.backend import Plan, make_plan
 from multiattn.problem import Problem
+from multiattn.sequences import Batching
 
 SMS = 132
 EARLY = WgmmaBackwardConfig(tile_m=64, tile_n=128, k_in_registers=True, early_scores=True, k_stages=2)
@@ -85,7 +85,7 @@ def test_ranges_are_not_too_short():
         pytest.param(problem_of(11, 11, 6144, 4), id="as_many_for_each_sm"),
         pytest.param(problem_of(4, 4, LEAST_SHARE_STEPS * 64, 1), id="shares_would_be_too_short"),
         pytest.param(
-            problem_of(16, 1, 16384, 1, packing=PackingSpec(4, 8192, 8192)), id="only_the_device_knows_the_lengths"
+            problem_of(16, 1, 16384, 1, batching=Batching.packed(4, 8192, 8192)), id="only_the_device_knows_the_lengths"
         ),
     ],
 )

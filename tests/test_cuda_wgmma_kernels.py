@@ -24,12 +24,12 @@ from multiattn.cuda.variants import WGMMA
 from multiattn.inspect.sass import parse, parted_arrivals
 from multiattn.mask import CAUSAL, FULL, Band
 from multiattn.operands import Operands
-from multiattn.packed import PackingSpec
 from multiattn.plan import abi, schedule
 from multiattn.plan.arch import CPU
 from multiattn.plan.backend import Plan, plan_variant
 from multiattn.plan.toolchain import disassemble
 from multiattn.problem import Problem
+from multiattn.sequences import Batching
 
 EMULATED = WGMMA_RULES[-1].config
 
@@ -200,7 +200,7 @@ def test_a_kernel_of_an_illegal_config_does_not_compile():
         assert config.why_not(problem_of(), CPU)
         (launch,) = launches_of(replace(plan_of(problem_of()), config=config))
         refused[message] = launch.kernel.traits
-    packed = replace(problem_of(), batch=1, packing=PackingSpec(2))
+    packed = replace(problem_of(), batch=1, batching=Batching.packed(2))
     (_, launch) = launches_of(replace(plan_of(packed), config=replace(CONFIG, cluster=2, scheduler="static")))
     refused["in a packed batch a cluster's tiles are of several sequences"] = launch.kernel.traits
     check_refused("forward_wgmma_traits.cuh", refused)

@@ -11,15 +11,16 @@ from multiattn.cuda.family import areas_of
 from multiattn.cuda.instances import kernels_of, launches_of
 from multiattn.cuda.params import argument_of
 from multiattn.cuda.wgmma import tensor_maps
-from multiattn.packed import RAGGED_ROWS, PackingSpec
+from multiattn.packed import RAGGED_ROWS
 from multiattn.plan.abi import WORKSPACE
 from multiattn.problem import Problem
+from multiattn.sequences import Batching
 
 
 def packed_problem(queries: int = 300, keys: int = 500, sequences: int = 3, **more) -> Problem:
     """Four heads, two of keys, D=64: so many rows of q and of k in so many sequences."""
     sizes = {"batch": 1, "heads_q": 4, "heads_kv": 2, "seq_q": queries, "seq_kv": keys, "head_dim": 64}
-    return Problem.contiguous(**sizes, packing=PackingSpec(sequences), **more)
+    return Problem.contiguous(**sizes, batching=Batching.packed(sequences), **more)
 
 
 # ---------------------------------------------------------------- maps

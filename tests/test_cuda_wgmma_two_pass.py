@@ -13,10 +13,11 @@ from multiattn.cuda.family import areas_of
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import argument_of
 from multiattn.operands import Operands, Options, with_score
-from multiattn.packed import RAGGED_ROWS, PackingSpec
+from multiattn.packed import RAGGED_ROWS
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan, find_variant, make_plan
 from multiattn.problem import Problem
+from multiattn.sequences import Batching
 
 SM90 = ARCHS["sm90"]
 VARIANT = find_variant(BACKEND, "wgmma_two_pass", "backward")
@@ -154,7 +155,7 @@ def test_a_config_that_cannot_run_is_refused_with_what_can(head_dim, config, all
 
 def test_tensors_that_a_tensor_map_cannot_walk_are_refused():
     problem = Problem.contiguous(
-        batch=1, heads_q=1, seq_q=RAGGED_ROWS + 1, head_dim=192, packing=PackingSpec(1), dtype="bf16"
+        batch=1, heads_q=1, seq_q=RAGGED_ROWS + 1, head_dim=192, batching=Batching.packed(1), dtype="bf16"
     )
     assert any("packed batch" in reason.got for reason in PLAIN.why_not(problem, SM90))
 

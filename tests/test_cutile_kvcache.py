@@ -18,9 +18,9 @@ from multiattn.cutile.decode_configs import (
     page_rows_of,
 )
 from multiattn.cutile.table import launches_of, own_areas_of
-from multiattn.paged import CacheSpec, area_layouts
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import find_variant, get, make_plan, plan_variant
+from multiattn.sequences import Batching, area_layouts
 
 pytest.importorskip("cuda.tile")
 
@@ -38,9 +38,9 @@ BACKEND = get("cutile")
 def problem_of(*, page=None, batch=8, seq_q=1, seq_kv=8192, splits=None, **sizes):
     """A cache of whole pages that is not full."""
     room = 0 if page is None else seq_kv // page
-    cache = CacheSpec(batch, batch if page is None else 3 * room, page, room, room, splits=splits)
+    cache = Batching.cached(batch, batch if page is None else 3 * room, page, room, splits=splits)
     given = {"heads_q": 32, "heads_kv": 8, "head_dim": 128, **sizes}
-    return Problem.contiguous(batch=batch, seq_q=seq_q, seq_kv=seq_kv, cache=cache, **given)
+    return Problem.contiguous(batch=batch, seq_q=seq_q, seq_kv=seq_kv, batching=cache, **given)
 
 
 def plan_of(problem, arch="sm90", **options):
@@ -50,8 +50,8 @@ def plan_of(problem, arch="sm90", **options):
 def packed_problem(*, rows, splits, seq_q=3, **sizes):
     """Packed queries of two sequences, at most `rows`."""
     given = {"heads_q": 32, "heads_kv": 1, "head_dim": 128, **sizes}
-    cache = CacheSpec(2, 2, max_q=seq_q, splits=splits)
-    return Problem.contiguous(batch=1, seq_q=rows, seq_kv=8192, cache=cache, **given)
+    cache = Batching.cached(2, 2, max_q=seq_q, splits=splits)
+    return Problem.contiguous(batch=1, seq_q=rows, seq_kv=8192, batching=cache, **given)
 
 
 def draw_parts(problem, splits):

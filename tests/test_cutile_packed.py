@@ -8,9 +8,10 @@ import torch
 from packed_lists import LISTS, WRONG_LISTS, WRONG_ROWS, listed, starts
 
 from multiattn import Problem
-from multiattn.packed import LIST_FIELDS, PackingSpec
+from multiattn.packed import LIST_FIELDS
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
+from multiattn.sequences import Batching
 
 pytest.importorskip("cuda.tile")
 
@@ -48,7 +49,7 @@ def test_lists_name_rows_that_there_are_whatever_is_given(cu_seqlens, longest):
 def check_lists(cu_seqlens, rows, tiles, parts, group, longest=(0, 0)):
     """Each list has what a list made by hand has, as far as there is room, and nothing behind it is written."""
     sequences = len(cu_seqlens[0]) - 1
-    packing = PackingSpec(sequences, *longest)
+    packing = Batching.packed(sequences, *longest)
     longest = packing.longest(*rows)
     room = [packing.tiles_max(count, tile) if tile else 0 for count, tile in zip(rows, tiles, strict=True)]
     made = [torch.full((size + 9 * bool(size), len(LIST_FIELDS)), 7777, dtype=torch.int32) for size in room]
@@ -82,7 +83,7 @@ def code_of(direction, variant, sequences, rows, **sizes):
     """The code that the kernels of a launch ask for."""
     rows_q, rows_kv = rows
     problem = Problem.contiguous(
-        batch=1, heads_q=4, heads_kv=2, seq_q=rows_q, seq_kv=rows_kv, packing=PackingSpec(sequences), **sizes
+        batch=1, heads_q=4, heads_kv=2, seq_q=rows_q, seq_kv=rows_kv, batching=Batching.packed(sequences), **sizes
     )
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction=direction, variant=variant, probe=False)
     launches = launches_of(plan)
@@ -110,7 +111,7 @@ def test_200_batches_have_one_code(direction, variant, options):
 @needs_cuobjdump
 def test_sequences_come_and_go_by_tma_on_hopper():
     """A block makes the tensor maps of its sequence, and the compiler is given what the launch gives it."""
-    problem = Problem.contiguous(batch=1, heads_q=2, seq_q=600, head_dim=64, packing=PackingSpec(5))
+    problem = Problem.contiguous(batch=1, heads_q=2, seq_q=600, head_dim=64, batching=Batching.packed(5))
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant="atomic", probe=False)
     exported = BACKEND.backward.export(plan, ())
     launches = launches_of(plan)

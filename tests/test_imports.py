@@ -14,7 +14,7 @@ import multiattn
 
 ROOT = Path(multiattn.__file__).parent
 # Who may import whom, by the first name below the package; a folder counts as one.
-_BASES = {"plain", "layout", "mask", "block_mask", "packed", "paged", "score"}
+_BASES = {"plain", "layout", "mask", "block_mask", "packed", "sequences", "score"}
 _DATA = {*_BASES, "validate", "operands", "problem"}
 _LANGUAGE = {*_DATA, "plan", "run", "progress"}
 ALLOWED = {
@@ -23,11 +23,11 @@ ALLOWED = {
     "meant": set(),
     "mask": {"plain"},
     "block_mask": {"layout", "score"},
-    "packed": {"layout", "plain", "validate"},
-    "paged": {"layout", "packed", "validate"},
+    "packed": {"layout"},
+    "sequences": {"layout", "packed"},
     "score": set(),
     "layout": set(),
-    "validate": {"layout", "plain"},
+    "validate": {"layout", "plain", "sequences"},
     "operands": {*_BASES, "validate"},
     "problem": {*_BASES, "validate", "operands"},
     "plan": _DATA,

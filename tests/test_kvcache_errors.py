@@ -6,7 +6,7 @@ from cached_calls import dense, drawn, paged
 
 import multiattn
 from multiattn import Plan
-from multiattn.paged import SPLITS_MAX, Cache
+from multiattn.sequences import SPLITS_MAX, Batching
 
 INT = torch.int32
 
@@ -228,7 +228,7 @@ def test_explain_gives_the_plan_that_runs():
     assert isinstance(plan, Plan)
     assert (plan.backend, plan.variant, plan.config.splits) == ("cuda", "split_keys", 3)
     assert str(plan.problem) == "packed B=3 Hq=4 Hkv=2 Tq=4 Skv=64 D=64 bf16 causal cache: pages of 16 splits=3"
-    assert plan.problem.cache.call == Cache(is_paged=True, max_q=3, splits=3)
+    assert plan.problem.batching == Batching.cached(3, 6, 16, 4, max_q=3, splits=3)
     assert plan.workspace_bytes == 3 * 4 * 4 * (64 + 1) * 4
 
 

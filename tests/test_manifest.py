@@ -76,9 +76,9 @@ def test_a_backward_kernel_is_not_loaded(tmp_path):
     [
         (None, "no such file; allowed a folder that"),
         ("{", "no JSON"),
-        ('{"schema": 7}', "schema: got 7; allowed 3"),
-        ("[]", "schema: got None; allowed 3"),
-        ('{"schema": 3, "kernels": [{"name": 1}]}', "kernels: got list; allowed a list of records with names"),
+        ('{"schema": 7}', "schema: got 7; allowed 4"),
+        ("[]", "schema: got None; allowed 4"),
+        ('{"schema": 4, "kernels": [{"name": 1}]}', "kernels: got list; allowed a list of records with names"),
     ],
 )
 def test_a_manifest_that_is_none(tmp_path, text, message):

@@ -12,14 +12,13 @@ from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 import multiattn
 from multiattn.block_mask import BlockSpec
 from multiattn.operands import Options
-from multiattn.packed import PackingSpec
-from multiattn.paged import CacheSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, Arch, by_name
 from multiattn.plan.backend import BACKENDS, REFERENCE, BackendName
 from multiattn.plan.choice import choose
 from multiattn.plan.support import Unsupported
 from multiattn.problem import Problem
+from multiattn.sequences import Batching
 
 
 def bf16(*shape, dtype=torch.bfloat16, **rest):
@@ -111,11 +110,11 @@ CALLS = {
         "blocks of 8 x 8 | multiples of 16 | BLOCK_SIZE=128",
     ),
     "a cache to another variant": (
-        lambda: plan(variant="wgmma", cache=CacheSpec(2, 2)),
+        lambda: plan(variant="wgmma", batching=Batching.cached(2, 2)),
         "cache: got keys in a cache (dense) | k and v in no cache | leave variant out",
     ),
     "packed to another variant": (
-        lambda: plan(backend="triton", variant="full", batch=1, packing=PackingSpec(2)),
+        lambda: plan(backend="triton", variant="full", batch=1, batching=Batching.packed(2)),
         "packed batch of 2 | [B, H, S, D] | leave variant out",
     ),
     "not deterministic": (
@@ -382,7 +381,8 @@ def test_no_reason_lacks_a_hint():
 @pytest.mark.parametrize("size", [{"dtype": "fp32"}, {"head_dim": 20}, {"dtype": "fp32", "head_dim": 20}])
 @pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
 @pytest.mark.parametrize(
-    "feature", [{}, {"cache": CacheSpec(2, 2)}, {"batch": 1, "packing": PackingSpec(2)}, {"has_sinks": True}]
+    "feature",
+    [{}, {"batching": Batching.cached(2, 2)}, {"batch": 1, "batching": Batching.packed(2)}, {"has_sinks": True}],
 )
 def test_reasons_are_of_the_variant_that_came_nearest(size, backend, feature):
     """Nothing is refused for what another variant of the backend can do."""

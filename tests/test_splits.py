@@ -10,11 +10,11 @@ from multiattn import Plan, Problem
 from multiattn.cuda.decode import MERGE_FEW, divisor_of
 from multiattn.cuda.decode_mma import CudaSplitConfig
 from multiattn.cuda.instances import launches_of
-from multiattn.paged import SPLITS_MAX, CacheSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS, find_variant, make_plan, plan_variant
 from multiattn.plan.schedule import choose_splits, most_multiprocessors, row_tiles
+from multiattn.sequences import SPLITS_MAX, Batching
 
 SM90, CPU = ARCHS["sm90"], ARCHS["cpu"]
 TILE = {"tile_m": 16, "keys_min": 256, "blocks_per_sm": 2}
@@ -23,9 +23,9 @@ PLACES = 2 * most_multiprocessors(SM90)
 
 def step(batch=1, heads_kv=8, group=4, keys=8192, queries=1, splits=None, **sizes):
     """A step of generation with so many keys at most."""
-    spec = CacheSpec(batch, batch, splits=splits)
+    spec = Batching.cached(batch, batch, splits=splits)
     heads = {"heads_q": heads_kv * group, "heads_kv": heads_kv}
-    return Problem.contiguous(batch=batch, seq_q=queries, seq_kv=keys, head_dim=128, cache=spec, **heads, **sizes)
+    return Problem.contiguous(batch=batch, seq_q=queries, seq_kv=keys, head_dim=128, batching=spec, **heads, **sizes)
 
 
 def splits_of(problem, arch=SM90, **changes):
@@ -123,7 +123,7 @@ def test_tiles_of_a_batch_invariant_call_do_not_know_the_batch(backend, head_dim
     def config(batch):
         problem = Problem.contiguous(
             batch=batch, heads_q=8, heads_kv=1, seq_q=queries, seq_kv=8192, head_dim=head_dim, causal=queries > 1,
-            cache=CacheSpec(batch, batch, splits=1),
+            batching=Batching.cached(batch, batch, splits=1),
         )  # fmt: skip
         return make_plan(registry.get(backend), problem, SM90, probe=False).config
 
@@ -136,9 +136,9 @@ def test_tiles_of_a_batch_invariant_call_do_not_know_lengths(backend):
 
     def config(keys, tokens):
         pages = keys // 64
-        cache = CacheSpec(4, 4 * pages, 64, pages, pages, max_q=1, splits=1)
+        cache = Batching.cached(4, 4 * pages, 64, pages, max_q=1, splits=1)
         problem = Problem.contiguous(
-            batch=1, heads_q=8, heads_kv=1, seq_q=tokens, seq_kv=keys, head_dim=64, cache=cache
+            batch=1, heads_q=8, heads_kv=1, seq_q=tokens, seq_kv=keys, head_dim=64, batching=cache
         )  # fmt: skip
         return make_plan(registry.get(backend), problem, SM90, probe=False).config
 
@@ -148,9 +148,9 @@ def test_tiles_of_a_batch_invariant_call_do_not_know_lengths(backend):
 @pytest.mark.parametrize("variant", ["split_keys", "split_keys_wgmma"])
 def test_more_rows_than_32_bits_count_are_refused(variant):
     """The first tile of 2^29 queries of 8 heads began before row 0."""
-    cache = CacheSpec(1, 1, max_q=1 << 29)
+    cache = Batching.cached(1, 1, max_q=1 << 29)
     problem = Problem.contiguous(
-        batch=1, heads_q=8, heads_kv=1, seq_q=50, seq_kv=4096, head_dim=128, causal=True, cache=cache
+        batch=1, heads_q=8, heads_kv=1, seq_q=50, seq_kv=4096, head_dim=128, causal=True, batching=cache
     )
     found = plan_variant(CUDA, find_variant(CUDA, variant), problem, SM90)
     assert not isinstance(found, Plan)

@@ -12,11 +12,11 @@ from multiattn import explain
 from multiattn.inspect.facts import read_kernel
 from multiattn.mask import CAUSAL, FULL
 from multiattn.operands import Operands, Options, with_score
-from multiattn.packed import PackingSpec
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import Plan, find_variant, plan_variant
 from multiattn.plan.toolchain import version_of
 from multiattn.problem import problem_of
+from multiattn.sequences import Batching
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import image_of
 from multiattn.triton.calls import calls_of
@@ -235,7 +235,7 @@ def test_nothing_is_spilled_in_its_loops(head_dim, mask):
 
 @needs_compiler
 def test_a_packed_batch_compiles_with_maps_of_five_dimensions():
-    plan = plan_of(128, batch=1, band=CAUSAL, packing=PackingSpec(3))
+    plan = plan_of(128, batch=1, band=CAUSAL, batching=Batching.packed(3))
     names = [table.kernel for table in tables_of(plan)]
     assert names == ["list_tiles", "prepare_statistics", "gradients", "round_dq"]
     (call,) = (it for it in calls_of(plan) if it.table.kernel == "gradients")

@@ -8,11 +8,12 @@ import torch
 
 from multiattn.inspect.facts import read_kernel
 from multiattn.mask import CAUSAL, FULL
-from multiattn.packed import PackingSpec, ragged
+from multiattn.packed import ragged
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import find_variant, plan_variant
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import Problem
+from multiattn.sequences import Batching
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import known_of
 from multiattn.triton.compile import export_plan
@@ -27,7 +28,7 @@ needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(B
 
 
 def test_rows_of_a_ragged_map_end_with_a_sequence():
-    problem = Problem.contiguous(batch=1, heads_q=3, seq_q=1 << 29, seq_kv=1, head_dim=256, packing=PackingSpec(2))
+    problem = Problem.contiguous(batch=1, heads_q=3, seq_q=1 << 29, seq_kv=1, head_dim=256, batching=Batching.packed(2))
     layout = ragged(problem.layouts["q"])
     assert all(stride * 2 < 1 << 40 and stride * 2 % 16 == 0 for stride in layout.strides[:-1])
     assert all(extent < 1 << 32 for extent in layout.shape)
@@ -51,7 +52,7 @@ def test_rows_of_a_ragged_map_end_with_a_sequence():
 
 def packed_plan(head_dim=128, sequences=16, rows=16384, config=None, **options):
     problem = Problem.contiguous(
-        batch=1, heads_q=16, seq_q=rows, seq_kv=rows, head_dim=head_dim, packing=PackingSpec(sequences), **options
+        batch=1, heads_q=16, seq_q=rows, seq_kv=rows, head_dim=head_dim, batching=Batching.packed(sequences), **options
     )
     return plan_variant(BACKEND, VARIANT, problem, SM90, config)
 

@@ -12,10 +12,10 @@ from multiattn import explain
 from multiattn.inspect import sass
 from multiattn.mask import CAUSAL, FULL
 from multiattn.operands import Operands, Options, with_score
-from multiattn.packed import PackingSpec
 from multiattn.plan.backend import find_variant, plan_variant
 from multiattn.plan.toolchain import disassemble
 from multiattn.problem import problem_of
+from multiattn.sequences import Batching
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import image_of
 from multiattn.triton.calls import calls_of
@@ -74,7 +74,7 @@ def test_expressions_are_planned_but_for_gradients_of_what_they_capture(modifica
 
 
 def test_a_packed_batch_has_a_list_of_tiles_of_64_for_each_side():
-    packed = problem(batch=1, packing=PackingSpec(3))
+    packed = problem(batch=1, batching=Batching.packed(3))
     plan = plan_variant(BACKEND, VARIANT, packed, SM90, direction="backward")
     lists, _statistics, queries, keys = tables_of(plan)
     assert (lists.rows["C"].value.query_tile, lists.rows["C"].value.key_tile) == (64, 64)

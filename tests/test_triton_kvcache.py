@@ -11,10 +11,10 @@ from triton.runtime.jit import create_function_from_signature
 
 from multiattn import Problem, explain, fmha_kvcache
 from multiattn.inspect.facts import read_plan
-from multiattn.paged import CacheSpec
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan, find_variant, plan_variant
 from multiattn.plan.toolchain import find_cuobjdump
+from multiattn.sequences import Batching
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import checked_binding
 from multiattn.triton.calls import calls_of
@@ -117,13 +117,13 @@ def plan_of(
 ):
     """A plan for a cache of a whole number of pages."""
     sizes = {"heads_q": 32, "heads_kv": 8, "head_dim": 128, **more}
-    spec = CacheSpec(batch, batch, max_q=max_q)
+    spec = Batching.cached(batch, batch, max_q=max_q)
     if page is not None:
         pages = -(-capacity // page)
         spec = spec._replace(entries=batch * pages + 1, page=page, max_pages=pages, table_stride=table_stride or pages)
         capacity = pages * page
     rows = {"batch": batch, "seq_q": queries} if max_q is None else {"batch": 1, "seq_q": batch * queries}
-    problem = Problem.contiguous(seq_kv=capacity, cache=spec, **rows, **sizes)
+    problem = Problem.contiguous(seq_kv=capacity, batching=spec, **rows, **sizes)
     found = plan_variant(BACKEND, find_variant(BACKEND, VARIANT), problem, arch, config)
     assert isinstance(found, Plan), found
     return found

@@ -17,11 +17,11 @@ from triton.runtime.driver import driver as triton_driver
 
 from multiattn import Problem
 from multiattn.operands import Operands, with_score
-from multiattn.packed import PackingSpec
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
 from multiattn.problem import options_of, problem_of
+from multiattn.sequences import Batching
 from multiattn.triton import BACKEND, launch
 from multiattn.triton import compile as compiling
 from multiattn.triton.bind import bind, checked_binding
@@ -62,7 +62,7 @@ def plan_of(case):
         problem = problem_of(given, modified)
     if case.startswith("packed"):
         sizes = {"heads_q": 4, "heads_kv": 2, "seq_q": 90, "seq_kv": 70, "head_dim": 64}
-        problem = Problem.contiguous(batch=1, packing=PackingSpec(3), **sizes, **options)
+        problem = Problem.contiguous(batch=1, batching=Batching.packed(3), **sizes, **options)
         given = Operands.like(problem.layouts, lambda it: torch.empty_strided(it.shape, it.strides, dtype=it.dtype))
         given = given._replace(delta=None, dlse=None)
     plan = make_plan(BACKEND, problem, ARCHS[arch], direction=direction, variant=variant, probe=False)

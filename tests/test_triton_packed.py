@@ -11,10 +11,11 @@ from triton.runtime.jit import create_function_from_signature
 
 from multiattn import aot
 from multiattn.operands import Options
-from multiattn.packed import LIST_FIELDS, PackingSpec
+from multiattn.packed import LIST_FIELDS
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import make_plan
 from multiattn.problem import Problem, problem_of
+from multiattn.sequences import Batching
 from multiattn.triton import BACKEND
 from multiattn.triton.calls import calls_of
 from multiattn.triton.cpu import interpreter
@@ -42,7 +43,7 @@ def test_lists_name_rows_that_there_are_whatever_is_given(cu_seqlens, longest):
 def check_lists(cu_seqlens, rows, tiles, group, parts, longest=(0, 0)):
     """Each list has what a list made by hand has, as far as there is room, and nothing behind it is written."""
     sequences = len(cu_seqlens[0]) - 1
-    packing = PackingSpec(sequences, *longest)
+    packing = Batching.packed(sequences, *longest)
     longest = packing.longest(*rows)
     lists = [
         torch.full((packing.tiles_max(count, tile) + 9, len(LIST_FIELDS)), 7777, dtype=torch.int32) if tile else None
@@ -103,7 +104,7 @@ def test_batches_of_any_lengths_run_the_same_code(batches, has_bias):
 
 
 def test_emitted_kernels_of_a_packed_batch_are_to_be_read_not_launched(tmp_path):
-    problem = Problem.contiguous(batch=1, heads_q=2, seq_q=90, head_dim=64, packing=PackingSpec(3), causal=True)
+    problem = Problem.contiguous(batch=1, heads_q=2, seq_q=90, head_dim=64, batching=Batching.packed(3), causal=True)
     plan = make_plan(BACKEND, problem, ARCHS["sm80"], variant="math", probe=False)
     exported = BACKEND.forward.export(plan, ())
     assert [it.kernel for it in exported] == ["list_tiles", "attention_forward"]

@@ -222,6 +222,6 @@ def test_checks_cost_microseconds():
     import timeit
 
     starts = int32(range(0, 33, 4))
-    arguments = (32, 32, starts, starts, 4, 4)
+    arguments = ((32, 32), (starts, starts), (4, 4))
     assert min(timeit.repeat(lambda: check_lengths(*arguments), number=100, repeat=20)) / 100 < 50e-6
     assert min(timeit.repeat(lambda: values.can_be_read(starts, starts), number=100, repeat=20)) / 100 < 20e-6

@@ -7,8 +7,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import multiattn
-from multiattn.packed import LIST_FIELDS, ROWS_MIN, PackingSpec
+from multiattn.packed import LIST_FIELDS, ROWS_MIN
 from multiattn.problem import Problem
+from multiattn.sequences import Batching
 
 
 def batch(lengths, heads=(4, 2), head_dim=16, dtype=torch.bfloat16, behind=0, seed=0):
@@ -92,7 +93,7 @@ def test_compiles_once_for_all_lengths():
 def test_explain_says_what_runs():
     tensors, lengths = batch((5, 3))
     plan = multiattn.explain(*tensors, **lengths, causal=True)
-    assert plan.problem.packing == PackingSpec(2)
+    assert plan.problem.packing == Batching.packed(2)
     assert str(plan.problem) == "packed B=2 Hq=4 Hkv=2 Tq=8 Tkv=8 D=16 bf16 causal"
     with pytest.raises(TypeError, match="cu_seqlens_kv must be a"):
         multiattn.explain(*tensors, cu_seqlens_q=lengths["cu_seqlens_q"])
@@ -102,7 +103,7 @@ def test_lists_have_room_for_every_tile():
     for lengths in ((1, 1, 1), (16, 17, 0), (5000,), ()):
         rows = sum(lengths) + 20  # some behind the last
         tiles = sum(-(-length // ROWS_MIN) for length in (*lengths, 20))
-        spec = PackingSpec(len(lengths))
+        spec = Batching.packed(len(lengths))
         assert tiles <= spec.tiles_max(rows, ROWS_MIN)
         assert spec.list_layout(rows).shape == (spec.tiles_max(rows, ROWS_MIN), len(LIST_FIELDS))
 
@@ -110,7 +111,13 @@ def test_lists_have_room_for_every_tile():
 def test_no_plan_depends_on_lengths():
     problems = {
         Problem.contiguous(
-            batch=1, heads_q=4, heads_kv=1, seq_q=rows, head_dim=64, window=(100, 0), packing=PackingSpec(sequences)
+            batch=1,
+            heads_q=4,
+            heads_kv=1,
+            seq_q=rows,
+            head_dim=64,
+            window=(100, 0),
+            batching=Batching.packed(sequences),
         )
         for rows in (1, 31, 128, 4096, 65536)
         for sequences in (1, 7, 300)

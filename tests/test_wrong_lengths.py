@@ -32,7 +32,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     two sequences that have one row.
     """
     monkeypatch.setattr("multiattn.run.values.can_be_read", lambda *tensors: False)
-    monkeypatch.setattr("multiattn.run.cached_op.are_read", lambda device: False)
+    monkeypatch.setattr("multiattn.run.ops.are_read", lambda device: False)
     monkeypatch.setattr("multiattn.cutile.cpu.memory.Ledger.check", lambda *found: None)
 
 

@@ -153,7 +153,8 @@ def _find(entries: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str
 
 def _is_packed(entry: Mapping[str, Any]) -> bool:
     problem = entry.get("problem")
-    return isinstance(problem, dict) and problem.get("packing") is not None
+    batching = problem.get("batching") if isinstance(problem, dict) else None
+    return isinstance(batching, list | dict) and "packed" in batching
 
 
 def read_cubin(folder: Path, entry: Mapping[str, Any]) -> bytes:

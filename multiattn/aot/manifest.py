@@ -25,7 +25,7 @@ from multiattn.plan.records import config_of, record_of, value_of
 from multiattn.problem import Problem
 from multiattn.score.serial import dumps, loads
 
-SCHEMA = 3
+SCHEMA = 4
 """Another number is another format."""
 
 MANIFEST = "manifest.json"

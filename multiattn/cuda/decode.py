@@ -8,12 +8,12 @@ from typing import Any
 from multiattn.cuda.family import FP32_BYTES, FamilyConfig
 from multiattn.cuda.naming import traits_type
 from multiattn.cuda.source import Instance, PlannedLaunch, SplitParams
-from multiattn.paged import SPLITS_MAX, area_layouts
 from multiattn.plan.arch import GRID_MAX, WARP_THREADS, Arch
 from multiattn.plan.backend import Plan
 from multiattn.plan.limits import Check
 from multiattn.plan.schedule import choose_splits, power_of_two, row_tiles
 from multiattn.problem import Problem
+from multiattn.sequences import SPLITS_MAX, area_layouts
 
 MERGE_THREADS = 256
 MERGE_RESIDENT_THREADS = 1024

@@ -11,13 +11,13 @@ from multiattn.cuda.decode import DecodeConfig, overlap, paging_of
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, NO_FLAGS, padded
 from multiattn.cuda.naming import cpp_list, masked_traits, unaligned_suffix, walking_kernel
 from multiattn.cuda.source import Instance, SplitParams
-from multiattn.paged import SPLITS_MAX
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
 from multiattn.plan.schedule import EVEN_ENOUGH, most_multiprocessors, row_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
+from multiattn.sequences import SPLITS_MAX
 
 LONE_ROWS, LONE_MAX = 32, 128
 """With more rows than these and more heads, of which none share keys, heads fill the GPU, and the forwards that own

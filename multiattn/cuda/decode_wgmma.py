@@ -23,13 +23,13 @@ from multiattn.cuda.wgmma import (
     steps_kept,
     wgmma_kernel,
 )
-from multiattn.paged import SPLITS_MAX
 from multiattn.plan import remedies
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
+from multiattn.sequences import SPLITS_MAX
 
 REGISTERS_MAX: Mapping[int, int] = {1: 208, 2: 208, 3: 144}
 """By warpgroups that compute, for outputs, scores, weights and Q: the rest of a thread's is for all else."""

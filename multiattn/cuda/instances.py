@@ -5,9 +5,10 @@ from __future__ import annotations
 from multiattn.cuda.family import config_of
 from multiattn.cuda.naming import cpp_list
 from multiattn.cuda.source import Instance, ListParams, PlannedLaunch
-from multiattn.packed import TILE_LISTS, PackingSpec
+from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import WARP_THREADS
 from multiattn.plan.backend import Plan
+from multiattn.sequences import Batching
 
 _LIST_THREADS = 256
 
@@ -25,7 +26,7 @@ def kernels_of(plan: Plan) -> tuple[Instance, ...]:
     return tuple(launch.kernel for launch in launches_of(plan))
 
 
-def list_launch(packing: PackingSpec, *, overlaps: bool = False) -> PlannedLaunch:
+def list_launch(packing: Batching, *, overlaps: bool = False) -> PlannedLaunch:
     """The kernel that lists the tiles of a packed batch; there is one for all problems.
 
     With `overlaps` it is for a kernel that does so itself: there is one more for these.

@@ -16,10 +16,10 @@ from multiattn.cuda.score import NOTHING, lowered_of, slots_of
 from multiattn.cuda.source import Instance, ListParams, MaskLists, Strides
 from multiattn.cuda.structs import TENSOR_MAP
 from multiattn.cuda.wgmma import tensor_maps
-from multiattn.packed import CU_SEQLENS, TILE_LISTS
-from multiattn.paged import CACHE_TENSORS, PARTIAL
+from multiattn.packed import TILE_LISTS
 from multiattn.plan.abi import WORKSPACE, Struct
 from multiattn.plan.backend import Plan
+from multiattn.sequences import CACHE_TENSORS, CU_SEQLENS, PARTIAL
 
 _OF_PROBLEM = (
     *("heads_q", "heads_kv", "group", "seq_q", "seq_kv"),

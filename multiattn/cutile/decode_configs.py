@@ -10,7 +10,6 @@ import torch
 from multiattn.cutile.configs import MAX_BLOCKS, MAX_GRID_X, MAX_GRID_Y, Grid, has_positive_strides
 from multiattn.cutile.kernels.constants import SMALLEST_TILE
 from multiattn.layout import VECTOR_BYTES, Layout
-from multiattn.paged import SPLITS_MAX, area_layouts
 from multiattn.plan import limits
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Variant
@@ -18,6 +17,7 @@ from multiattn.plan.config import Config
 from multiattn.plan.schedule import EVEN_ENOUGH, choose_splits, most_multiprocessors, one_width, power_of_two, row_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
+from multiattn.sequences import SPLITS_MAX, area_layouts
 
 NAME = "split_keys"
 """The name of the variant."""

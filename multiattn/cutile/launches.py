@@ -15,11 +15,12 @@ from typing import Any
 from multiattn.cutile.arrays import ArrayArgument, captured_of
 from multiattn.cutile.configs import Grid, Together, reciprocal
 from multiattn.cutile.kernels.constants import KernelConstants
-from multiattn.operands import CAPTURED, Indices
+from multiattn.operands import CAPTURED
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore, lower
+from multiattn.sequences import Indices
 
 IMAGE = abi.Image(threads=1)
 """How every kernel is started. A block is one thread to the caller: the cubin holds host code (x86-64, run by the

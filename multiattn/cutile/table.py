@@ -34,11 +34,12 @@ from multiattn.cutile.launches import (
     reach_of,
 )
 from multiattn.layout import Layout
-from multiattn.packed import CU_SEQLENS, TILE_LISTS
+from multiattn.packed import TILE_LISTS
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 from multiattn.plan.schedule import key_tiles, most_multiprocessors, one_width, query_tiles
 from multiattn.problem import Problem
+from multiattn.sequences import CU_SEQLENS
 from multiattn.validate import LOG2_E
 
 AREAS: Mapping[str, tuple[str, ...]] = {

@@ -46,7 +46,7 @@ def _ways(call: _Call) -> list[_Way]:
         return ways
     q, k, score = call["q"], call["k"], call["score"]
     read = set() if score is None else {it.value for it in walk(*loads(score).roots) if it.op == "input"}
-    if call["packing"] is None and "b" not in read:
+    if call["batching"] is None and "b" not in read:
         ways.append(_BATCH)
     if "h" not in read and (q.shape[1] == k.shape[1] or _is_even(k.shape[1], q)):
         ways.append(_HEADS)

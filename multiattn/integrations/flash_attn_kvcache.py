@@ -23,9 +23,9 @@ from multiattn.integrations.flash_attn_options import (
 )
 from multiattn.kvcache import fmha_kvcache
 from multiattn.layout import unit_stride
-from multiattn.packed import check_starts
 from multiattn.plan.backend import BackendName
 from multiattn.run.values import can_be_read
+from multiattn.validate.sequences import check_starts
 
 _NAME = "flash_attn_with_kvcache"
 

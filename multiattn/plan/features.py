@@ -43,10 +43,7 @@ class Features:
     @functools.lru_cache(maxsize=1024)
     def of(cls, problem: Problem) -> Features:
         """The features of a problem."""
-        cache, score = problem.cache, problem.score
-        keys: Keys = "dense" if problem.packing is None else "packed"
-        if cache is not None:
-            keys = "cache" if cache.page is None else "pages"
+        score = problem.score
         return cls(
             dtype=problem.dtype,
             head_dim=problem.head_dim,
@@ -55,7 +52,7 @@ class Features:
             score=None if score is None else score.program.digest,
             gradients=() if score is None else score.gradients,
             blocks=problem.blocks,
-            keys=keys,
+            keys="dense" if problem.batching is None else problem.batching.kind,
             packed_queries=problem.has_packed_queries,
             aligned=problem.alignment % VECTOR_BYTES == 0,
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from multiattn.packed import USUAL_LENGTH
-from multiattn.paged import SPLITS_MAX
 from multiattn.plan.arch import GPUS, Arch
 from multiattn.problem import Problem
+from multiattn.sequences import SPLITS_MAX
 
 SCHEDULERS = ("one_tile", "static", "dynamic")
 """``one_tile``: a block per tile of queries. ``static``, ``dynamic``: a block per SM, which takes every n-th tile, or

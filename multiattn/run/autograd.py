@@ -13,13 +13,12 @@ import torch
 from torch.compiler import is_compiling
 
 from multiattn.operands import Operands, Options
-from multiattn.paged import rows_of_sequences
 from multiattn.run import compat
-from multiattn.run.cached_op import call_kvcache_op
 from multiattn.run.calls import Ready, get_backward, get_forward
 from multiattn.run.execute import check_results, run_backward, run_conforming, run_forward, run_forward_into
-from multiattn.run.ops import call_backward_op, call_forward_op, refuse_double_backward, with_dout
+from multiattn.run.ops import call_backward_op, call_forward_op, call_kvcache_op, refuse_double_backward, with_dout
 from multiattn.score.transforms import requires_grad
+from multiattn.sequences import rows_of_sequences
 from multiattn.validate import check_inputs, check_scale
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -98,10 +97,8 @@ def attend_cached(operands: Operands, options: Options, out: torch.Tensor | None
             fresh, lse = call_kvcache_op(operands, options)
         if out is None:
             return fresh, lse
-        if options.cache is not None and options.cache.max_q is not None:  # the other rows are left as they are
-            assert operands.indices.cu_seqlens_q is not None
-            rows = rows_of_sequences(operands.indices.cu_seqlens_q, out.shape[2])
-            fresh = torch.where(rows[:, None], fresh, out)
+        if (starts := operands.indices.cu_seqlens_q) is not None:  # the other rows are left as they are
+            fresh = torch.where(rows_of_sequences(starts, out.shape[2])[:, None], fresh, out)
         return out.copy_(fresh), lse
     ready = get_forward(operands, options)
     if out is None:

@@ -13,7 +13,6 @@ import torch
 
 from multiattn.layout import VECTOR_BYTES
 from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options
-from multiattn.paged import rows_of_sequences
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import CPU, detect
 from multiattn.plan.backend import REFERENCE, Direction, Launcher, Plan
@@ -24,6 +23,7 @@ from multiattn.run.ahead import Ahead, following
 from multiattn.run.cpu_only import tell_cpu_only
 from multiattn.run.log import logged
 from multiattn.run.tuning import tell_unmeasured, tuning_for
+from multiattn.sequences import rows_of_sequences
 
 _CallKey = tuple[object, ...]
 _LIMIT = 4096  # distinct call signatures kept; a serving loop with ever-changing lengths must not grow for ever

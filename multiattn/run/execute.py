@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from multiattn.layout import VECTOR_BYTES, Layout
-from multiattn.operands import FORWARD_RESULTS, GRADIENTS, INPUTS, NO_INDICES, READ, Indices, Operands, ScoreSpec
+from multiattn.operands import FORWARD_RESULTS, GRADIENTS, INPUTS, READ, Operands, ScoreSpec
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Direction, Plan
 from multiattn.problem import Problem, options_of
 from multiattn.run import compat
 from multiattn.run.calls import Ready, prepare
 from multiattn.run.driver import ensure_context
+from multiattn.sequences import NO_INDICES, Indices
 from multiattn.validate import not_a_tensor
 
 _operands: Callable[[tuple[Any, ...]], Operands] = functools.partial(tuple.__new__, Operands)

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from multiattn.layout import Layout
-from multiattn.operands import CAPTURED, DCAPTURED, Indices, Operands, captured_name, dcaptured_name
+from multiattn.operands import CAPTURED, DCAPTURED, Operands, captured_name, dcaptured_name
 from multiattn.plan import abi
 from multiattn.plan.backend import Launcher
 from multiattn.problem import Problem
 from multiattn.run import compat, driver
+from multiattn.sequences import Indices
 
 Lender = Callable[[int], tuple[int, object]]
 """Given the handle of a launch's stream: the address of memory that this launch may use, and what must outlive it."""

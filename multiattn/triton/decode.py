@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from multiattn.layout import VECTOR_BYTES
-from multiattn.paged import SPLITS_MAX, area_layouts
 from multiattn.plan import limits
 from multiattn.plan.arch import GRID_MAX, Arch
 from multiattn.plan.backend import Plan, Variant
@@ -26,6 +25,7 @@ from multiattn.plan.schedule import (
 )
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
+from multiattn.sequences import SPLITS_MAX, area_layouts
 from multiattn.triton.family import ASYNCHRONOUS, Areas, TritonFamily, TritonLaunch
 from multiattn.triton.kernels.constants import FEW_ROWS, OUT_VECTOR, MergeConstants, SplitConstants
 from multiattn.triton.score import lowered_score

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from multiattn.layout import Layout
-from multiattn.packed import CU_SEQLENS
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import COUNTER_BYTES
 from multiattn.problem import Problem
+from multiattn.sequences import CU_SEQLENS
 from multiattn.triton.kernels.constants import ListConstants
 from multiattn.triton.table import Assumed, Constant, KernelTable, Parameter, Tensor, given, integers
 

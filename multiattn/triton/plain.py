@@ -119,7 +119,7 @@ def table_of(kernel: str, launch: TritonLaunch, constants: TileConstants, option
     described = (_OF_QUERIES if by_keys else _OF_KEYS) if constants.descriptor else ()
     alignment = constants.vector * ELEMENT_BYTES
     # The small kernels take rows as they come, whatever sequence they are of.
-    tiled = problem if constants.packed else replace(problem, packing=None)
+    tiled = problem if constants.packed else replace(problem, batching=None)
     grid = key_tiles(tiled, constants.tile_n) if by_keys else query_tiles(tiled, constants.tile_m)
     heads = {
         "heads_q": Integer(value=problem.heads_q),

@@ -6,7 +6,7 @@ keys that a tile sees are divided among `splits` blocks, enough to fill the chip
 divided by its sum of weights, and the log2 of that sum; a second kernel merges the parts: few all at once, in blocks of
 several rows, and many several at a time. With one split the first kernel writes results itself.
 
-Keys and values may be in a cache (`multiattn.paged`): their lengths, and the pages that have them, are read here alone.
+Keys may be in a cache (`multiattn.sequences`): their lengths, and the pages that have them, are read here alone.
 Pages of whole tiles are loaded as they are. Of smaller pages several make a tile, and of any others each row has its
 own address. Memory behind the last key holds anything, and so does what lies before a window: scores there are masked
 and values replaced by zeros.

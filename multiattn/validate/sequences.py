@@ -1,129 +1,98 @@
-"""Caches of keys and values: lengths that stay on the device, and pages that a table names.
-
-A cache has room for more keys than a sequence has. How many each sequence has is ``seqlens_kv``, int32 ``[B]`` on the
-device, which no host reads: one CUDA graph serves every step of a generation. Without a table the keys of sequence b
-are entry b of ``[B, Hkv, S, D]``. With ``page_table``, int32 ``[B, max_pages]``, the cache is ``[pages, Hkv, page,
-D]``: key j of sequence b is row ``j % page`` of page ``page_table[b, j // page]``. An entry of the table whose keys
-are all beyond the sequence's length, or before all windows, is never read, nor is a row of a page there.
-
-Inside this package k and v of a call are the caches as they are given, and queries that are packed, ``[T, Hq, D]``,
-are a batch of one, as `multiattn.packed` has them.
-"""
+"""Checks of packed batches and caches: their tensors, their lengths, and where a caller wants the results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import functools
+import operator
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from multiattn.layout import VECTOR_BYTES, Layout, Shape, Strides, row_major
-from multiattn.packed import check_starts
+from multiattn.layout import VECTOR_BYTES
+from multiattn.plain import plain
+from multiattn.sequences import SPLITS_MAX, Indices
 from multiattn.validate import check_operand, check_sinks, not_a_tensor
 
-SPLITS_MAX = 256
-"""The most parts that the keys of a sequence are divided into, as in FlashAttention-3."""
+SHOWN_STARTS = 16
+"""The most values of a cu_seqlens that an error shows."""
 
-CACHE_TENSORS = ("seqlens_kv", "page_table", "cu_seqlens_q")
-"""The tensors that say where keys and queries are."""
-
+_MADE_OF_LENGTHS = "it is torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()"
 _OF_EACH = {
     "seqlens_kv": "give a number for each sequence",
     "page_table": "give a row of pages for each sequence",
-    "cu_seqlens_q": "it is torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()",
+    "cu_seqlens_q": _MADE_OF_LENGTHS,
+    "cu_seqlens_kv": _MADE_OF_LENGTHS,
 }
 
-PARTIAL = ("partial_out", "partial_lse")
-"""Areas of workspace: `area_layouts` says what is where."""
+
+def check_packing(tensors: Mapping[str, object], cu_seqlens: Mapping[str, object], longest: Sequence[object]) -> None:
+    """TypeError or ValueError for what is no packed batch, each by its name; no value of a tensor is read."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise not_a_tensor(name, tensor)
+        if tensor.ndim != 3:
+            got = f"rank {tensor.ndim} (shape {tuple(tensor.shape)})"
+            hint = "a padded batch goes to fmha, or with a mask of its keys to integrations.padding.fmha_padded"
+            raise ValueError(f"{name} must have rank 3, [T, H, D], in a packed batch; got {got}; {hint}")
+    device = tensors["q"].device  # type: ignore[attr-defined]  # a tensor, as all are
+    shapes = {}
+    for name, tensor in cu_seqlens.items():
+        its = _check_index(name, tensor, device, "[B + 1], for B sequences")
+        shapes[name] = tuple(its.shape)
+    if len(set(shapes.values())) > 1:
+        hint = "a sequence without rows repeats its start"
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_kv must have one shape, [B + 1]; got {shapes}; {hint}")
+    for name, given in zip(("max_seqlen_q", "max_seqlen_kv"), longest, strict=True):
+        length = plain(given)
+        if isinstance(length, bool) or not isinstance(length, int | torch.SymInt):
+            is_tensor = isinstance(length, torch.Tensor)
+            hint = f"{name}.item() is one" if is_tensor else "it is the length of the longest sequence"
+            raise TypeError(f"{name} must be an int; got {type(length).__name__}; {hint}")
+        if not isinstance(length, torch.SymInt) and length < 0:
+            raise ValueError(f"{name}: got {length}; allowed 0 and more; it is the longest sequence's length")
 
 
-class Cache(NamedTuple):
-    """A call's cache, beside its tensors."""
+def check_lengths(
+    rows: tuple[int, int], cu_seqlens: tuple[torch.Tensor, torch.Tensor], longest: tuple[int | None, int | None]
+) -> None:
+    """ValueError for values of cu_seqlens that are no starts of sequences in so many rows of q, and of k and v.
 
-    is_paged: bool = False
-    max_q: int | None = None
-    """Queries that are packed: the most of one sequence. None: they are ``[B, Hq, Sq, D]``."""
-    splits: int | None = None
-    """The parts that the caller has the keys divided into; None leaves it to the plan."""
-    strides_out: Strides | None = None
-    """Strides (B, H, S) of the caller's own out; None: results are laid out like q."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The `CACHE_TENSORS` that it has."""
-        has = {"seqlens_kv": True, "page_table": self.is_paged, "cu_seqlens_q": self.max_q is not None}
-        return tuple(name for name in CACHE_TENSORS if has[name])
-
-
-class CacheSpec(NamedTuple):
-    """The cache of a problem. `Problem.seq_kv` is the most keys that a sequence may have."""
-
-    sequences: int
-    entries: int
-    """The first dimension of k and v: batch entries, or pages."""
-    page: int | None = None
-    """Keys of a page; None: the cache has no pages."""
-    max_pages: int = 0
-    """Entries of a row of the page table."""
-    table_stride: int = 0
-    """Elements from one row of the table to the next."""
-    max_q: int | None = None
-    """As in `Cache`."""
-    splits: int | None = None
-    strides_out: Strides | None = None
-
-    @property
-    def call(self) -> Cache:
-        """The same as a call has it."""
-        return Cache(self.page is not None, self.max_q, self.splits, self.strides_out)
-
-    @property
-    def tensors(self) -> Mapping[str, Layout]:
-        """The tensors that say where keys and queries are."""
-        found = {"seqlens_kv": Layout((self.sequences,), (1,), torch.int32)}
-        if self.page is not None:
-            shape = (self.sequences, self.max_pages)
-            found["page_table"] = Layout(shape, (self.table_stride, 1), torch.int32)
-        if self.max_q is not None:
-            found["cu_seqlens_q"] = Layout((self.sequences + 1,), (1,), torch.int32)
-        return found
-
-    @property
-    def rows(self) -> int:
-        """Keys of an entry of k and v; 0 where that is `Problem.seq_kv`."""
-        return self.page or 0
-
-    def __str__(self) -> str:
-        pages = "dense" if self.page is None else f"pages of {self.page}"
-        return f"{pages}{'' if self.splits is None else f' splits={self.splits}'}"
-
-
-def spec_of(k: torch.Tensor, cache: Cache, given: Mapping[str, torch.Tensor]) -> tuple[CacheSpec, int]:
-    """The cache of a call, and the most keys that one of its sequences may have.
-
-    `given` are the tensors that say where keys and queries are, by name.
+    It reads them: on a GPU that waits for the device. A longest sequence of None is not checked.
     """
-    if set(given) != set(cache.names) or any(it.dtype != torch.int32 for it in given.values()):
-        got = ", ".join(f"{name} {it.dtype} {list(it.shape)}" for name, it in given.items())
-        raise ValueError(f"indices: got {got or 'nothing'}; allowed {', '.join(cache.names)}, int32")
-    table = given.get("page_table")
-    sequences = given["seqlens_kv"].shape[0]
-    entries, _, rows, _ = k.shape
-    plain = CacheSpec(sequences, entries, max_q=cache.max_q, splits=cache.splits, strides_out=cache.strides_out)
-    if table is None:
-        return plain, rows
-    max_pages = table.shape[1]
-    stride = table.stride(0) if sequences > 1 else max_pages
-    return plain._replace(page=rows, max_pages=max_pages, table_stride=stride), rows * max_pages
+    sides = zip(("q", "kv"), cu_seqlens, rows, ("q", "k and v"), longest, strict=True)
+    for side, starts, its_rows, of, most in sides:
+        check_starts(side, starts.tolist(), its_rows, of, most)
+
+
+def check_starts(side: str, starts: Sequence[int], rows: int, of: str, longest: int | None) -> None:
+    """ValueError for values of one cu_seqlens that are no starts of sequences, or of sequences over the `longest`."""
+    lengths = list(map(operator.sub, starts[1:], starts))
+    least, most = min(lengths, default=0), max(lengths, default=0)
+    if starts[0] == 0 and least >= 0 and starts[-1] <= rows and (longest is None or most <= longest):
+        return
+    if starts[0] == 0 and least >= 0 and starts[-1] <= rows:
+        sequence = f"sequence {lengths.index(most)} of cu_seqlens_{side} has {most} rows"
+        raise ValueError(f"max_seqlen_{side}: got {longest}; allowed {most} and more, as {sequence}")
+    if starts[0]:
+        got = f"{starts[0]} first"
+    elif least < 0:
+        place = next(place for place, it in enumerate(lengths) if it < 0)
+        got = f"{starts[place + 1]} at {place + 1}, behind {starts[place]}"
+    else:
+        got = f"{starts[-1]} last"
+    shown = ", ".join(map(str, starts[:SHOWN_STARTS])) + (", ..." if len(starts) > SHOWN_STARTS else "")
+    raise ValueError(
+        f"cu_seqlens_{side}: got {got}, in [{shown}]; allowed 0 first, none below the one before it, and up to {rows}, "
+        f"the rows of {of}, [T, H, D]: torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) makes "
+        "them of lengths"
+    )
 
 
 def check_cache(
     q: object,
     k_cache: object,
     v_cache: object,
-    seqlens_kv: object,
-    page_table: object,
-    cu_seqlens_q: object,
+    where: Indices,
     sinks: torch.Tensor | None,
     *,
     strides: bool = True,
@@ -132,6 +101,7 @@ def check_cache(
 
     Without `strides` those are not asked, as by `multiattn.validate.check_inputs`.
     """
+    page_table, cu_seqlens_q = where.page_table, where.cu_seqlens_q
     tensors: dict[str, torch.Tensor] = {}
     ranks = {"q": "[B, Hq, Sq, D]" if cu_seqlens_q is None else "[T, Hq, D]"}
     ranks |= dict.fromkeys(("k_cache", "v_cache"), _rank_of_cache(page_table))
@@ -147,7 +117,8 @@ def check_cache(
     q, k, v = tensors.values()
     _check_alike(q, k, v)
     batch = q.shape[0] if cu_seqlens_q is None else None
-    sequences = _check_index("seqlens_kv", seqlens_kv, q.device, "[B]", 1, batch, strides)
+    index = functools.partial(_check_index, device=q.device, strides=strides)
+    sequences = index("seqlens_kv", where.seqlens_kv, shape="[B]", size=batch).shape[0]
     if page_table is None:
         if k.shape[0] != sequences:
             raise ValueError(
@@ -155,9 +126,9 @@ def check_cache(
                 f"got shape {tuple(k.shape)}; cut it to k_cache[:{sequences}], or give a page_table"
             )
     else:
-        _check_index("page_table", page_table, q.device, "[B, max_pages]", 2, sequences, strides)
+        index("page_table", page_table, shape="[B, max_pages]", size=sequences)
     if cu_seqlens_q is not None:
-        _check_index("cu_seqlens_q", cu_seqlens_q, q.device, "[B + 1]", 1, sequences + 1, strides)
+        index("cu_seqlens_q", cu_seqlens_q, shape="[B + 1]", size=sequences + 1)
     if sinks is not None:
         check_sinks(sinks, q)
 
@@ -165,9 +136,7 @@ def check_cache(
 def check_values(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    seqlens_kv: torch.Tensor,
-    page_table: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
+    where: Indices,
     max_seqlen_q: int | None,
     left: int | None = None,
 ) -> None:
@@ -175,6 +144,8 @@ def check_values(
 
     It reads them: on a GPU that waits for the device. Pages before a window that goes `left` back are nobody's.
     """
+    seqlens_kv, page_table, cu_seqlens_q = where.seqlens_kv, where.page_table, where.cu_seqlens_q
+    assert seqlens_kv is not None
     entries, _, rows, _ = k_cache.shape
     room = rows if page_table is None else rows * page_table.shape[1]
     wrong = (seqlens_kv < 0) | (seqlens_kv > room)
@@ -235,27 +206,6 @@ def _check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"query heads must be a multiple of key/value heads (GQA); got {shapes}; {hint}")
 
 
-def _check_index(
-    name: str, tensor: object, device: torch.device, shape: str, rank: int, size: int | None, strides: bool
-) -> int:
-    """The size of the first dimension of an int32 tensor on the device; TypeError or ValueError for another."""
-    if not isinstance(tensor, torch.Tensor):
-        raise not_a_tensor(name, tensor)
-    if tensor.dtype != torch.int32:
-        raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed torch.int32; call .int() on it")
-    if tensor.ndim != rank or (size is not None and tensor.shape[0] != size):
-        allowed = shape if size is None else f"{shape}, the first dimension {size}"
-        hint = _OF_EACH[name]
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; allowed {allowed}; {hint}")
-    if strides and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        got = f"{tuple(tensor.stride())}; call .contiguous() on it"
-        raise ValueError(f"{name} must have unit stride on its last dimension; got strides {got}")
-    if tensor.device != device:
-        got = f"{tensor.device}; move it by .to(q.device)"
-        raise ValueError(f"{name} must be on the device of q, {device}; got {got}")
-    return tensor.shape[0]
-
-
 def check_numbers(max_seqlen_q: object, num_splits: object, *, is_packed: bool) -> None:
     """TypeError or ValueError for numbers that are none of a call with a cache."""
     if is_packed and max_seqlen_q is None:
@@ -306,23 +256,25 @@ def check_out(out: object, q: torch.Tensor, *, layout: bool = True) -> None:
         )
 
 
-def cache_shape(spec: CacheSpec, heads_kv: int, seq_kv: int, head_dim: int) -> Shape:
-    """The shape of k and v."""
-    return spec.entries, heads_kv, seq_kv if spec.page is None else spec.page, head_dim
+def _check_index(
+    name: str, tensor: object, device: torch.device, shape: str, size: int | None = None, *, strides: bool = False
+) -> torch.Tensor:
+    """An int32 tensor of this shape on the device, its first dimension of `size`; TypeError or ValueError for another.
 
-
-def rows_of_sequences(cu_seqlens_q: torch.Tensor, rows: int) -> torch.Tensor:
-    """True for each of so many packed rows from the first sequence's on to the last's, ``[T]``."""
-    row = torch.arange(rows, device=cu_seqlens_q.device)
-    return (row >= cu_seqlens_q[0]) & (row < cu_seqlens_q[-1])
-
-
-def area_layouts(splits: int, batch: int, heads_q: int, seq_q: int, head_dim: int) -> Mapping[str, Layout]:
-    """The areas of workspace where blocks that share a row leave their parts of it.
-
-    ``partial_out`` fp32 ``[splits, B, Hq, Sq, D]``, each divided by its own sum of weights, and ``partial_lse`` fp32
-    ``[splits, B, Hq, Sq]``, in the log2 domain; -inf where a part has no key, whose partial_out nobody reads.
+    With `strides` its last dimension must have unit stride.
     """
-    rows = (splits, batch, heads_q, seq_q)
-    shapes = dict(zip(PARTIAL, ((*rows, head_dim), rows), strict=True))
-    return {name: Layout(shape, row_major(shape), torch.float32) for name, shape in shapes.items()}
+    if not isinstance(tensor, torch.Tensor):
+        raise not_a_tensor(name, tensor)
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed torch.int32; call .int() on it")
+    rank, least = 1 + (name == "page_table"), int(name.startswith("cu_seqlens"))
+    if tensor.ndim != rank or tensor.shape[0] < least or (size is not None and tensor.shape[0] != size):
+        allowed = shape if size is None else f"{shape}, the first dimension {size}"
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; allowed {allowed}; {_OF_EACH[name]}")
+    if strides and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        got = f"{tuple(tensor.stride())}; call .contiguous() on it"
+        raise ValueError(f"{name} must have unit stride on its last dimension; got strides {got}")
+    if tensor.device != device:
+        got = f"{tensor.device}; move it by .to(q.device)"
+        raise ValueError(f"{name} must be on the device of q, {device}; got {got}")
+    return tensor
