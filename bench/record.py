@@ -138,8 +138,8 @@ def _plan(
     target = by_name(arch)
     is_cached = rule.cached or (variant.capability.caches and rule.cached is None and not rule.only_named)
     pages = PAGES if is_cached else PAGES[:1]
-    sizes = (RULE_DTYPES, _lengths(variant.rules), _batches(variant.rules), pages)
-    for dtype, seq, batch, page in itertools.product(*sizes):
+    sizes = ((True, False), RULE_DTYPES, _lengths(variant.rules), _batches(variant.rules), pages)
+    for is_mapped, dtype, seq, batch, page in itertools.product(*sizes):
         is_grouped = is_cached or rule.rows_max is not None
         problem = Problem.contiguous(
             batch=1 if rule.packed else batch,
@@ -152,6 +152,8 @@ def _plan(
             causal=causal,
             batching=Batching.packed(batch) if rule.packed else _cache(batch, seq, page) if is_cached else None,
         )
+        if not is_mapped:
+            problem = replace(problem, strides_k=(0, *problem.strides_k[1:]))
         if rule.scored or rule.reads_keys:
             problem = replace(problem, score=example_score(reads_keys=bool(rule.reads_keys)))
         if select(variant.rules, problem, target)[0] is rule:

@@ -350,6 +350,15 @@ class Problem:
         return self.band.is_two_sided
 
     @property
+    def fits_tensor_maps(self) -> bool:
+        """True if tensor maps of whole sequences hold q, k and v: multiples of 16 bytes, and no dimension broadcast.
+
+        A map knows one length: a tile at the end of a packed sequence would have rows of the next one.
+        """
+        strides = (*self.strides_q, *self.strides_k, *self.strides_v)
+        return self.packing is None and self.alignment == VECTOR_BYTES and 0 not in strides
+
+    @property
     def mask(self) -> str:
         """The name of the mask: ``full``, ``causal`` or ``window:1024:0``."""
         return str(self.band)

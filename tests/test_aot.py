@@ -90,7 +90,7 @@ def test_code_is_refused_what_it_does_not_hold_for(name, emitted, sizes, message
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_code_that_assumes_little_runs_what_is_better_aligned(name, tmp_path):
-    variant = {"triton": "pointer_full"}.get(name)
+    variant = {"triton": "full"}.get(name)
     worse = replace(problem(), alignment=2)
     plan = make_plan(get(name), worse, ARCHS["sm90"], variant=variant, probe=False)
     module = import_module(f"multiattn.{name}.bind")

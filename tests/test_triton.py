@@ -1,5 +1,7 @@
 """Triton's forward beyond what parity runs: far rows, and what is planned for which problem."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,6 @@ from multiattn.plan.arch import GRID_MAX, by_name
 from multiattn.triton.plain import TritonConfig, smem_bytes
 from multiattn.triton.plain_forward import why_not_fit
 
-VARIANTS = ("full", "pointer_full")
 SM90 = by_name("sm90")
 
 
@@ -16,23 +17,30 @@ def problem_of(**options):
     return Problem.contiguous(**{"batch": 1, "heads_q": 1, "seq_q": 64, "head_dim": 64, **options})
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_offsets_beyond_32_bits(variant):
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_offsets_beyond_32_bits(descriptors):
     """Forty keys, 2^26 elements apart: 5 GB of address space, of which next to nothing is touched."""
     q, k, v = (torch.randn(1, 1, 40, 16, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
     step = 1 << 26
-    far = torch.empty(40 * step, dtype=torch.bfloat16).as_strided((1, 1, 40, 16), (0, 0, step, 1)).copy_(k)
-    outs = [fmha(q, keys, v, causal=True, backend="triton", variant=variant) for keys in (far, k)]
+    memory = torch.empty(40 * step, dtype=torch.bfloat16)[0 if descriptors else 1 :]  # no multiple of 16 bytes
+    far = memory.as_strided((1, 1, 40, 16), (0, 0, step, 1)).copy_(k)
+    if not descriptors:
+        v = torch.empty(1 + v.numel(), dtype=v.dtype)[1:].view(v.shape).copy_(v)
+    plans = [explain(q, keys, v, causal=True, backend="triton", variant="full") for keys in (far, k)]
+    assert [it.config.descriptors for it in plans] == [descriptors] * 2
+    outs = [fmha(q, keys, v, causal=True, backend="triton", variant="full") for keys in (far, k)]
     assert torch.equal(*outs)
 
 
-def test_the_best_variant_is_the_descriptor_where_it_can_be():
+def test_descriptors_are_chosen_where_there_can_be_any():
     q, k, v = (torch.zeros(1, 2, 40, 16, dtype=torch.bfloat16) for _ in range(3))
-    assert explain(q, k, v, backend="triton").variant == "full"
-    assert explain(q, k[:, :1].expand(-1, 2, -1, -1), v, backend="triton").variant == "pointer_full"
+    assert explain(q, k, v, backend="triton").config.descriptors
+    assert not explain(q, k[:, :1].expand(-1, 2, -1, -1), v, backend="triton").config.descriptors
     unaligned = torch.zeros(1 + 2 * 40 * 25).bfloat16()[1:].as_strided((1, 2, 40, 24), (0, 40 * 25, 25, 1))
-    reasons = explain(unaligned, unaligned[:, :1].expand(-1, 2, -1, -1), unaligned, variant="full", backend="triton")
-    assert {reason.code for reason in reasons} == {"alignment", "strides"}
+    plan = explain(unaligned, unaligned, unaligned, variant="full", backend="triton")
+    assert not plan.config.descriptors
+    (reason,) = why_not_fit(plan.problem, plan.arch, replace(plan.config, descriptors=True))
+    assert reason.code == "alignment"
 
 
 def test_a_config_that_does_not_fit_is_a_reason():

@@ -15,11 +15,11 @@ from multiattn.plan.arch import GPU_ARCHS, by_name
 from multiattn.plan.backend import make_plan
 from multiattn.plan.cubin import read_entry
 from multiattn.plan.toolchain import find_cuobjdump
-from multiattn.triton import BACKEND, TMA_ARCHS
+from multiattn.triton import BACKEND
 from multiattn.triton.calls import calls_of
 from multiattn.triton.compile import export_plan, specialise
 from multiattn.triton.kernels.forward import attention_forward
-from multiattn.triton.plain import smem_bytes
+from multiattn.triton.plain import TMA_ARCHS, smem_bytes
 
 pytestmark = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
 
@@ -32,19 +32,17 @@ def plan_for(arch, *, direction="forward", variant=None, **options):
 
 @pytest.mark.parametrize("arch", GPU_ARCHS)
 def test_descriptors_are_for_arches_with_tma(arch):
-    through_descriptors = "warp_specialized" if arch == "sm90" else "full"
-    assert plan_for(arch, causal=True).variant == (through_descriptors if arch in TMA_ARCHS else "pointer_full")
+    assert plan_for(arch, causal=True).variant == ("warp_specialized" if arch == "sm90" else "full")
+    assert plan_for(arch, variant="full", causal=True).config.descriptors == (arch in TMA_ARCHS)
 
 
-@pytest.mark.parametrize(
-    ("arch", "variant"), [("sm80", "pointer_full"), ("sm90", "full"), ("sm100", "full"), ("sm120", "full")]
-)
-def test_compiles_for_an_arch_that_is_not_here(arch, variant):
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100", "sm120"])
+def test_compiles_for_an_arch_that_is_not_here(arch):
     """The estimate that decides whether a config fits leaves out barriers and scratch: the weights, at most.
 
     Tensor memory holds more on sm100. What rules spill is on record.
     """
-    plan = plan_for(arch, variant=variant, head_dim=128, causal=True)
+    plan = plan_for(arch, variant="full", head_dim=128, causal=True)
     (compiled,) = export_plan(plan, ())
     assert compiled.cubin.startswith(b"\x7fELF")
     assert 0 < compiled.dynamic_smem_bytes <= plan.arch.smem_per_block

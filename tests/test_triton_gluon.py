@@ -58,7 +58,7 @@ def test_it_is_what_triton_runs_on_hopper_but_for_what_tma_cannot_read():
     found = explain(problem(), arch="sm90", backend="triton")
     assert (found.variant, found.workspace_bytes) == (VARIANT.name, 16)
     odd = replace(problem(), strides_q=(8000 * 128, 1000 * 128, 132), alignment=8)
-    assert explain(odd, arch="sm90", backend="triton").variant == "pointer_full"
+    assert explain(odd, arch="sm90", backend="triton").variant == "full"
     (reason,) = explain(odd, arch="sm90", backend="triton", variant=VARIANT.name)
     assert (reason.code, reason.got) == ("alignment", "8 bytes")
 

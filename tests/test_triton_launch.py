@@ -35,17 +35,17 @@ DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 MULTIPROCESSORS = 3
 CASES = {
     "descriptors": ("forward", "full", "sm90", {}, {}),
-    "pointers": ("forward", "pointer_full", "sm80", {}, {"causal": True, "scale": -1.0}),
-    "all ones": ("forward", "pointer_full", "sm120", {"heads_q": 1, "heads_kv": 1, "seq_q": 1}, {}),
+    "pointers": ("forward", "full", "sm80", {}, {"causal": True, "scale": -1.0}),
+    "all ones": ("forward", "full", "sm80", {"heads_q": 1, "heads_kv": 1, "seq_q": 1}, {}),
     "gluon": ("forward", "warp_specialized", "sm90", {"head_dim": 48}, {"causal": True}),
     "window": ("forward", "full", "sm90", {}, {"window": (40, 3), "sinks": torch.zeros(4)}),
     "scores": ("forward", "full", "sm90", {}, {"causal": True, "sinks": torch.zeros(4)}),
-    "packed": ("forward", "pointer_full", "sm80", {}, {"causal": True}),
+    "packed": ("forward", "full", "sm80", {}, {"causal": True}),
     "parts": ("forward", "split_keys", "sm90", {"seq_q": 1}, {}),
     **{variant.name: ("backward", variant.name, "sm90", {}, {}) for variant in BACKEND.backward.variants},
     "packed gradients": ("backward", "warp_specialized", "sm90", {}, {}),
-    "its gradients": ("backward", "pointer_two_pass", "sm80", {}, {"window": (16, 1), "sinks": torch.zeros(4)}),
-    "gradients of scores": ("backward", "pointer_atomic", "sm80", {"seq_q": 1}, {}),
+    "its gradients": ("backward", "two_pass", "sm80", {}, {"window": (16, 1), "sinks": torch.zeros(4)}),
+    "gradients of scores": ("backward", "atomic", "sm80", {"seq_q": 1}, {}),
 }
 
 

@@ -114,8 +114,8 @@ def _read_by(operands: Operands, direction: str) -> Operands:
 
 
 KERNELS = [
-    pytest.param("triton", "pointer_full", "pointer_atomic", id="triton"),
-    pytest.param("triton", "pointer_full", "pointer_two_pass", id="triton_two_pass"),
+    pytest.param("triton", "full", "atomic", id="triton"),
+    pytest.param("triton", "full", "two_pass", id="triton_two_pass"),
     pytest.param("triton", "warp_specialized", "warp_specialized", id="gluon"),
     pytest.param("triton", "warp_specialized", "warp_specialized_two_pass", id="gluon_two_pass"),
     pytest.param("cutile", "full", "atomic", id="cutile"),
@@ -163,8 +163,8 @@ def test_rows_outside_of_all_sequences_are_zeros(backend, forward, backward):
 @pytest.mark.parametrize(
     ("backend", "forward", "backward"),
     [
-        pytest.param("triton", "pointer_full", "pointer_atomic", id="triton"),
-        pytest.param("triton", "pointer_full", "pointer_two_pass", id="triton_two_pass"),
+        pytest.param("triton", "full", "atomic", id="triton"),
+        pytest.param("triton", "full", "two_pass", id="triton_two_pass"),
         pytest.param("cutile", "full", "atomic", id="cutile"),
         pytest.param("cuda", "split_q", "atomic", id="cuda", marks=on_cpu),
         pytest.param("cuda", "split_q", "two_pass", id="cuda_two_pass", marks=on_cpu),

@@ -183,6 +183,13 @@ class Rule(Generic[C]):
         "packed", lambda it: it.features.keys == "packed", "for packed batches", "for batches [B, H, S, D]"
     )
     """For packed batches, or for ``[B, H, S, D]``; None for both."""
+    mapped: bool | None = _either(
+        "mapped",
+        lambda it: it.problem.fits_tensor_maps,
+        "for tensors that TMA can walk",
+        "for tensors that it cannot",
+    )
+    """For problems with `Problem.fits_tensor_maps`, or for the others; None for both."""
     cached: bool | None = _either(
         "cached", lambda it: it.problem.cache is not None, "for caches", "for keys that are in no cache"
     )

@@ -8,14 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from multiattn.layout import VECTOR_BYTES
-from multiattn.mask import KINDS
-from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
+from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Backend, Direction, Launcher, Op, Plan, Variant, later
 from multiattn.plan.ladder import rung_variants
-from multiattn.plan.support import Capability, Reason
+from multiattn.plan.support import Reason
 from multiattn.plan.toolchain import probe_gpu, probe_release, version_of
-from multiattn.triton import decode, gluon_backward, gluon_forward, gluon_two_pass, plain_backward, plain_forward
+from multiattn.triton import decode, gluon_backward, gluon_forward, gluon_two_pass, plain, plain_backward, plain_forward
 from multiattn.triton.families import candidates
 from multiattn.triton.hashing import hashing
 from multiattn.triton.ladder import STEPS
@@ -53,47 +51,25 @@ def _probe(arch: Arch) -> tuple[Reason, ...]:
     return (*_probe_jit(), *probe_gpu())
 
 
-TMA_ARCHS = tuple(name for name in GPU_ARCHS if ARCHS[name].capability >= (9, 0))
-"""Arches with a Tensor Memory Accelerator."""
-
-_THROUGH_POINTERS = Capability(
-    arches=("cpu", *GPU_ARCHS),
-    masks=KINDS,
-    sinks=True,
-    scores=True,
-    block_masks=16,
-    score_gradients=True,
-    packing=True,
-)
-# cuTensorMapEncodeTiled: address and strides are multiples of 16 bytes, and no stride is zero. A Problem has one
-# alignment for all tensors, so this also holds for those that are read through pointers. A map knows one length: a tile
-# at the end of a packed sequence would have rows of the next one.
-_THROUGH_DESCRIPTORS = replace(
-    _THROUGH_POINTERS, arches=("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False, packing=False
-)
-
-
 _ON_HOPPER = replace(
-    _THROUGH_DESCRIPTORS,
+    plain.THROUGH_DESCRIPTORS,
     arches=("cpu", *gluon_forward.ARCHES),
-    block_masks=0,
     packing=True,
+    block_masks=0,
     arch_hint="for Hopper's wgmma and TMA, and a CPU that interprets it; other variants run elsewhere",
 )
 _HOPPER_BACKWARD = replace(_ON_HOPPER, score_gradients=False)
 
 
-def _backward_variant(name: str, *, one_pass: bool, descriptor: bool) -> Variant:
-    """One that reads what it streams through TMA descriptors or through pointers."""
-    access = "TMA descriptors" if descriptor else "pointers: any stride, any alignment"
+def _backward_variant(name: str) -> Variant:
+    one_pass = name == "atomic"
     return Variant(
         name=name,
-        summary=("one pass over the keys, dq summed up in any order" if one_pass else "dq, then dk and dv")
-        + f"; through {access}",
-        capability=_THROUGH_DESCRIPTORS if descriptor else _THROUGH_POINTERS,
+        summary="one pass over the keys, dq summed up in any order" if one_pass else "dq, then dk and dv",
+        capability=plain.CAPABILITY,
         config_type=plain_backward.FAMILY.config,
         rules=rules_of(name),
-        flags=(("one_pass", one_pass), ("descriptor", descriptor)),
+        flags=(("one_pass", one_pass),),
         deterministic=not one_pass,
         workspace=plain_backward.FAMILY.workspace,
         fits=functools.partial(plain_backward.why_not_fit, one_pass=one_pass),
@@ -105,7 +81,7 @@ _FORWARD = (
         name=decode.VARIANT,
         summary="decode: query heads that share keys are rows of one tile, keys divided among blocks, parts merged by "
         "a second kernel",
-        capability=replace(_THROUGH_POINTERS, block_masks=0, packing=False, caches=True),
+        capability=replace(plain.CAPABILITY, block_masks=0, packing=False, caches=True),
         config_type=decode.FAMILY.config,
         rules=rules_of(decode.VARIANT),
         workspace=decode.FAMILY.workspace,
@@ -124,7 +100,7 @@ _FORWARD = (
     *rung_variants(
         STEPS,
         plain_forward.FAMILY.config,
-        capability_of=lambda step: _THROUGH_DESCRIPTORS if step.descriptor else _THROUGH_POINTERS,
+        capability_of=lambda step: plain.CAPABILITY,
         rules_of=rules_of,
         fits=plain_forward.why_not_fit,
         workspace=plain_forward.FAMILY.workspace,
@@ -151,7 +127,7 @@ _BACKWARD = (  # Gluon's first, then two passes: the faster ones where both were
         workspace=gluon_two_pass.FAMILY.workspace,
         fits=gluon_two_pass.why_not_fit,
     ),
-    *(_backward_variant(name, **flags) for name, flags in plain_backward.VARIANTS.items()),
+    *map(_backward_variant, plain_backward.VARIANTS),
 )
 
 

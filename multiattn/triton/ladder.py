@@ -14,7 +14,8 @@ class TritonStep(LadderStep):
     """The features of a rung. The kernel gets them whole, as a constant; those it does not test limit the config."""
 
     descriptor: bool = False
-    """k and v come through TMA descriptors: one thread asks for a tile, no registers hold addresses."""
+    """k and v come through TMA descriptors where the config says so: one thread asks for a tile, no registers hold
+    addresses."""
     pipelined: bool = False
     """As many blocks of keys in flight as the config has stages: loads hide behind the products."""
     reciprocal: bool = False
@@ -31,36 +32,23 @@ class TritonStep(LadderStep):
             stages=config.stages if self.pipelined else 1,
             heads_together=config.heads_together if self.heads_together else 1,
             registers=config.registers if self.registers else None,
+            descriptors=config.descriptors and self.descriptor,
         )
 
 
 _MATH = TritonStep(exp2=True, scale_after_max=True)
-_POINTER_MEMORY = replace(_MATH, pipelined=True)
-_MEMORY = replace(_POINTER_MEMORY, descriptor=True)
-_POINTER_FULL, _FULL = (
-    replace(step, reciprocal=True, heads_together=True, registers=True) for step in (_POINTER_MEMORY, _MEMORY)
-)
+_MEMORY = replace(_MATH, pipelined=True, descriptor=True)
 
 STEPS: Mapping[str, Rung[TritonStep]] = {
     "full": Rung(
         parent="memory",
-        summary="TMA descriptors; one reciprocal a row, heads share the L2 cache, more blocks by a cap on registers",
-        step=_FULL,
-    ),
-    "pointer_full": Rung(
-        parent="pointer_memory",
-        summary="pointers (any stride, any alignment); one reciprocal a row, heads share the L2 cache",
-        step=_POINTER_FULL,
+        summary="one reciprocal a row, heads share the L2 cache, more blocks by a cap on registers",
+        step=replace(_MEMORY, reciprocal=True, heads_together=True, registers=True),
     ),
     "memory": Rung(
         parent="math",
-        summary="k and v through TMA descriptors, pipelined: loads hide behind products and need no address registers",
+        summary="k and v through TMA descriptors where there are any, pipelined: loads hide behind the products",
         step=_MEMORY,
-    ),
-    "pointer_memory": Rung(
-        parent="math",
-        summary="k and v through pointers, pipelined: loads hide behind the products",
-        step=_POINTER_MEMORY,
     ),
     "math": Rung(
         parent="basic",

@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.layout import VECTOR_BYTES
+from multiattn.mask import KINDS
 from multiattn.plan import limits
-from multiattn.plan.arch import Arch
+from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import key_tiles, one_width, query_tiles
+from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem
 from multiattn.score.expression import ONE
 from multiattn.triton.family import ASYNCHRONOUS, TritonLaunch
@@ -53,6 +55,8 @@ class TritonConfig(Config):
     """Heads whose tiles alternate in launch order: 1 walks one head after the other, more suits a mask."""
     registers: int | None = None
     """Most registers per thread; None leaves it to the compiler."""
+    descriptors: bool = False
+    """Tensors that a program walks over come through TMA descriptors, not pointers: any stride, any alignment."""
 
 
 def tiles(tile_m: int, tile_n: int, warps: int, stages: int, **more: Any) -> TritonConfig:
@@ -82,6 +86,38 @@ def smem_bytes(problem: Problem, arch: Arch, config: TritonConfig) -> int:
     blocks = 2 * in_flight if config.stages > 1 else 1  # with nothing in flight V takes the place of K
     rows = config.tile_m + config.tile_n * blocks
     return rows * one_width(problem.head_dim) * ELEMENT_BYTES
+
+
+TMA_ARCHS = tuple(name for name in GPU_ARCHS if ARCHS[name].capability >= (9, 0))
+"""Arches with a Tensor Memory Accelerator."""
+
+
+CAPABILITY = Capability(
+    arches=("cpu", *GPU_ARCHS),
+    masks=KINDS,
+    sinks=True,
+    scores=True,
+    block_masks=16,
+    score_gradients=True,
+    packing=True,
+)
+"""Problems that the plain kernels accept."""
+# cuTensorMapEncodeTiled: address and strides are multiples of 16 bytes, and no stride is zero. A Problem has one
+# alignment for all tensors, so this also holds for those that are read through pointers. A map knows one length: a tile
+# at the end of a packed sequence would have rows of the next one.
+THROUGH_DESCRIPTORS = replace(
+    CAPABILITY, arches=("cpu", *TMA_ARCHS), alignment=VECTOR_BYTES, zero_strides=False, packing=False
+)
+
+
+def can_describe(problem: Problem, arch: Arch) -> bool:
+    """True if TMA descriptors can be had of the tensors of a problem."""
+    return not THROUGH_DESCRIPTORS.why_not(problem, arch)
+
+
+def why_not_read(problem: Problem, arch: Arch, config: TritonConfig) -> tuple[Reason, ...]:
+    """Every reason why descriptors cannot read the tensors, if the config has any."""
+    return THROUGH_DESCRIPTORS.why_not(problem, arch) if config.descriptors else ()
 
 
 def checks_by_queries(problem: Problem, arch: Arch, config: TritonConfig, more_bytes: int = 0) -> list[limits.Check]:
@@ -210,6 +246,7 @@ def constants_of(launch: TritonLaunch, config: TritonConfig, **own: Any) -> Tile
         "heads_in_turn": config.heads_together,
         "vector": launch.assumed.alignment // ELEMENT_BYTES,
         "far_rows": launch.assumed.flag,
+        "descriptor": config.descriptors,
         "banded": problem.is_banded,
         "two_sided": problem.is_two_sided,
         "compiled": arch.is_gpu,

@@ -17,6 +17,7 @@ from multiattn.triton.family import ASYNCHRONOUS, Areas, TritonFamily, TritonLau
 from multiattn.triton.kernels.constants import TileConstants
 from multiattn.triton.plain import (
     TritonConfig,
+    can_describe,
     checks_by_queries,
     constants_of,
     is_far,
@@ -24,24 +25,23 @@ from multiattn.triton.plain import (
     options_of,
     table_of,
     tiles,
+    why_not_read,
     within_blocks,
 )
 from multiattn.triton.table import ELEMENT_BYTES, INT32, KernelTable
 
-VARIANTS: Mapping[str, Mapping[str, bool]] = {
-    "two_pass": {"one_pass": False, "descriptor": True},
-    "atomic": {"one_pass": True, "descriptor": True},
-    "pointer_two_pass": {"one_pass": False, "descriptor": False},
-    "pointer_atomic": {"one_pass": True, "descriptor": False},
-}
-"""Flags of each variant, best first."""
+VARIANTS = ("two_pass", "atomic")
+"""The better first; `atomic` is in one pass."""
 _ROWS_BESIDE = 64
 """Rows of a program of the small kernels before and after one pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TritonBackwardConfig(TritonConfig):
-    """Tiles of the pass over the queries, and those of the pass over the keys that comes first, if there is one."""
+    """Tiles of the pass over the queries, and those of the pass over the keys that comes first, if there is one.
+
+    `descriptors` of the former is for both.
+    """
 
     dq: TritonConfig | None = None
 
@@ -96,7 +96,7 @@ def why_not_fit(problem: Problem, arch: Arch, config: TritonBackwardConfig, *, o
     else:
         of_dout = config.dq.tile_m * one_width(problem.head_dim) * ELEMENT_BYTES  # beside q
         checks += checks_by_queries(problem, arch, config.dq, of_dout if arch.name in ASYNCHRONOUS else 0)
-    return limits.failed(checks)
+    return (*limits.failed(checks), *why_not_read(problem, arch, config))
 
 
 # ---------------------------------------------------------------- a launch
@@ -115,7 +115,8 @@ def _is_far(plan: Plan) -> bool:
 def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
     problem, arch, config = launch.problem, launch.arch, within(launch.config, launch.problem)
     own: dict[str, Any] = {
-        **VARIANTS[launch.plan.variant],
+        "one_pass": config.dq is None,
+        "descriptor": config.descriptors,
         "register_operands": arch.is_gpu and arch.name not in ASYNCHRONOUS,
         "gradients": () if problem.score is None else problem.score.gradients,
     }
@@ -160,16 +161,18 @@ _DQ_SHAPES: Mapping[int, _Shapes] = {
 def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[TritonBackwardConfig]:
     """With two passes each with a middling config of the other, as their times add up."""
 
-    def ways(table: Mapping[int, _Shapes], *stages: int) -> list[TritonConfig]:
+    def ways(table: Mapping[int, _Shapes], *stages: int, described: bool) -> list[TritonConfig]:
         shapes = next(it for limit, it in table.items() if one_width(problem.head_dim) <= limit)
         together = 8 if problem.is_banded else 1
         tried = itertools.product(shapes, stages)
-        return [tiles(*shape, number, heads_together=together) for shape, number in tried]
+        return [tiles(*shape, number, heads_together=together, descriptors=described) for shape, number in tried]
 
-    if VARIANTS[variant.name]["one_pass"]:
-        yield from map(passes, ways(_SHAPES, 1, 2, 3))
+    described = can_describe(problem, arch)
+
+    if variant.name == "atomic":
+        yield from map(passes, ways(_SHAPES, 1, 2, 3, described=described))
         return
-    of_keys, of_dq = ways(_SHAPES, 2, 1), ways(_DQ_SHAPES, 2, 1, 3)
+    of_keys, of_dq = ways(_SHAPES, 2, 1, described=described), ways(_DQ_SHAPES, 2, 1, 3, described=False)
     yield from (passes(keys, of_dq[0]) for keys in of_keys)
     yield from (passes(of_keys[0], dq) for dq in of_dq)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from multiattn.plan import limits
 from multiattn.plan.arch import Arch
@@ -15,6 +16,7 @@ from multiattn.triton.family import TritonFamily, TritonLaunch
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.plain import (
     TritonConfig,
+    can_describe,
     checks_by_queries,
     constants_of,
     is_far,
@@ -22,6 +24,7 @@ from multiattn.triton.plain import (
     options_of,
     table_of,
     tiles,
+    why_not_read,
     within_blocks,
 )
 from multiattn.triton.table import KernelTable
@@ -29,7 +32,8 @@ from multiattn.triton.table import KernelTable
 
 def why_not_fit(problem: Problem, arch: Arch, config: TritonConfig) -> tuple[Reason, ...]:
     """Every reason why `config` cannot run `problem` on `arch`."""
-    return limits.failed(checks_by_queries(problem, arch, within_blocks(config, problem)))
+    checks = checks_by_queries(problem, arch, within_blocks(config, problem))
+    return (*limits.failed(checks), *why_not_read(problem, arch, config))
 
 
 def _is_far(plan: Plan) -> bool:
@@ -40,7 +44,7 @@ def _is_far(plan: Plan) -> bool:
 def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
     problem, step = launch.problem, STEPS[launch.plan.variant].step
     config = within_blocks(launch.config, problem)
-    own = {"descriptor": step.descriptor, "scale_sign": problem.scale_sign, "step": step}
+    own = {"scale_sign": problem.scale_sign, "step": replace(step, descriptor=config.descriptors)}
     constants = constants_of(launch, config, ragged=is_ragged_list(problem), **own)
     return (table_of("attention_forward", launch, constants, options_of(config)),)
 
@@ -56,9 +60,11 @@ def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[Trit
         shapes.append(((128, 64, 4), None))
     if one_width(problem.head_dim) <= 64:
         shapes.append(((64, 64, 4), 128))  # 128 registers: four blocks of four warps share an SM
-    together, step = 8 if problem.is_banded else 1, STEPS[variant.name].step
+    together, described = 8 if problem.is_banded else 1, can_describe(problem, arch)
+    step = STEPS[variant.name].step
     for (shape, registers), stages in itertools.product(shapes, (1, 2, 3)):
-        yield step.limit(tiles(*shape, stages, registers=registers, heads_together=together))
+        config = tiles(*shape, stages, registers=registers, heads_together=together, descriptors=described)
+        yield step.limit(config)
 
 
 FAMILY = TritonFamily(

@@ -16,7 +16,7 @@ from multiattn.triton.gluon_two_pass import RULES as GLUON_TWO_PASS
 from multiattn.triton.gluon_two_pass import GluonTwoPassConfig
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.rules import ampere, blackwell, decode, hopper
-from multiattn.triton.rules.shorthand import backward, forward
+from multiattn.triton.rules.shorthand import backward, by_descriptors, forward
 
 _INTERPRETED = "interpreted, 2 cores, 2026-11: few and large tiles take the fewest operations"
 _TILES = (64, 64, 4, 1)
@@ -35,6 +35,10 @@ def _interpreted(head_dims: tuple[int, int], config: Config, *, scored: bool | N
         only_named=True,
         scored=scored,
     )
+
+
+def _both(rules: tuple[Rule[Any], ...]) -> tuple[Rule[Any], ...]:
+    return (*by_descriptors(*rules), *rules)
 
 
 _CPU: Mapping[str, tuple[Rule[Any], ...]] = {
@@ -62,9 +66,9 @@ _CPU: Mapping[str, tuple[Rule[Any], ...]] = {
         _interpreted((1, 192), GluonTwoPassConfig(tile_m=64, tile_n=64, kv_in_registers=True)),
         _interpreted((193, 256), GluonTwoPassConfig(tile_m=64, tile_n=64)),
     ),
-    **dict.fromkeys(("full", "pointer_full"), forward(("cpu",), (1, 256), _INTERPRETED, _TILES, heads_together=2)),
-    **dict.fromkeys(("atomic", "pointer_atomic"), backward(("cpu",), (1, 256), _INTERPRETED, _TILES)),
-    **dict.fromkeys(("two_pass", "pointer_two_pass"), backward(("cpu",), (1, 256), _INTERPRETED, _TILES, _TILES)),
+    "full": _both(forward(("cpu",), (1, 256), _INTERPRETED, _TILES, heads_together=2)),
+    "atomic": _both(backward(("cpu",), (1, 256), _INTERPRETED, _TILES)),
+    "two_pass": _both(backward(("cpu",), (1, 256), _INTERPRETED, _TILES, _TILES)),
 }
 _FAMILIES = (_CPU, hopper.RULES, blackwell.RULES, ampere.RULES)
 
@@ -80,5 +84,7 @@ def rules_of(name: str) -> tuple[Rule[Any], ...]:
         return decode.RULES
     if name not in STEPS:
         return OWN_RULES.get(name, ())
-    step = STEPS[name].step
-    return rung_rules(OWN_RULES, name, step, top="full" if step.descriptor else "pointer_full")
+    step, own = STEPS[name].step, OWN_RULES
+    if not step.descriptor:
+        own = {**own, "full": tuple(rule for rule in own["full"] if not rule.mapped)}
+    return rung_rules(own, name, step, top="full")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from multiattn.plan.config import COMPILED, Rule
-from multiattn.triton.rules.shorthand import backward, forward
+from multiattn.triton.rules.shorthand import backward, by_descriptors, forward
 
 _LARGE = ("sm80",)  # 163 KiB of shared memory a block
 _SMALL = ("sm86", "sm89", "sm120", "sm121")  # 99 KiB
@@ -31,8 +31,8 @@ _WIDE_ONE_PASS = backward(_BOTH, (129, 256), _LITTLE_MEMORY, (32, 32, 4, 1))
 _WIDE_TWO_PASS = backward(_BOTH, (129, 256), _LITTLE_MEMORY, (32, 32, 4, 1), (32, 32, 4, 1))
 
 RULES: Mapping[str, tuple[Rule[Any], ...]] = {
-    "full": _FORWARD,
-    "pointer_full": (
+    "full": (
+        *by_descriptors(*_FORWARD),
         *forward(_LARGE, (1, 64), COMPILED + "FlashAttention-2's rows; 128x64 spills", (128, 32, 4, 3)),
         *forward(
             _LARGE, (65, 128), _WITHIN_A_WARP + "3.2 to 3.5 instructions an mma.sync, at 64x32 7.6; 4 warps spill",
@@ -41,21 +41,21 @@ RULES: Mapping[str, tuple[Rule[Any], ...]] = {
         *_FORWARD,
     ),
     "atomic": (
-        *_WIDE_ONE_PASS,
-        *backward(_SMALL, (1, 64), _SPILLS, (64, 32, 4, 2)),
-        *backward(_SMALL, (65, 128), _SHARED + "; 64 queries are more than 99 KiB", (32, 64, 8, 2)),
-    ),
-    "pointer_atomic": (
+        *by_descriptors(
+            *_WIDE_ONE_PASS,
+            *backward(_SMALL, (1, 64), _SPILLS, (64, 32, 4, 2)),
+            *backward(_SMALL, (65, 128), _SHARED + "; 64 queries are more than 99 KiB", (32, 64, 8, 2)),
+        ),
         *_WIDE_ONE_PASS,
         *backward(_SMALL, (1, 64), COMPILED + "64x64 spills on sm120", (32, 64, 4, 2)),
         *backward(_BOTH, (1, 128), _SHARED, (64, 64, 8, 2)),
     ),
     "two_pass": (
-        *_WIDE_TWO_PASS,
-        *backward(_SMALL, (1, 64), _SPILLS, (64, 32, 4, 2), (64, 32, 4, 2)),
-        *backward(_SMALL, (65, 128), _SHARED, (64, 64, 8, 2), (64, 32, 4, 2)),
-    ),
-    "pointer_two_pass": (
+        *by_descriptors(
+            *_WIDE_TWO_PASS,
+            *backward(_SMALL, (1, 64), _SPILLS, (64, 32, 4, 2), (64, 32, 4, 2)),
+            *backward(_SMALL, (65, 128), _SHARED, (64, 64, 8, 2), (64, 32, 4, 2)),
+        ),
         *_WIDE_TWO_PASS,
         *backward(_BOTH, (1, 128), _SHARED, (64, 64, 8, 2), (64, 32, 4, 2)),
     ),

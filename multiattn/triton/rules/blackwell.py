@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from multiattn.plan.config import COMPILED, Rule
-from multiattn.triton.rules.shorthand import backward, forward
+from multiattn.triton.rules.shorthand import backward, by_descriptors, forward
 
 _ARCHES = ("sm100", "sm103")
 _FULL_ACCUMULATORS = COMPILED + "the accumulators take half of the tensor memory"
@@ -28,13 +28,13 @@ _WIDE = (
 )
 
 RULES: Mapping[str, tuple[Rule[Any], ...]] = {
-    "full": (*forward(_ARCHES, (1, 64), COMPILED + "one 128-row tile of tensor memory", (128, 64, 4, 3)), *_WIDE),
-    "pointer_full": (
+    "full": (
+        *by_descriptors(
+            *forward(_ARCHES, (1, 64), COMPILED + "one 128-row tile of tensor memory", (128, 64, 4, 3)), *_WIDE
+        ),
         *forward(_ARCHES, (1, 64), COMPILED + "4 warps, which descriptors leave registers for, spill", (128, 64, 8, 3)),
         *_WIDE,
     ),
-    "atomic": _ONE_PASS,
-    "pointer_atomic": _ONE_PASS,
-    "two_pass": _TWO_PASS,
-    "pointer_two_pass": _TWO_PASS,
+    "atomic": (*by_descriptors(*_ONE_PASS), *_ONE_PASS),
+    "two_pass": (*by_descriptors(*_TWO_PASS), *_TWO_PASS),
 }

@@ -17,7 +17,7 @@ from multiattn.triton.gluon_backward import GluonBackwardConfig
 from multiattn.triton.gluon_forward import VARIANT, GluonConfig
 from multiattn.triton.gluon_two_pass import RULES as TWO_PASS_RULES
 from multiattn.triton.gluon_two_pass import GluonTwoPassConfig
-from multiattn.triton.rules.shorthand import BANDED, FULL, backward, forward
+from multiattn.triton.rules.shorthand import BANDED, FULL, backward, by_descriptors, forward
 
 _SM90 = ("sm90",)
 _H200 = "H200 2026-11-21: "
@@ -105,17 +105,17 @@ _GLUON_TWO_PASS = (
 RULES: Mapping[str, tuple[Rule[Any], ...]] = {
     VARIANT: tuned_rules("triton", VARIANT, GluonConfig),
     "full": (
-        *forward(_SM90, (1, 64), _H200 + "469 TFLOPS; 64x64, 3 stages 435", (64, 128, 4, 2), masks=FULL),
-        *forward(
-            _SM90, (1, 64), _H200 + "409 TFLOPS; 64x128, 3 stages 406", (64, 64, 4, 3), registers=128, masks=BANDED
+        *by_descriptors(
+            *forward(_SM90, (1, 64), _H200 + "469 TFLOPS; 64x64, 3 stages 435", (64, 128, 4, 2), masks=FULL),
+            *forward(
+                _SM90, (1, 64), _H200 + "409 TFLOPS; 64x128, 3 stages 406", (64, 64, 4, 3), registers=128, masks=BANDED
+            ),
+            *forward(_SM90, (65, 128), _H200 + "565 TFLOPS; 128x64, 2 stages 528", (64, 128, 4, 1), masks=FULL),
+            *forward(_SM90, (65, 128), _H200 + "503 TFLOPS; 128x64, 2 stages 471", (64, 64, 4, 3), masks=BANDED),
+            *forward(
+                _SM90, (129, 256), _H200 + "653 TFLOPS full, 529 causal; 128x64, 8 warps 520 and 496", (64, 128, 4, 1)
+            ),
         ),
-        *forward(_SM90, (65, 128), _H200 + "565 TFLOPS; 128x64, 2 stages 528", (64, 128, 4, 1), masks=FULL),
-        *forward(_SM90, (65, 128), _H200 + "503 TFLOPS; 128x64, 2 stages 471", (64, 64, 4, 3), masks=BANDED),
-        *forward(
-            _SM90, (129, 256), _H200 + "653 TFLOPS full, 529 causal; 128x64, 8 warps 520 and 496", (64, 128, 4, 1)
-        ),
-    ),
-    "pointer_full": (
         *forward(_SM90, (1, 128), COMPILED + "at 64x128 pointers spill 56 bytes", (64, 64, 4, 2)),
         *forward(_SM90, (129, 256), COMPILED + "8 warps share the accumulator and hardly spill", (128, 64, 8, 2)),
     ),
@@ -127,32 +127,31 @@ RULES: Mapping[str, tuple[Rule[Any], ...]] = {
     ),
     GLUON_BACKWARD: _GLUON_BACKWARD,
     TWO_PASS_RULES: _GLUON_TWO_PASS,
-    "atomic": _ONE_PASS,
-    "pointer_atomic": _ONE_PASS,
+    "atomic": (*by_descriptors(*_ONE_PASS), *_ONE_PASS),
     "two_pass": (
-        *backward(
-            _SM90, (1, 64), COMPILED + "at 128x64 a bias spills 190 times in a loop", (64, 64, 4, 2), (128, 64, 4, 3),
-            reads_keys=True,
+        *by_descriptors(
+            *backward(
+                _SM90, (1, 64), COMPILED + "at 128x64 a bias spills 190 times in a loop",
+                (64, 64, 4, 2), (128, 64, 4, 3), reads_keys=True,
+            ),
+            *backward(
+                _SM90, (65, 128), COMPILED + "at 64x64 with 4 warps a bias spills 145 times in a loop",
+                (32, 128, 8, 2), (128, 64, 8, 3), reads_keys=True,
+            ),
+            *backward(
+                _SM90, (1, 64), _H200 + "400 TFLOPS; one pass 287, 64x64 275",
+                (128, 64, 4, 2), (128, 64, 4, 3), masks=FULL,
+            ),
+            *backward(
+                _SM90, (1, 64), _H200 + "335 TFLOPS; one pass 272, 64x64 257",
+                (128, 64, 4, 2), (128, 64, 4, 2), masks=BANDED,
+            ),
+            *backward(
+                _SM90, (65, 128), _H200 + "373 TFLOPS full, 354 causal; one pass 306 and 294",
+                (64, 64, 4, 2), (128, 64, 8, 3),
+            ),
+            *_WIDE_TWO_PASS,
         ),
-        *backward(
-            _SM90, (65, 128), COMPILED + "at 64x64 with 4 warps a bias spills 145 times in a loop",
-            (32, 128, 8, 2), (128, 64, 8, 3), reads_keys=True,
-        ),
-        *backward(
-            _SM90, (1, 64), _H200 + "400 TFLOPS; one pass 287, 64x64 275",
-            (128, 64, 4, 2), (128, 64, 4, 3), masks=FULL,
-        ),
-        *backward(
-            _SM90, (1, 64), _H200 + "335 TFLOPS; one pass 272, 64x64 257",
-            (128, 64, 4, 2), (128, 64, 4, 2), masks=BANDED,
-        ),
-        *backward(
-            _SM90, (65, 128), _H200 + "373 TFLOPS full, 354 causal; one pass 306 and 294",
-            (64, 64, 4, 2), (128, 64, 8, 3),
-        ),
-        *_WIDE_TWO_PASS,
-    ),
-    "pointer_two_pass": (
         *backward(
             _SM90, (1, 128), COMPILED + "at 64x64 with 4 warps pointers spill 112 bytes",
             (32, 64, 8, 2), (128, 64, 8, 3),

@@ -9,8 +9,19 @@ from typing import Any
 
 from multiattn.plan.config import Rule
 from multiattn.triton.decode import TritonSplitConfig, split_tiles
-from multiattn.triton.plain import TritonConfig, tiles
+from multiattn.triton.plain import TMA_ARCHS, TritonConfig, tiles
 from multiattn.triton.plain_backward import TritonBackwardConfig, passes
+
+
+def by_descriptors(*rules: Rule[Any]) -> tuple[Rule[Any], ...]:
+    """The rules for tensors that TMA can walk, and by it, on arches that have it. Those for pointers come behind."""
+    found = ((rule, tuple(it for it in rule.arches if it in ("cpu", *TMA_ARCHS))) for rule in rules)
+    return tuple(
+        replace(rule, arches=arches, mapped=True, config=replace(rule.config, descriptors=True))
+        for rule, arches in found
+        if arches
+    )
+
 
 Names = tuple[str, ...]
 Range = tuple[int, int]
