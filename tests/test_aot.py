@@ -16,7 +16,7 @@ import torch
 from aot_fakes import BOX, emit, problem
 
 from multiattn import aot
-from multiattn.cutile.configs import together_of
+from multiattn.cutile.forward import together_of
 from multiattn.operands import Operands
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS

@@ -13,7 +13,7 @@ from bench.matrix import SUITES
 from bench.report import groups, text_report
 from bench.results import load
 from bench.run import output_bytes, run
-from multiattn.cutile.configs import STORED_BYTES
+from multiattn.cutile.backward import STORED_BYTES
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, Plan, find_variant, plan_variant

@@ -13,8 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from multiattn.cutile.families import launches_of
 from multiattn.cutile.launch import code_key
-from multiattn.cutile.table import launches_of
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan, get, make_plan
 from multiattn.problem import Problem
@@ -69,7 +69,7 @@ FULL_KEYS = 2
 DIAGONAL = 2
 """Skv - Sq is a multiple of a tile of queries, so that its keys begin at the diagonal, or not."""
 COLUMNS = 2
-"""Sq is a multiple of `multiattn.cutile.table.COLUMN_UNIT`, or not."""
+"""Sq is a multiple of `multiattn.cutile.backward.COLUMN_UNIT`, or not."""
 GROUPED = 2
 """Query heads share keys, or do not."""
 ONE_PART = 2

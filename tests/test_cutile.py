@@ -10,9 +10,10 @@ import torch
 
 import multiattn
 from multiattn import Problem
-from multiattn.cutile import configs, table
+from multiattn.cutile import families, forward, launches
 from multiattn.cutile.bind import bind
-from multiattn.cutile.configs import PIPELINES, CutileConfig, Together, widths_of
+from multiattn.cutile.forward import PIPELINES, CutileConfig, widths_of
+from multiattn.cutile.launches import Together
 from multiattn.mask import FULL
 from multiattn.operands import Operands
 from multiattn.plan import abi
@@ -39,7 +40,7 @@ SMALL = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
     ],
 )  # fmt: skip
 def test_as_many_heads_together_as_divide_them(wanted, heads, got):
-    assert configs.divisor_near(wanted, heads) == got
+    assert launches.divisor_near(wanted, heads) == got
 
 
 @pytest.mark.parametrize(
@@ -55,14 +56,14 @@ def test_as_many_heads_together_as_divide_them(wanted, heads, got):
 def test_heads_together_are_of_several_batch_entries_where_one_has_too_few(wanted, batch, heads, got):
     problem = Problem.contiguous(batch=batch, heads_q=heads, seq_q=64, head_dim=64, causal=True)
     config = CutileConfig(tile_m=64, tile_n=64, heads_together=wanted)
-    assert configs.together_of(problem, config) == got
-    assert configs.together_of(replace(problem, band=FULL), config).entries == 1
+    assert forward.together_of(problem, config) == got
+    assert forward.together_of(replace(problem, band=FULL), config).entries == 1
 
 
 @pytest.mark.parametrize("heads_together", [1, 3, 100])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_order_of_tiles_covers_every_tile_of_a_linear_grid(heads_together, causal, monkeypatch):
-    monkeypatch.setattr(configs, "is_linear", lambda *_: True)
+    monkeypatch.setattr(forward, "is_linear", lambda *_: True)
     q, k, v = make_inputs(batch=2, heads_q=4, heads_kv=2, seq_kv=150, head_dim=16)
     config = CutileConfig(tile_m=32, tile_n=16, heads_together=heads_together)
     check(config, q, k, v, causal=causal)  # the interpreter raises if two blocks own one tile
@@ -70,9 +71,9 @@ def test_every_order_of_tiles_covers_every_tile_of_a_linear_grid(heads_together,
 
 def test_a_product_and_a_shift_divide():
     made = random.Random(0)
-    most = configs.MAX_QUOTIENT - 1
+    most = launches.MAX_QUOTIENT - 1
     for divisor in (*range(1, 2000), *(made.randrange(1, most) for _ in range(2000)), most):
-        factor, shift = configs.reciprocal(divisor)
+        factor, shift = launches.reciprocal(divisor)
         assert 0 < factor < 2**31
         near = most // divisor * divisor
         for number in (0, 1, divisor - 1, divisor, most, near, near - 1, made.randrange(most)):
@@ -82,17 +83,17 @@ def test_a_product_and_a_shift_divide():
 def test_grids_of_many_blocks():
     one, config = Together(heads=1), CutileConfig(tile_m=64, tile_n=64)
     few = Problem.contiguous(batch=70_000, heads_q=4, seq_q=64, head_dim=8)
-    assert configs.factor_grid(query_tiles(few, 64)) == (280_000, 1, 1)
+    assert launches.factor_grid(query_tiles(few, 64)) == (280_000, 1, 1)
     many = Problem.contiguous(batch=2**20, heads_q=64, seq_q=1, head_dim=8)
-    x, y, _ = configs.factor_grid(query_tiles(many, 64))
+    x, y, _ = launches.factor_grid(query_tiles(many, 64))
     assert x * y == 2**26
-    assert x <= configs.MAX_GRID_X
-    assert configs.is_linear(few, config, one)
-    assert not configs.is_linear(replace(few, batch=60_000), config, one)
-    assert configs.is_linear(replace(few, batch=2**15, heads_q=2**14), config, Together(heads=1))
-    assert configs.factor_grid(2**31 - 1) is None  # a prime
-    assert configs.factor_grid(2**31 - 2**16) is not None
-    assert configs.factor_grid(2**31) is None  # which a kernel would number in 32 bits
+    assert x <= launches.MAX_GRID_X
+    assert forward.is_linear(few, config, one)
+    assert not forward.is_linear(replace(few, batch=60_000), config, one)
+    assert forward.is_linear(replace(few, batch=2**15, heads_q=2**14), config, Together(heads=1))
+    assert launches.factor_grid(2**31 - 1) is None  # a prime
+    assert launches.factor_grid(2**31 - 2**16) is not None
+    assert launches.factor_grid(2**31) is None  # which a kernel would number in 32 bits
 
 
 # ---------------------------------------------------------------- 64 bits
@@ -109,7 +110,7 @@ def test_grids_of_many_blocks():
 )
 def test_64_bit_exactly_when_an_offset_or_a_stride_needs_it(sizes, exceeds):
     problem = Problem.contiguous(**{"batch": 1, "heads_q": 1, "head_dim": 256, **sizes})
-    assert table.needs_64bit(problem) == table.needs_64bit(problem, backward=True) == exceeds
+    assert launches.needs_64bit(problem) == launches.needs_64bit(problem, backward=True) == exceeds
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], probe=False)
     binding = bind(plan)
     assert binding.constants["int64"] == str(exceeds)
@@ -128,7 +129,7 @@ def test_a_launch_has_the_parameters_of_its_kernel_in_order(is_64bit, monkeypatc
         monkeypatch.setattr("multiattn.plan.abi.INT32_MAX", 0)
     for (direction, variant), has_dlse in itertools.product(WAYS, (False, True)):
         plan = make_plan(BACKEND, SMALL, ARCHS["sm90"], direction=direction, variant=variant, probe=False)
-        for launch in table.launches_of(plan, has_dlse=has_dlse):
+        for launch in families.launches_of(plan, has_dlse=has_dlse):
             kernel = get_kernel(launch)
             assert list(inspect.signature(kernel._pyfunc).parameters) == [
                 *launch.arrays,
@@ -158,7 +159,7 @@ def test_cutile_itself_gets_the_strides_that_were_planned(direction, variant, mo
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction=direction, variant=variant, probe=False)
     through_cutile(plan)(Operands(*odd, q, row, *rest))
     known = problem.layouts
-    for launch, (stream, args) in zip(table.launches_of(plan, has_dlse=bool(rest)), launched, strict=True):
+    for launch, (stream, args) in zip(families.launches_of(plan, has_dlse=bool(rest)), launched, strict=True):
         assert stream == "stream"
         for name, tensor in zip(launch.tensors, args, strict=False):
             assert tensor.stride() == known[name].strides, name

@@ -9,14 +9,15 @@ import torch
 from gradient_checks import make_tensors, run
 
 from multiattn import Problem
-from multiattn.cutile.configs import OnePassConfig, StoredConfig, TwoPassConfig
+from multiattn.cutile.backward import OnePassConfig, StoredConfig, TwoPassConfig
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import find_variant, get, make_plan
 
 pytest.importorskip("cuda.tile")
 
 from multiattn.cutile import cpu
-from multiattn.cutile.table import launches_of, needs_64bit
+from multiattn.cutile.families import launches_of
+from multiattn.cutile.launches import needs_64bit
 from multiattn.plan.cubin import read_entry
 from multiattn.plan.toolchain import disassemble, find_cuobjdump
 

@@ -9,9 +9,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from multiattn import reference, reference_backward
 from multiattn.block_mask import KEYS_OF_QUERIES
-from multiattn.cutile.configs import PIPELINES, CutileConfig, OnePassConfig, TwoPassConfig, within_blocks
-from multiattn.cutile.ladder import STEPS
-from multiattn.cutile.table import launches_of
+from multiattn.cutile.backward import OnePassConfig, TwoPassConfig
+from multiattn.cutile.families import launches_of
+from multiattn.cutile.forward import PIPELINES, STEPS, CutileConfig
+from multiattn.cutile.launches import within_blocks
 from multiattn.mask import band_of
 from multiattn.operands import Operands, Options, with_score
 from multiattn.plan import abi

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from multiattn import Problem
-from multiattn.cutile.configs import CutileConfig
+from multiattn.cutile.forward import CutileConfig
 from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
@@ -23,7 +23,7 @@ from cuda.tile._cext import default_tile_context
 
 from multiattn.cutile import compile
 from multiattn.cutile.compile import get_signature
-from multiattn.cutile.table import launches_of
+from multiattn.cutile.families import launches_of
 from multiattn.plan.cubin import read_entry
 from multiattn.plan.toolchain import disassemble, find_cuobjdump
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from multiattn import Problem
-from multiattn.cutile.decode_configs import (
+from multiattn.cutile.decode import (
     MERGE_ELEMENTS,
     MERGE_FEW,
     PARTS_ENOUGH,
@@ -17,7 +17,7 @@ from multiattn.cutile.decode_configs import (
     merged_together,
     page_rows_of,
 )
-from multiattn.cutile.table import launches_of, own_areas_of
+from multiattn.cutile.families import launches_of, own_areas_of
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import find_variant, get, make_plan, plan_variant
 from multiattn.sequences import Batching, area_layouts

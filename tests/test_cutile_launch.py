@@ -12,7 +12,7 @@ import torch
 
 from multiattn import Problem
 from multiattn.cutile.bind import bind
-from multiattn.cutile.table import launches_of
+from multiattn.cutile.families import launches_of
 from multiattn.operands import Operands
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from multiattn import Problem
-from multiattn.cutile.configs import PIPELINES, CutileConfig, Together, begins_at_diagonal, grid_of, is_linear
-from multiattn.cutile.ladder import STEPS
-from multiattn.cutile.table import launches_of
+from multiattn.cutile.families import launches_of
+from multiattn.cutile.forward import PIPELINES, STEPS, CutileConfig, begins_at_diagonal, grid_of, is_linear
+from multiattn.cutile.launches import Together
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
 from multiattn.plan.schedule import most_multiprocessors

@@ -21,9 +21,9 @@ from multiattn.cutile import cpu
 from multiattn.cutile.bind import bind_proven
 from multiattn.cutile.claims import read_claims, tile_ir
 from multiattn.cutile.compile import get_kernel, get_signature
+from multiattn.cutile.families import launches_of
 from multiattn.cutile.kernels.constants import ListTilesConstants
 from multiattn.cutile.kernels.packed import list_tiles_kernel
-from multiattn.cutile.table import launches_of
 from multiattn.plan.cubin import read_entry
 from multiattn.plan.toolchain import disassemble, find_cuobjdump
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from multiattn import Problem
-from multiattn.cutile.configs import PIPELINES, CutileConfig, widths_of
-from multiattn.cutile.ladder import STEPS
-from multiattn.cutile.table import launches_of
+from multiattn.cutile.families import launches_of
+from multiattn.cutile.forward import PIPELINES, STEPS, CutileConfig, widths_of
 from multiattn.mask import CAUSAL, FULL
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import find_variant, get, make_plan

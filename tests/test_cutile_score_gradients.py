@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import multiattn
-from multiattn.cutile.table import launches_of
+from multiattn.cutile.families import launches_of
 from multiattn.mask import band_of
 from multiattn.operands import Operands, Options, with_score
 from multiattn.plan import abi

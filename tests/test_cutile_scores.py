@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from multiattn.cutile.configs import CutileConfig
-from multiattn.cutile.table import launches_of
+from multiattn.cutile.families import launches_of
+from multiattn.cutile.forward import CutileConfig
 from multiattn.mask import band_of
 from multiattn.operands import Operands, Options, with_score
 from multiattn.plan import abi

@@ -8,9 +8,8 @@ import torch
 
 import multiattn
 from multiattn import Problem, reference
-from multiattn.cutile.configs import PIPELINES, CutileConfig
-from multiattn.cutile.ladder import STEPS
-from multiattn.cutile.table import launches_of
+from multiattn.cutile.families import launches_of
+from multiattn.cutile.forward import PIPELINES, STEPS, CutileConfig
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
 

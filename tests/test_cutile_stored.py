@@ -8,15 +8,15 @@ import torch
 from gradient_checks import check, make_tensors
 
 from multiattn import Problem
-from multiattn.cutile import configs
-from multiattn.cutile.configs import StoredConfig
+from multiattn.cutile import backward
+from multiattn.cutile.backward import StoredConfig
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import find_variant, get, make_plan
 from multiattn.plan.support import Unsupported
 
 pytest.importorskip("cuda.tile")
 
-from multiattn.cutile.table import launches_of
+from multiattn.cutile.families import launches_of
 
 BACKEND = get("cutile")
 CONFIG = StoredConfig(tile_m=16, tile_n=32, heads_together=2, dq_tile_m=64, dq_tile_n=32, dq_heads_together=2)
@@ -46,11 +46,11 @@ def test_tiles_begin_at_queries_of_their_own_without_a_mask_only(causal):
 def test_gradients_of_some_heads_at_a_time(heads, at_a_time, causal, monkeypatch):
     """As memory holds `heads` heads of queries, two of which share keys: parts of an entry, or whole entries."""
     q, k, v, dout = make_tensors(batch=3, heads_q=8, heads_kv=4, seq_q=64, seq_kv=64, head_dim=16)
-    monkeypatch.setattr(configs, "STORED_BYTES", bytes_of_heads(heads, 64, 64))
+    monkeypatch.setattr(backward, "STORED_BYTES", bytes_of_heads(heads, 64, 64))
     plan = plan_of(Problem.of(q, k, v, causal=causal))
-    assert configs.heads_at_a_time(plan.problem, CONFIG) == at_a_time
+    assert backward.heads_at_a_time(plan.problem, CONFIG) == at_a_time
     assert len(launches_of(plan)) == 1 + 2 * math.ceil(12 / at_a_time)
-    assert plan.workspace_bytes <= configs.STORED_BYTES + 4 * q[..., 0].numel()
+    assert plan.workspace_bytes <= backward.STORED_BYTES + 4 * q[..., 0].numel()
     check(plan, q, k, v, dout)
 
 
@@ -74,7 +74,7 @@ def test_it_refuses_what_one_head_has_no_memory_for():
     assert not variant.fits(problem, ARCHS["sm90"], config)
     long = replace(problem, seq_q=1 << 17, seq_kv=1 << 17)
     (reason,) = variant.fits(long, ARCHS["sm90"], config)
-    assert reason.allowed == f"{configs.STORED_BYTES >> 20} MiB"
+    assert reason.allowed == f"{backward.STORED_BYTES >> 20} MiB"
     assert make_plan(BACKEND, long, ARCHS["sm90"], direction="backward", probe=False).variant != "stored"
     (reason,) = variant.fits(problem, ARCHS["sm90"], replace(config, dq_tile_m=32))
     assert (reason.got, reason.allowed) == ("dq_tile_m=32", "tile_m=64 and more")

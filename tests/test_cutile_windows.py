@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from multiattn import Problem
-from multiattn.cutile.configs import PIPELINES, CutileConfig, OnePassConfig, TwoPassConfig, keeps_maxima
-from multiattn.cutile.table import launches_of
+from multiattn.cutile.backward import OnePassConfig, TwoPassConfig
+from multiattn.cutile.families import launches_of
+from multiattn.cutile.forward import PIPELINES, CutileConfig, keeps_maxima
 from multiattn.mask import Band
 from multiattn.plan import abi
 from multiattn.plan.arch import ARCHS
@@ -99,7 +100,7 @@ def test_only_tiles_without_a_full_block_are_done_again(pipeline, monkeypatch):
     redone.clear()
     check(config, q, k, v, window=(40, 0))
     assert redone == []
-    monkeypatch.setattr("multiattn.cutile.configs.keeps_maxima", lambda problem, config: config.lazy_max)
+    monkeypatch.setattr("multiattn.cutile.forward.keeps_maxima", lambda problem, config: config.lazy_max)
     check(config, q, k, v, window=(40, 0))
     assert sorted(redone) == [0, 1, 2, 3, 4]
 

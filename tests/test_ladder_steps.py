@@ -8,8 +8,7 @@ import torch
 
 import multiattn
 from multiattn import Plan, Problem
-from multiattn.cutile import configs as cutile_configs
-from multiattn.cutile import ladder as cutile_ladder
+from multiattn.cutile import forward as cutile_ladder
 from multiattn.cutile import rules as cutile_rules
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import find_variant, get, ladder, make_plan, plan_variant
@@ -95,7 +94,7 @@ def test_every_field_is_in_the_kernel_or_limits_the_config(language):
         "triton": triton_configs.TritonConfig(
             tile_m=64, tile_n=64, warps=4, stages=3, heads_together=8, registers=128, descriptors=True
         ),
-        "cutile": cutile_configs.CutileConfig(tile_m=64, tile_n=64),
+        "cutile": cutile_ladder.CutileConfig(tile_m=64, tile_n=64),
     }[language]
     assert everything.limit(config) == config
     kernel = kernel_source(language, "forward.py", "parts.py")

@@ -6,21 +6,19 @@ import ctypes
 import functools
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from multiattn.cutile import configs, decode_configs, rules
-from multiattn.cutile.candidates import backward_candidates, forward_candidates
-from multiattn.cutile.configs import CutileConfig, OnePassConfig, StoredConfig, TwoPassConfig
-from multiattn.cutile.decode_configs import SplitKeysConfig
+from multiattn.cutile import decode, rules
+from multiattn.cutile.backward import OnePassConfig, StoredConfig, TwoPassConfig
+from multiattn.cutile.families import FAMILIES, candidates_of
+from multiattn.cutile.forward import FAMILY, STEPS, CutileConfig
 from multiattn.cutile.kernels.constants import SMALLEST_TILE
-from multiattn.cutile.ladder import STEPS
-from multiattn.cutile.table import AREAS, LISTS
 from multiattn.mask import KINDS
-from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import GPU_ARCHS, Arch
-from multiattn.plan.backend import Backend, Op, Variant, bytes_of_areas, later
+from multiattn.plan.backend import Backend, Direction, Op, Variant, later
 from multiattn.plan.ladder import rung_variants
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.toolchain import dotted, probe_gpu, probe_release, release_of, version_of
@@ -95,17 +93,6 @@ def _probe(arch: Arch) -> tuple[Reason, ...]:
     return (*_probe_compiler(), *_probe_gpu()) if arch.is_gpu else _probe_module()
 
 
-def _backward_variant(name: str, summary: str, **rest: Any) -> Variant:
-    return Variant(
-        name=name,
-        summary=summary,
-        capability=_EVERYWHERE,
-        workspace=bytes_of_areas(AREAS[name], LISTS[name]),
-        fits=configs.why_not_backward,
-        **rest,
-    )
-
-
 _EVERYWHERE = Capability(
     arches=("cpu", *GPU_ARCHS),
     masks=KINDS,
@@ -115,18 +102,15 @@ _EVERYWHERE = Capability(
     score_gradients=True,
     packing=True,
 )
-_SPLIT_KEYS = Variant(
-    name=decode_configs.NAME,
-    summary="decode: query heads that share keys are rows of one tile, keys divided among blocks, parts merged after",
-    capability=Capability(
-        arches=("cpu", *GPU_ARCHS), masks=KINDS, sinks=True, scores=True, score_gradients=True, caches=True
-    ),
-    config_type=SplitKeysConfig,
-    rules=rules.SPLIT_KEYS,
-    workspace=decode_configs.workspace_bytes,
-    settle=decode_configs.settled,
-    fits=decode_configs.why_not,
-)
+
+
+def _variant(direction: Direction, name: str, summary: str, **rest: Any) -> Variant:
+    """A variant whose family answers for it."""
+    family = FAMILIES[direction, name]
+    asked: dict[str, Any] = {"workspace": family.workspace, "settle": family.settle, "fits": family.fits}
+    return Variant(name=name, summary=summary, **{"capability": _EVERYWHERE, **asked, **rest})
+
+
 _OPERATIONS: dict[str, Any] = {
     "prepare": later("multiattn.cutile.launch", "prepare"),
     "compile_ahead": later("multiattn.cutile.launch", "compile_ahead"),
@@ -141,45 +125,54 @@ BACKEND = Backend(
     versions=_versions,
     forward=Op(
         variants=(
-            _SPLIT_KEYS,
+            _variant(
+                "forward",
+                decode.NAME,
+                "decode: query heads that share keys are rows of one tile, keys divided among blocks, "
+                "parts merged after",
+                capability=replace(_EVERYWHERE, block_masks=0, packing=False, caches=True),
+                config_type=decode.SplitKeysConfig,
+                rules=rules.SPLIT_KEYS,
+            ),
             *rung_variants(
                 STEPS,
                 CutileConfig,
                 capability_of=lambda step: _EVERYWHERE,
                 rules_of=rules.rules_of,
-                fits=configs.why_not_forward,
-                workspace=bytes_of_areas((), TILE_LISTS[:1]),
+                fits=FAMILY.fits,
+                workspace=FAMILY.workspace,
             ),
         ),
-        candidates=forward_candidates,
+        candidates=candidates_of("forward"),
         **_OPERATIONS,
     ),
     backward=Op(
         variants=(
-            Variant(
-                name="stored",
-                summary="a pass over the keys for dk and dv that stores ds, for some heads at a time, and dq of that",
+            _variant(
+                "backward",
+                "stored",
+                "a pass over the keys for dk and dv that stores ds, for some heads at a time, and dq of that",
                 capability=Capability(arches=("cpu", "sm90")),
                 config_type=StoredConfig,
                 rules=rules.STORED_RULES,
-                workspace=configs.stored_bytes,
-                fits=configs.why_not_backward,
             ),
-            _backward_variant(
+            _variant(
+                "backward",
                 "atomic",
                 "one pass over the keys, dq added up in fp32 by atomics (TMA reductions where there are)",
                 config_type=OnePassConfig,
                 rules=rules.ATOMIC_RULES,
                 deterministic=False,
             ),
-            _backward_variant(
+            _variant(
+                "backward",
                 "two_pass",
                 "a pass over the queries for dq, one over the keys for dk and dv",
                 config_type=TwoPassConfig,
                 rules=rules.TWO_PASS_RULES,
             ),
         ),
-        candidates=backward_candidates,
+        candidates=candidates_of("backward"),
         **_OPERATIONS,
     ),
 )

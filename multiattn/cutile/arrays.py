@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from multiattn.layout import Layout
 from multiattn.operands import has_any_shape
 from multiattn.packed import TILE_LISTS
 from multiattn.plan import abi
 from multiattn.problem import Problem
-from multiattn.score import LoweredScore
 
 ALIGNMENT = 16
 """A compiler is told of strides and addresses that are multiples of 16 bytes."""
@@ -52,91 +51,103 @@ def extents_of(tensor: str) -> tuple[str, ...]:
     return EXTENTS[1:2] if tensor == "sinks" else EXTENTS
 
 
-def array_of(
-    assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, tensor: str, *, vector_unit: int = 1
-) -> ArrayArgument:
-    """An array of a problem, as `any_size_of`; of a packed batch what is true of any number of rows."""
-    layout = known = problem.layouts[tensor]
-    if problem.packing is not None:
-        known = replace(problem, seq_q=1, seq_kv=1).layouts[tensor]
-    return replace(any_size_of(assumed, emitted, problem, tensor, known, vector_unit=vector_unit), layout=layout)
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """What code for a problem assumes, entered by name while its arrays are described (`abi.Binding.constants`)."""
 
+    problem: Problem
+    emitted: Mapping[str, str] = field(default_factory=dict)
+    """What code that is there assumes; nothing where code is made for the problem."""
+    constants: dict[str, str] = field(default_factory=dict)
 
-def any_size_of(
-    assumed: dict[str, str],
-    emitted: Mapping[str, str],
-    problem: Problem,
-    tensor: str,
-    layout: Layout,
-    *,
-    vector_unit: int = 1,
-) -> ArrayArgument:
-    """An array of which no extent is assumed anything, so that code is for any batch, length and number of heads.
+    def exactly(self, **values: object) -> None:
+        """Enter what code has one value of."""
+        abi.exactly(self.constants, **values)
 
-    `vector_unit`: what its strides are multiples of, where rows are one number, as their length is a stride.
-    """
-    known = {name: abi.multiple(assumed, emitted, f"{tensor}_{name}", 1, 1) for name in extents_of(tensor)}
-    unit = vector_unit if len(layout.shape) == len(known) else ALIGNMENT // layout.dtype.itemsize
+    def flag(self, name: str, needed: bool) -> bool:
+        """Enter what code may have although these tensors do not need it; returns what was entered."""
+        return abi.flag(self.constants, self.emitted, name, needed)
 
-    def divisor(name: str, value: int, wanted: int) -> int:
-        return abi.multiple(assumed, emitted, f"{tensor}_{name}", wanted if value % wanted == 0 else 1, value)
+    def multiple(self, name: str, own: int, value: int) -> int:
+        """Enter what `value` must be a multiple of, `own` where the tensors may decide; returns what was entered."""
+        return abi.multiple(self.constants, self.emitted, name, own, value)
 
-    alignment = problem.alignment if tensor in _GIVEN else SINKS_ALIGNMENT if tensor == "sinks" else ALIGNMENT
-    strides = zip(STRIDES, layout.strides[:-1], strict=False)
-    return ArrayArgument(
-        tensor=tensor,
-        layout=layout,
-        alignment=divisor("alignment", alignment, alignment),
-        extents=tuple(known.values()),
-        strides=tuple(divisor(name, it, unit) for name, it in strides),
-        overlaps=abi.flag(assumed, emitted, f"{tensor}_overlaps", 0 in layout.strides),
-    )
+    def array(self, tensor: str, *, vector_unit: int = 1) -> ArrayArgument:
+        """An operand or an area, as `sized`; of a packed batch what is true of any number of rows."""
+        layout = known = self.problem.layouts[tensor]
+        if self.problem.packing is not None:
+            known = replace(self.problem, seq_q=1, seq_kv=1).layouts[tensor]
+        return replace(self.sized(tensor, known, vector_unit=vector_unit), layout=layout)
 
+    def sized(self, tensor: str, layout: Layout, *, vector_unit: int = 1) -> ArrayArgument:
+        """An array of which no extent is assumed anything, so that code is for any batch, length and number of heads.
 
-def captured_of(assumed: dict[str, str], emitted: Mapping[str, str], layout: Layout, tensor: str) -> ArrayArgument:
-    """A captured tensor; one without a dimension is an array of one element. Enters what is assumed of it."""
-    shape, strides = layout.shape or (1,), layout.strides or (1,)
-    itemsize = layout.dtype.itemsize
-    abi.exactly(assumed, **{f"{tensor}_dtype": str(layout.dtype).removeprefix("torch.")})
-    any_stride = abi.flag(assumed, emitted, f"{tensor}_any_stride", strides[-1] != 1)
-    return ArrayArgument(
-        tensor=tensor,
-        layout=Layout(shape, strides, layout.dtype),
-        alignment=abi.multiple(assumed, emitted, f"{tensor}_alignment", itemsize, itemsize),
-        extents=(1,) * len(shape),
-        strides=(1,) * (len(shape) - 1),
-        overlaps=True,
-        last_stride=None if any_stride else 1,
-    )
+        `vector_unit`: what its strides are multiples of, where rows are one number, as their length is a stride.
+        """
+        known = {name: self.multiple(f"{tensor}_{name}", 1, 1) for name in extents_of(tensor)}
+        unit = vector_unit if len(layout.shape) == len(known) else ALIGNMENT // layout.dtype.itemsize
 
+        def divisor(name: str, value: int, wanted: int) -> int:
+            return self.multiple(f"{tensor}_{name}", wanted if value % wanted == 0 else 1, value)
 
-def lists_of(
-    assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, names: Sequence[str]
-) -> tuple[ArrayArgument, ...]:
-    """The lists `names` of a block mask, counts ``[B, Hq, rows]`` and indices ``[B, Hq, rows, columns]``, or none.
+        alignment = self.problem.alignment if tensor in _GIVEN else SINKS_ALIGNMENT if tensor == "sinks" else ALIGNMENT
+        strides = zip(STRIDES, layout.strides[:-1], strict=False)
+        return ArrayArgument(
+            tensor=tensor,
+            layout=layout,
+            alignment=divisor("alignment", alignment, alignment),
+            extents=tuple(known.values()),
+            strides=tuple(divisor(name, it, unit) for name, it in strides),
+            overlaps=self.flag(f"{tensor}_overlaps", 0 in layout.strides),
+        )
 
-    Where the mask is the same for all batch entries or heads, these have a stride of 0.
-    """
-    if problem.blocks is None:
-        return ()
-    listed = problem.lists_of(names)
-    *_, rows, columns = problem.layouts[listed.indices].shape
-    strides = (listed.stride_batch, listed.stride_head, 1)
-    dtype = problem.layouts[listed.counts].dtype
-    shape = (problem.batch, problem.heads_q, rows)
-    counts = Layout(shape, strides, dtype)
-    indices = Layout((*shape, columns), (*(it * columns for it in strides), 1), dtype)
-    abi.exactly(assumed, blocks=f"{problem.blocks.queries}x{problem.blocks.keys}", full_lists=problem.blocks.has_full)
-    names_of = (listed.counts, listed.indices, listed.full_counts, listed.full_indices)
-    pairs = zip(names_of, (counts, indices) * 2, strict=True)
-    return tuple(captured_of(assumed, emitted, layout, name) for name, layout in pairs if name is not None)
+    def captured(self, tensor: str, layout: Layout | None = None) -> ArrayArgument:
+        """A captured tensor; one without a dimension is an array of one element."""
+        layout = layout or self.problem.layouts[tensor]
+        shape, strides = layout.shape or (1,), layout.strides or (1,)
+        itemsize = layout.dtype.itemsize
+        self.exactly(**{f"{tensor}_dtype": str(layout.dtype).removeprefix("torch.")})
+        any_stride = self.flag(f"{tensor}_any_stride", strides[-1] != 1)
+        return ArrayArgument(
+            tensor=tensor,
+            layout=Layout(shape, strides, layout.dtype),
+            alignment=self.multiple(f"{tensor}_alignment", itemsize, itemsize),
+            extents=(1,) * len(shape),
+            strides=(1,) * (len(shape) - 1),
+            overlaps=True,
+            last_stride=None if any_stride else 1,
+        )
 
+    def all_captured(self, tensors: Iterable[object]) -> tuple[ArrayArgument, ...]:
+        """Those of a program's arguments, or of a launch's, that are tensors by name."""
+        return tuple(self.captured(it) for it in tensors if isinstance(it, str))
 
-def gradients_of(
-    assumed: dict[str, str], emitted: Mapping[str, str], problem: Problem, lowered: LoweredScore | None
-) -> tuple[ArrayArgument, ...]:
-    """The sums of the gradients of captured tensors, in the order of their slots."""
-    if lowered is None or problem.score is None:
-        return ()
-    given = problem.score.gradient_arguments(lowered).values()
-    return tuple(captured_of(assumed, emitted, problem.layouts[it], it) for it in given if isinstance(it, str))
+    def sinks(self) -> tuple[ArrayArgument, ...]:
+        """The sinks, if there are any."""
+        if not self.problem.has_sinks:
+            return ()
+        self.exactly(sinks="one a head")
+        return (self.array("sinks"),)
+
+    def lists(self, names: Sequence[str], tiles: str) -> tuple[ArrayArgument, ...]:
+        """The lists `names` of a block mask, or `tiles` of a packed batch, or none; there are never both.
+
+        A block mask has counts ``[B, Hq, rows]`` and indices ``[B, Hq, rows, columns]``. Where it is the same for all
+        batch entries or heads, these have a stride of 0.
+        """
+        problem = self.problem
+        if problem.packing is not None:
+            return (self.captured(tiles),)
+        if problem.blocks is None:
+            return ()
+        listed = problem.lists_of(names)
+        *_, rows, columns = problem.layouts[listed.indices].shape
+        strides = (listed.stride_batch, listed.stride_head, 1)
+        dtype = problem.layouts[listed.counts].dtype
+        shape = (problem.batch, problem.heads_q, rows)
+        counts = Layout(shape, strides, dtype)
+        indices = Layout((*shape, columns), (*(it * columns for it in strides), 1), dtype)
+        self.exactly(blocks=f"{problem.blocks.queries}x{problem.blocks.keys}", full_lists=problem.blocks.has_full)
+        names_of = (listed.counts, listed.indices, listed.full_counts, listed.full_indices)
+        pairs = zip(names_of, (counts, indices) * 2, strict=True)
+        return tuple(self.captured(name, layout) for name, layout in pairs if name is not None)

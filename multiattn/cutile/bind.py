@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from multiattn.cutile.arrays import STRIDES, VECTORS, extents_of
 from multiattn.cutile.claims import read_claims
+from multiattn.cutile.families import launches_of
 from multiattn.cutile.launches import IMAGE, KernelLaunch
-from multiattn.cutile.table import launches_of
 from multiattn.plan import abi
 from multiattn.plan.backend import Plan
 

@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -30,12 +30,12 @@ from multiattn import progress
 from multiattn.cutile.arrays import ArrayArgument
 from multiattn.cutile.bind import bind_proven
 from multiattn.cutile.claims import tile_ir
-from multiattn.cutile.configs import PIPELINES, CutileConfig
+from multiattn.cutile.families import family_of, launches_of
+from multiattn.cutile.forward import PIPELINES
 from multiattn.cutile.kernels.constants import KernelConstants
 from multiattn.cutile.kernels.tiles import IN_64_BITS
 from multiattn.cutile.launches import KernelLaunch, Scalar
 from multiattn.cutile.score import functions_of, text_of
-from multiattn.cutile.table import launches_of
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
@@ -57,25 +57,23 @@ _DTYPES = {
 
 def get_kernel(launch: KernelLaunch) -> Any:
     """The kernel with its constants and hints; launches that share them share the kernel, and what it has compiled."""
-    return _kernel(launch.kernel, launch.constants, launch.is_64bit, launch.occupancy, launch.num_worker_warps)
-
-
-_MODULES: Mapping[str, str] = {
-    **{"forward": "forward", "list_tiles": "packed"},
-    **dict.fromkeys(("split_keys", "merge_splits"), "decode"),
-    **dict.fromkeys(("deltas", "stored_key_grads", "stored_query_grads"), "stored"),
-}
-"""Where the kernels are that are not the backward's."""
+    hints = (launch.occupancy, launch.num_worker_warps)
+    return _kernel(launch.module, launch.kernel, launch.constants, launch.is_64bit, *hints)
 
 
 @functools.cache
 def _kernel(
-    name: str, constants: KernelConstants, is_64bit: bool, occupancy: int | None, num_worker_warps: int | None
+    place: str,
+    name: str,
+    constants: KernelConstants,
+    is_64bit: bool,
+    occupancy: int | None,
+    num_worker_warps: int | None,
 ) -> Any:
     asked: Any = constants
     if getattr(constants, "score", None) is not None:
         asked = replace(asked, score=functions_of(asked.score, _slots(constants)))
-    module = importlib.import_module(f"multiattn.cutile.kernels.{_MODULES.get(name, 'backward')}")
+    module = importlib.import_module(f"multiattn.cutile.kernels.{place}")
     function = getattr(module, f"{name}_kernel")(asked)
     if is_64bit:
         annotations = function.__annotations__
@@ -311,7 +309,7 @@ def _export(plan: Plan, launch: KernelLaunch, kinds: Sequence[str]) -> Exported:
         threads=entry.threads,
         texts={kind: texts[kind] for kind in KINDS if kind in kinds},
         remarks=remarks,
-        binding=binding if isinstance(plan.config, CutileConfig) else None,  # the loader has no areas for parts
+        binding=binding if family_of(plan).is_emitted else None,
     )
 
 

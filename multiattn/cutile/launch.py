@@ -1,7 +1,7 @@
 """From a Plan of either direction to a launcher: compiled by cuTile and launched by the driver, or run on the CPU.
 
 `ct.launch` looks at every tensor, each time, to find the code for such tensors. All of that is fixed by a Plan, so code
-and arguments are made once, of the launch's description (`table`), which is held against what cuTile made (`bind`).
+and arguments are made once, of the launch's description (`launches`), which is held against what cuTile made (`bind`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from multiattn.cutile import cpu
 from multiattn.cutile.bind import bind_proven
 from multiattn.cutile.claims import tile_ir
 from multiattn.cutile.compile import compiling, get_kernel, get_signature, make_cubins
+from multiattn.cutile.families import areas_of, launches_of, own_areas_of
 from multiattn.cutile.launches import KernelLaunch
-from multiattn.cutile.table import areas_of, launches_of, own_areas_of
 from multiattn.layout import Layout
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch

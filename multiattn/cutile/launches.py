@@ -1,4 +1,4 @@
-"""A launch of a cuTile kernel, described once, and what several of them share. Pure Python: no cuTile.
+"""A launch of a cuTile kernel, described once, and what those of several families share. Pure Python: no cuTile.
 
 A `KernelLaunch` has a kernel's arrays and numbers by the names of its parameters, in their order, what its code assumes
 of them, and the constants that it is compiled for. The kernel, its signature and cuTile's own launch (`compile`), the
@@ -8,24 +8,32 @@ driver's arguments and an emitted kernel's Binding (`bind`) and the CPU's call (
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from multiattn.cutile.arrays import ArrayArgument, captured_of
-from multiattn.cutile.configs import Grid, Together, reciprocal
-from multiattn.cutile.kernels.constants import KernelConstants
+from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
+from multiattn.cutile.arrays import ArrayArgument, Assumptions
+from multiattn.cutile.kernels.constants import SMALLEST_TILE, BlockTiles, KernelConstants, ListTilesConstants
+from multiattn.layout import Layout
 from multiattn.operands import CAPTURED
-from multiattn.plan import abi
-from multiattn.plan.backend import Plan
+from multiattn.packed import TILE_LISTS
+from multiattn.plan import abi, limits
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.config import Config
+from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore, lower
-from multiattn.sequences import Indices
+from multiattn.sequences import CU_SEQLENS, Indices
 
 IMAGE = abi.Image(threads=1)
 """How every kernel is started. A block is one thread to the caller: the cubin holds host code (x86-64, run by the
 driver) that knows how many threads it has and makes the tensor maps of TMA from the arguments. Its shared memory is
 static, whatever the size, and needs no permission."""
+
+Grid = tuple[int, int, int]
 
 FORWARD = ("q", "k", "v", "out", "lse")
 """Arrays that every forward has."""
@@ -34,12 +42,21 @@ Scalar = float | tuple[int, ...] | tuple[float, ...]
 """A number, fp32, or a tuple of numbers, which are an argument each."""
 
 
+TILE = limits.powers_of_two(SMALLEST_TILE)
+BLOCKS = limits.between(1, 32, None)
+WARPS: limits.FieldRule = (lambda it: it in (None, 4, 8), "None, 4 or 8 (others need tileiras 13.5)")
+LATENCY = limits.between(1, 10, None)
+"""What is allowed of fields that configs share."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelLaunch:
     """One launch."""
 
     kernel: str
     """Its function's name, from which its symbol is made."""
+    module: str
+    """The module of `kernels` that makes it."""
     is_64bit: bool
     """Shapes, strides and offsets take 64 bits."""
     occupancy: int | None = None
@@ -93,6 +110,59 @@ class KernelLaunch:
         return abi.Binding(arguments=tuple(arguments), grid=self.grid, image=IMAGE, constants=self.assumed)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A launch of a plan that kernels are to be listed for."""
+
+    plan: Plan
+    has_dlse: bool = False
+    emitted: Mapping[str, str]
+    """What code of a forward that is there assumes; nothing where code is made for the plan."""
+    multiprocessors: int
+    """Of the device, for a static grid."""
+
+    @property
+    def problem(self) -> Problem:
+        """The plan's."""
+        return self.plan.problem
+
+    @property
+    def config(self) -> Any:
+        """The plan's, of its family's type."""
+        return self.plan.config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """A room of kernels; `multiattn.plan.backend.Variant` says more of `settle` and `fits`."""
+
+    launches: Callable[[Asked], tuple[KernelLaunch, ...]]
+    """In order; ValueError where there is no grid of so many blocks."""
+    fits: Callable[[Problem, Arch, Any], tuple[Reason, ...]]
+    candidates: Callable[[Variant, Problem, Arch], Iterable[Config]]
+    """Configs worth timing on a GPU, whether they fit or not."""
+    candidates_max: int | None = None
+    """The most of those that fit."""
+    settle: Callable[[Problem, Arch, Any], Config] = lambda problem, arch, config: config
+    areas: tuple[str, ...] = ()
+    """Workspace among `Problem.layouts`."""
+    lists: tuple[str, ...] = ()
+    """Workspace that a packed batch adds."""
+    own_areas: Callable[[Problem, Any], Mapping[str, Layout]] = lambda problem, config: {}
+    """Workspace whose size a config decides, by name."""
+    is_emitted: bool = False
+    """The loader of emitted kernels can launch it: it has no areas."""
+
+    def areas_of(self, problem: Problem) -> tuple[str, ...]:
+        """The names of workspace among `Problem.layouts`."""
+        return (*self.areas, *(self.lists if problem.packing is not None else ()))
+
+    def workspace(self, problem: Problem, config: Config | None) -> int:
+        """As `Variant.workspace`."""
+        known = [problem.layouts[name] for name in self.areas_of(problem)]
+        return sum(layout.size_bytes for layout in (*known, *self.own_areas(problem, config).values()))
+
+
 def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:
     """True if an element of some tensor, or a step along a dimension, is 2^31 or more elements away from its first.
 
@@ -113,17 +183,19 @@ def lowered_of(plan: Plan) -> LoweredScore | None:
     return lower(score.program, approximate=plan.arch.is_gpu, apart=apart)
 
 
-def aux_of(
-    plan: Plan, assumed: dict[str, str], emitted: Mapping[str, str]
-) -> tuple[tuple[ArrayArgument, ...], tuple[float, ...]]:
+def aux_of(plan: Plan, assumed: Assumptions) -> tuple[tuple[ArrayArgument, ...], tuple[float, ...]]:
     """The arrays and the numbers that the program reads; enters what is assumed of them."""
     lowered, score = lowered_of(plan), plan.problem.score
     if lowered is None or score is None:
         return (), ()
-    abi.exactly(assumed, score=score.program.digest)
+    assumed.exactly(score=score.program.digest)
     given = score.arguments(lowered, plan.problem.scale).values()
-    captured = tuple(captured_of(assumed, emitted, plan.problem.layouts[it], it) for it in given if isinstance(it, str))
-    return captured, tuple(it for it in given if isinstance(it, float))
+    return assumed.all_captured(given), tuple(it for it in given if isinstance(it, float))
+
+
+def has_positive_strides(problem: Problem) -> bool:
+    """True if TMA can read q, k and v: it wants positive strides."""
+    return 0 not in (*problem.strides_q, *problem.strides_k, *problem.strides_v)
 
 
 def reach_of(problem: Problem) -> tuple[int, ...]:
@@ -138,3 +210,143 @@ def order_of(problem: Problem, together: Together, heads: int | None = None) -> 
     numbers = (together.entries.bit_length() - 1, of_entry, heads // of_entry)
     divisors = itertools.chain.from_iterable(map(reciprocal, (heads, problem.group)))
     return (together.heads, *reciprocal(together.heads), *numbers, *divisors)
+
+
+# ---------------------------------------------------------------- grids
+
+MAX_GRID_X = 2**24 - 1  # cuda.tile's own limit for each dimension
+MAX_GRID_Y = 2**16 - 1  # CUDA's
+MAX_BLOCKS = 2**31 - 1
+MAX_QUOTIENT = 2**29
+"""More than any number that is divided by a `reciprocal`."""
+
+
+def factor_grid(blocks: int) -> Grid | None:
+    """A grid of exactly so many blocks, in x and y; None if there is none, or its blocks need more than 31 bits."""
+    if blocks > MAX_BLOCKS:
+        return None
+    for y in range(max(1, -(-blocks // MAX_GRID_X)), MAX_GRID_Y + 1):
+        if blocks % y == 0:
+            return blocks // y, y, 1
+    return None
+
+
+def grid_check(what: str, blocks: int, problem: Problem) -> limits.Check:
+    """A check that there is a grid of so many blocks."""
+    allowed = "a grid within 2^24 x 2^16, and fewer than 2^31 blocks"
+    return factor_grid(blocks) is not None, f"{what} for {problem}", allowed
+
+
+def reciprocal(divisor: int) -> tuple[int, int]:
+    """A factor of 31 bits, and a shift: ``n * factor >> shift`` is ``n // divisor`` for n below `MAX_QUOTIENT`.
+
+    Granlund and Montgomery, "Division by Invariant Integers using Multiplication" (1994), Theorem 4.2.
+    """
+    shift = 29 + divisor.bit_length()
+    return -(-(1 << shift) // divisor), shift
+
+
+def divisor_near(wanted: int, heads: int) -> int:
+    """The number of heads that advance together: of those that divide `heads` the nearest by ratio, else the smaller.
+
+    Of 11 heads it is 11, not 1, where 8 are wanted: one head at a time costs masked problems up to a tenth.
+    """
+    divisors = (it for low in range(1, math.isqrt(heads) + 1) if heads % low == 0 for it in (low, heads // low))
+    return min(divisors, key=lambda count: (max(wanted / count, count / wanted), count))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Together:
+    """How many heads advance together; `entries`: those of so many whole batch entries, a power of two."""
+
+    heads: int
+    entries: int = 1
+
+
+# ---------------------------------------------------------------- lists of blocks and of tiles
+
+
+def grid_of_list(tiles: int, heads: int, together: int) -> Grid:
+    """A block for each of a packed batch's tiles: entries times heads that advance together in x, sections in y."""
+    return tiles // heads * together, heads // together, 1
+
+
+LIST_BLOCKS = 32
+"""The most blocks that share the tiles of a group of sequences."""
+ENTRIES_OF_BLOCK = 16
+"""Entries for which one of them is worth it. A guess, not measured."""
+LIST_GROUPS = 128
+"""Groups of which only one block has each."""
+
+
+def tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0) -> tuple[KernelLaunch, ...]:
+    """The launch that comes before those of a packed batch, with the rows of their tiles; none for another problem.
+
+    Its grid is blocks that share a group's tiles, groups of sequences, and lists. Rows around all sequences are two
+    sequences more.
+    """
+    problem, packing = plan.problem, plan.problem.packing
+    if packing is None:
+        return ()
+    assumed = Assumptions(problem=problem, constants={"dtype": problem.dtype})
+    constants = ListTilesConstants(query_tile=query_tile, key_tile=key_tile, last_first=problem.is_banded)
+    wanted = [name for name, tile in zip(TILE_LISTS, (query_tile, key_tile), strict=True) if tile]
+    rows = (problem.seq_q, problem.seq_kv)
+    room = [packing.tiles_max(it, tile) if tile else 0 for it, tile in zip(rows, (query_tile, key_tile), strict=True)]
+    groups = (packing.sequences + 1) // constants.group + 1
+    blocks = max(1, min(LIST_BLOCKS, -(-max(room) // ENTRIES_OF_BLOCK), LIST_GROUPS // groups))
+    return (
+        KernelLaunch(
+            kernel="list_tiles",
+            module="packed",
+            is_64bit=False,
+            num_worker_warps=8,
+            grid=(blocks, groups, len(wanted)),
+            arrays={},
+            optional={"starts": assumed.all_captured(CU_SEQLENS), "lists": assumed.all_captured(wanted)},
+            scalars={"sizes": (*rows, *room, *packing.longest(*rows))},
+            constants=constants,
+            assumed=assumed.constants,
+        ),
+    )
+
+
+def tiles_of_blocks(problem: Problem, names: Sequence[str], tile_m: int, tile_n: int) -> BlockTiles | None:
+    """How tiles lie in the blocks of the lists `names`."""
+    if (blocks := problem.blocks) is None:
+        return None
+    queries, keys = blocks.queries // tile_m, blocks.keys // tile_n
+    own, walked = (queries, keys) if names == KEYS_OF_QUERIES else (keys, queries)
+    return BlockTiles(own=own, walked=walked, has_full=blocks.has_full)
+
+
+def within_blocks(problem: Problem, config: Any) -> Any:
+    """The config, with a block mask cut to tiles each of which lies in one block: sizes are powers of two."""
+    if (blocks := problem.blocks) is None:
+        return config
+    sizes = {"tile_m": blocks.queries, "tile_n": blocks.keys}
+    sizes |= {f"dq_{name}": size for name, size in sizes.items() if hasattr(config, f"dq_{name}")}
+    return replace(config, **{name: math.gcd(getattr(config, name), size) for name, size in sizes.items()})
+
+
+def has_ragged_keys(problem: Problem, tile_n: int) -> bool:
+    """True if the last block of keys needs a mask: with a block mask, if one that it may list does."""
+    if problem.packing is not None:
+        return True
+    if problem.blocks is None:
+        return problem.seq_kv % tile_n != 0
+    return _rows_listed(problem, KEYS_OF_QUERIES, problem.blocks.keys) > problem.seq_kv
+
+
+def has_ragged_queries(problem: Problem, tile_m: int) -> bool:
+    """True if the last block of queries needs a mask, as that of keys."""
+    if problem.packing is not None:
+        return problem.has_score
+    if problem.blocks is None:
+        return problem.has_score and problem.seq_q % tile_m != 0
+    return _rows_listed(problem, QUERIES_OF_KEYS, problem.blocks.queries) > problem.seq_q
+
+
+def _rows_listed(problem: Problem, names: Sequence[str], size: int) -> int:
+    """Rows that the lists can name, in blocks of a size: a block mask may be longer than its sequences."""
+    return problem.lists_of(names).columns * size

@@ -238,14 +238,6 @@ def lazy_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
             rows = take_ahead(const, place, q, k, v, s, scale, rows, start, unmasked, step)
         else:
             rows = take_listed_ahead(const, place, q, k, v, s, scale, rows, start, unmasked)
-    elif const.pipeline == "apart":
-        rows = take(const, place, v, s, scale, rows, tiles.full_block(const, place, start))
-        if unmasked > 0:
-            s = score(const, place, q, k, tiles.full_block(const, place, start + step), False)
-            if const.blocks is None:
-                rows = take_ahead(const, place, q, k, v, s, scale, rows, start + step, unmasked - 1, step)
-            else:
-                rows = take_listed_ahead(const, place, q, k, v, s, scale, rows, start + step, unmasked - 1)
     else:
         rows = take(const, place, v, s, scale, rows, tiles.full_block(const, place, start))
         taken = 1

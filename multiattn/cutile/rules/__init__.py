@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from multiattn.cutile.configs import CutileConfig, OnePassConfig, StoredConfig, TwoPassConfig
-from multiattn.cutile.ladder import STEPS
+from multiattn.cutile.backward import OnePassConfig, StoredConfig, TwoPassConfig
+from multiattn.cutile.forward import STEPS, CutileConfig
 from multiattn.cutile.rules import ampere, blackwell, hopper
 from multiattn.cutile.rules.decode import SPLIT_KEYS as SPLIT_KEYS
 from multiattn.plan.config import Rule

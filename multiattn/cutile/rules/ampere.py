@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
+from multiattn.cutile.backward import OnePassConfig, TwoPassConfig
+from multiattn.cutile.forward import CutileConfig
 from multiattn.plan.config import COMPILED, Rule
 
 _ARCHES = ("sm80", "sm86", "sm89", "sm120", "sm121")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from multiattn.cutile.configs import CutileConfig, OnePassConfig, TwoPassConfig
+from multiattn.cutile.backward import OnePassConfig, TwoPassConfig
+from multiattn.cutile.forward import CutileConfig
 from multiattn.plan.config import COMPILED, Rule
 
 _ARCHES = ("sm100", "sm103")

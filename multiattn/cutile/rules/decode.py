@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from multiattn.cutile.decode_configs import SplitKeysConfig
+from multiattn.cutile.decode import SplitKeysConfig
 from multiattn.plan.config import COMPILED, Rule
 
 _PLAIN_ROWS, _PLAIN_KEYS = 32, 512

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from multiattn.cutile.configs import CutileConfig, OnePassConfig, StoredConfig, TwoPassConfig
+from multiattn.cutile.backward import OnePassConfig, StoredConfig, TwoPassConfig
+from multiattn.cutile.forward import CutileConfig
 from multiattn.plan.config import COMPILED, Rule
 
 FULL, BANDED = False, True

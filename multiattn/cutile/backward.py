@@ -1,0 +1,464 @@
+"""The backward as three families of kernels: their configs, what fits, their launches, and configs worth timing.
+
+``atomic``, ``two_pass`` and ``stored`` share the kernel that owns keys, and its config. Imports no cuTile.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
+from multiattn.cutile import launches
+from multiattn.cutile.arrays import Assumptions
+from multiattn.cutile.forward import TCGEN05
+from multiattn.cutile.kernels.constants import (
+    SMALLEST_TILE,
+    BackwardConstants,
+    KernelConstants,
+    QueryGradsConstants,
+    RowConstants,
+    RowDeltaConstants,
+    StaggeredConstants,
+)
+from multiattn.cutile.launches import Asked, Family, KernelLaunch
+from multiattn.layout import Layout, row_major
+from multiattn.packed import TILE_LISTS
+from multiattn.plan.arch import WARP_THREADS, Arch
+from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.config import Config
+from multiattn.plan.limits import AT_LEAST_1, Check, failed, limit_checks, limited
+from multiattn.plan.schedule import key_tiles, one_width, query_tiles
+from multiattn.plan.support import Reason
+from multiattn.problem import Problem
+from multiattn.score.lower import lower
+
+ROW_TILE = 16
+"""Rows a block takes in the kernels that have rows only, those before and after the one pass. H200, 2026-11-21, 64 Mi
+elements: 0.11 ms with `ROW_OCCUPANCY` before, where 64 rows take 0.16 and no hint 0.35; after it all take 0.05."""
+ROW_OCCUPANCY = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnePassConfig(Config):
+    """Tiles of the backward's kernel that owns `tile_n` keys and walks over the queries, `tile_m` at a time; and hints.
+
+    At most `heads_together` heads of keys advance together.
+    """
+
+    tile_m: int = limited(launches.TILE)
+    tile_n: int = limited(launches.TILE)
+    occupancy: int = limited(launches.BLOCKS, default=1)
+    num_worker_warps: int | None = limited(launches.WARPS, default=None)
+    latency: int = limited(launches.LATENCY, default=4)
+    heads_together: int = limited(AT_LEAST_1, default=1)
+    dq_transposed: bool = False
+    """A block's share of dq is made as ``k^T ds^T``, from shared memory, and turned around as it is handed over."""
+    delta_first: bool = False
+    """The product dp begins with -delta, not with zeros."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TwoPassConfig(OnePassConfig):
+    """With the same of the kernel that comes first: it owns `dq_tile_m` queries and walks over the keys."""
+
+    dq_tile_m: int = limited(launches.TILE, default=64)
+    dq_tile_n: int = limited(launches.TILE, default=64)
+    dq_occupancy: int = limited(launches.BLOCKS, default=1)
+    dq_num_worker_warps: int | None = limited(launches.WARPS, default=None)
+    dq_latency: int = limited(launches.LATENCY, default=4)
+    dq_heads_together: int = limited(AT_LEAST_1, default=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredConfig(TwoPassConfig):
+    """With ds stored by the kernel that owns keys, which comes first; `dq_tile_m` is a multiple of `tile_m`."""
+
+    stagger: int = limited((lambda it: it >= 0, "0 and more"), default=0)
+    """Without a mask: a tile of keys begins this many blocks of queries further than the tile before it, and comes back
+    to the first. With 0 tiles of a head are at the same queries at all times, and so at the same part of ds."""
+
+
+_Config = TypeVar("_Config", bound=Config)
+
+
+# ---------------------------------------------------------------- memory
+
+STORED_BYTES = 1 << 30
+"""The most memory for ds. A launch has as many heads as it holds: 16 at N=4096 and 2 at N=16384."""
+
+
+def stored_areas(problem: Problem, config: StoredConfig) -> Mapping[str, Layout]:
+    """The ds of the heads of one launch: ``[heads, tiles of dq, Skv, dq_tile_m]``."""
+    heads = heads_at_a_time(problem, config) * problem.group
+    shape = (heads, -(-problem.seq_q // config.dq_tile_m), problem.seq_kv, config.dq_tile_m)
+    return {"ds": Layout(shape, row_major(shape), problem.torch_dtype)}
+
+
+def heads_at_a_time(problem: Problem, config: StoredConfig) -> int:
+    """Heads of keys of one launch: a divisor of those of a batch entry, or those of several; 0 if memory holds none."""
+    tiles = -(-problem.seq_q // config.dq_tile_m)
+    of_head = problem.group * tiles * config.dq_tile_m * max(problem.seq_kv, 1) * problem.torch_dtype.itemsize
+    most = min(STORED_BYTES // max(of_head, 1), problem.batch * problem.heads_kv)
+    if most >= problem.heads_kv:
+        return most // problem.heads_kv * problem.heads_kv
+    return max((it for it in range(1, most + 1) if problem.heads_kv % it == 0), default=0)
+
+
+# ---------------------------------------------------------------- what fits
+
+
+def why_not_one_pass(problem: Problem, arch: Arch, config: OnePassConfig) -> tuple[Reason, ...]:
+    """Every reason why `config` cannot be compiled or launched for `problem` in one pass."""
+    return failed(_checks(problem, config))
+
+
+def why_not_two_pass(problem: Problem, arch: Arch, config: TwoPassConfig) -> tuple[Reason, ...]:
+    """Every reason why not in two passes."""
+    only_one = config.dq_transposed or config.delta_first
+    return failed([*_checks(problem, config), *_checks_of_dq(problem, config, only_one)])
+
+
+def why_not_stored(problem: Problem, arch: Arch, config: StoredConfig) -> tuple[Reason, ...]:
+    """Every reason why not with ds stored."""
+    checks = [
+        *_checks(problem, config),
+        *_checks_of_dq(problem, config, config.dq_transposed),
+        (config.dq_tile_m >= config.tile_m, f"dq_tile_m={config.dq_tile_m}", f"tile_m={config.tile_m} and more"),
+        (heads_at_a_time(problem, config) > 0, f"ds of a head of {problem}", f"{STORED_BYTES >> 20} MiB"),
+    ]
+    return failed(checks)
+
+
+def _checks(problem: Problem, config: OnePassConfig) -> list[Check]:
+    return [
+        *limit_checks(config),
+        launches.grid_check(f"tile_n={config.tile_n}", key_tiles(problem, config.tile_n), problem),
+        launches.grid_check(f"rows in tiles of {ROW_TILE}", query_tiles(problem, ROW_TILE), problem),
+    ]
+
+
+def _checks_of_dq(problem: Problem, config: TwoPassConfig, only_one: bool) -> list[Check]:
+    return [
+        (not only_one, "dq_transposed or delta_first in two kernels", "False"),
+        launches.grid_check(f"dq_tile_m={config.dq_tile_m}", query_tiles(problem, config.dq_tile_m), problem),
+    ]
+
+
+# ---------------------------------------------------------------- launches
+
+COLUMN_UNIT = 4
+"""Rows of fp32 numbers, of a multiple of which TMA reads parts. Without it a backward takes 3 to 13 % longer (H200
+2026-11-26, N=4096, D=64 to 256), so that other lengths of queries have code of their own."""
+
+SCORES_ADDED_BY_THREAD, USUAL_WARPS = 16, 4
+
+_NAMES: Mapping[str, str] = {
+    "query_grads": "q k v out lse dout dlse delta dq captured listed score_factor grad_factor reach numbers derived",
+    "key_grads": "q k v lse dout delta dk dv captured listed dcaptured score_factor grad_factor reach numbers derived",
+    "row_deltas": "out dout dlse delta dq_sum",
+    "all_grads": """
+        q k v lse dout delta dq_sum dk dv captured listed dcaptured score_factor grad_factor reach numbers derived""",
+    "round_query_grads": "dq_sum dq grad_factor",
+    "deltas": "out dout dlse delta",
+    "stored_key_grads": "q k v lse dout delta ds dk dv score_factor grad_factor numbers first",
+    "stored_query_grads": "k ds dq grad_factor numbers first",
+}
+"""The parameters of each kernel, in order: arrays, a tuple of them, then numbers."""
+NO_AREAS: Mapping[str, Layout] = MappingProxyType({})
+_STORED = ("deltas", "stored_key_grads", "stored_query_grads")
+
+
+def cut_of(problem: Problem, config: Any) -> Any:
+    """The config, cut to the blocks of a block mask.
+
+    Also cut where each score is added to an element of a 16-bit tensor's gradient: tileiras 13.4 ends in an error
+    ("Invalid use-def chain in LoopSchedule") for more than 16 scores a thread.
+    """
+    if _adds_each_score(problem):
+        most = SCORES_ADDED_BY_THREAD * WARP_THREADS * (config.num_worker_warps or USUAL_WARPS)
+        config = replace(config, tile_m=max(SMALLEST_TILE, min(config.tile_m, most // config.tile_n)))
+    return launches.within_blocks(problem, config)
+
+
+def _adds_each_score(problem: Problem) -> bool:
+    """True if the gradient of a captured tensor of 16 bits takes an atomic addition for each score."""
+    if (score := problem.score) is None or not score.gradients:
+        return False
+    lowered = lower(score.program, apart=score.scores is not None)
+    return any(
+        not it.is_exclusive and not it.summed and score.program.tensors[it.load.value].dtype.itemsize == 2
+        for it in lowered.gradients_of(score.gradients)
+    )
+
+
+def two_passes(call: Asked) -> tuple[KernelLaunch, ...]:
+    """The kernel that owns queries, then that which owns keys."""
+    plan, problem = call.plan, call.problem
+    config: TwoPassConfig = cut_of(problem, call.config)
+    constants = QueryGradsConstants(
+        **_products(plan, KEYS_OF_QUERIES, config.dq_tile_m, config.dq_tile_n),
+        ragged=not problem.is_banded and launches.has_ragged_keys(problem, config.dq_tile_n),
+        latency=config.dq_latency,
+        has_dlse=call.has_dlse,
+    )
+    tiles, hints = query_tiles(problem, config.dq_tile_m), (config.dq_occupancy, config.dq_num_worker_warps)
+    return (
+        *launches.tile_lists(plan, query_tile=config.dq_tile_m, key_tile=config.tile_n),
+        _launch(plan, "query_grads", tiles, constants, *hints, heads_together=config.dq_heads_together),
+        _of_keys(plan, config, "key_grads"),
+    )
+
+
+def one_pass(call: Asked) -> tuple[KernelLaunch, ...]:
+    """The kernel that owns keys, with those of rows before and after it."""
+    plan, problem = call.plan, call.problem
+    config: OnePassConfig = cut_of(problem, call.config)
+    rows = RowConstants(tile_m=ROW_TILE, tile_d=one_width(problem.head_dim))
+    return (
+        *launches.tile_lists(plan, key_tile=config.tile_n),
+        _of_rows(call, "row_deltas"),
+        _of_keys(plan, config, "all_grads"),
+        _launch(plan, "round_query_grads", _row_tiles(problem), rows),
+    )
+
+
+def stored(call: Asked) -> tuple[KernelLaunch, ...]:
+    """Delta, then dk and dv and after them dq, of as many heads at a time as there is memory for the ds of."""
+    plan, problem, config = call.plan, call.problem, call.config
+    found = [_of_rows(call, "deltas")]
+    at_a_time, group = heads_at_a_time(problem, config), problem.group
+    of_keys, of_queries = -(-problem.seq_kv // config.tile_n), -(-problem.seq_q // config.dq_tile_m)
+    in_entry = min(at_a_time, problem.heads_kv)
+    key_constants = BackwardConstants(
+        **_products(plan, QUERIES_OF_KEYS, config.tile_m, config.tile_n),
+        ragged=False,
+        latency=config.latency,
+        delta_first=config.delta_first,
+    )
+    if config.stagger and not problem.is_banded:
+        key_constants = StaggeredConstants(**vars(key_constants), stagger=config.stagger)
+    query_constants = BackwardConstants(
+        **{**_products(plan, KEYS_OF_QUERIES, config.dq_tile_m, config.dq_tile_n), "tma_columns": False},
+        ragged=False,
+        latency=config.dq_latency,
+    )
+    together = launches.divisor_near(config.heads_together, in_entry)
+    dq_together = launches.divisor_near(config.dq_heads_together, in_entry * group)
+    hints, dq_hints = (config.occupancy, config.num_worker_warps), (config.dq_occupancy, config.dq_num_worker_warps)
+    heads, areas = problem.batch * problem.heads_kv, stored_areas(problem, config)
+    for begin in range(0, heads, max(at_a_time, 1)):
+        count = min(at_a_time, heads - begin)
+        for kernel, constants, asked, advance, tiles in (
+            ("stored_key_grads", key_constants, hints, together, of_keys),
+            ("stored_query_grads", query_constants, dq_hints, dq_together, of_queries * group),
+        ):
+            number = tiles * count
+            launch = _launch(plan, kernel, number, constants, *asked, heads_together=advance, areas=areas)
+            first = (begin * tiles, begin * group)
+            found.append(replace(launch, scalars={**launch.scalars, "first": first}))
+    return tuple(found)
+
+
+def _row_tiles(problem: Problem) -> int:
+    """Tiles of the kernels that have rows only, also of a packed batch."""
+    return -(-problem.seq_q // ROW_TILE) * problem.heads_q * problem.batch
+
+
+def _of_rows(call: Asked, kernel: str) -> KernelLaunch:
+    """The launch that leaves delta."""
+    tile_d = one_width(call.problem.head_dim)
+    constants = RowDeltaConstants(tile_m=ROW_TILE, tile_d=tile_d, has_dlse=call.has_dlse)
+    return _launch(call.plan, kernel, _row_tiles(call.problem), constants, ROW_OCCUPANCY)
+
+
+def _of_keys(plan: Plan, config: OnePassConfig, kernel: str) -> KernelLaunch:
+    """The launch in which a block owns a tile of keys."""
+    problem = plan.problem
+    constants = BackwardConstants(
+        **_products(plan, QUERIES_OF_KEYS, config.tile_m, config.tile_n),
+        ragged=kernel == "all_grads" and (problem.packing is not None or problem.seq_kv % config.tile_n != 0),
+        ragged_queries=launches.has_ragged_queries(problem, config.tile_m),
+        gradients=problem.score.gradients if problem.score is not None else (),
+        latency=config.latency,
+        dq_transposed=config.dq_transposed,
+        delta_first=config.delta_first,
+    )
+    tiles = key_tiles(problem, config.tile_n)
+    hints = (config.occupancy, config.num_worker_warps)
+    return _launch(plan, kernel, tiles, constants, *hints, heads_together=config.heads_together)
+
+
+def _products(plan: Plan, names: Sequence[str], tile_m: int, tile_n: int) -> dict[str, Any]:
+    """The constants of a kernel with products that follow from its tile; `names`: its lists of a block mask."""
+    problem = plan.problem
+    return {
+        "tile_m": tile_m,
+        "tile_n": tile_n,
+        "tile_d": one_width(problem.head_dim),
+        "banded": problem.is_banded,
+        "two_sided": problem.is_two_sided,
+        "tma": launches.has_positive_strides(problem),
+        "tma_columns": problem.packing is None and problem.seq_q % COLUMN_UNIT == 0,
+        "score": launches.lowered_of(plan),
+        "blocks": launches.tiles_of_blocks(problem, names, tile_m, tile_n),
+        "packed": problem.packing is not None,
+    }
+
+
+def _launch(
+    plan: Plan,
+    kernel: str,
+    tiles: int,
+    constants: KernelConstants,
+    occupancy: int | None = None,
+    num_worker_warps: int | None = None,
+    *,
+    heads_together: int = 1,
+    areas: Mapping[str, Layout] = NO_AREAS,
+) -> KernelLaunch:
+    """One launch; `areas` are those that no problem has.
+
+    Without a dlse a kernel is given lse in its place, and does not read it.
+    """
+    problem, names = plan.problem, _NAMES[kernel].split()
+    grid = launches.factor_grid(tiles)
+    heads = problem.heads_kv if "dk" in names else problem.heads_q
+    together = launches.divisor_near(heads_together, heads)
+    if getattr(constants, "packed", False):
+        grid = launches.grid_of_list(tiles, heads, together)
+    if grid is None:
+        raise ValueError(f"no grid of {tiles} blocks")
+    assumed = Assumptions(problem=problem, constants={"dtype": problem.dtype})
+    captured, derived = launches.aux_of(plan, assumed) if "captured" in names else ((), ())
+    optional = {"captured": captured} if "captured" in names else {}
+    if "listed" in names:
+        of_keys, (query_list, key_list) = "dcaptured" in names, TILE_LISTS
+        own = (QUERIES_OF_KEYS, key_list) if of_keys else (KEYS_OF_QUERIES, query_list)
+        optional["listed"] = assumed.lists(*own)
+        if of_keys:
+            lowered, score = launches.lowered_of(plan), problem.score
+            given = {} if lowered is None or score is None else score.gradient_arguments(lowered)
+            optional["dcaptured"] = assumed.all_captured(given.values())
+    scalars: dict[str, launches.Scalar] = {
+        "score_factor": problem.score_factor,
+        "grad_factor": problem.grad_factor,
+        "reach": launches.reach_of(problem),
+        "numbers": launches.order_of(problem, launches.Together(heads=together), heads),
+        "derived": derived,
+    }
+    unit = COLUMN_UNIT if getattr(constants, "tma_columns", False) else 1
+    operands = {name: name for name in names if name in problem.layouts}
+    if "dlse" in operands and not getattr(constants, "has_dlse", False):
+        operands["dlse"] = "lse"
+    return KernelLaunch(
+        kernel=kernel,
+        module="stored" if kernel in _STORED else "backward",
+        is_64bit=launches.needs_64bit(problem, backward=True),
+        occupancy=occupancy,
+        num_worker_warps=num_worker_warps,
+        grid=grid,
+        arrays={
+            name: assumed.sized(name, areas[name]) if name in areas else assumed.array(operands[name], vector_unit=unit)
+            for name in names
+            if name in areas or name in operands
+        },
+        optional=optional,
+        scalars={name: scalars[name] for name in names if name in scalars},
+        constants=constants,
+        assumed=assumed.constants,
+    )
+
+
+# ---------------------------------------------------------------- candidates
+
+_Hints = tuple[int, int, int, int | None]
+_Tiles = tuple[tuple[_Hints, ...], tuple[_Hints, ...]]
+_HOPPER: Mapping[int, _Tiles] = {
+    64: (((64, 128, 1, 8), (128, 128, 1, 8), (128, 64, 2, None), (64, 64, 2, None)),
+         ((64, 64, 2, None), (64, 64, 3, None), (128, 64, 1, 8), (64, 128, 2, None))),
+    128: (((64, 64, 2, None), (32, 128, 1, 8), (64, 128, 1, 8), (128, 64, 1, 8), (64, 64, 1, 8)),
+          ((128, 64, 1, 8), (64, 64, 2, None), (128, 128, 1, 8))),
+    256: (((64, 64, 1, 8), (32, 64, 1, 8)),
+          ((64, 64, 1, 8), (64, 32, 1, None), (128, 32, 1, 8))),
+}  # fmt: skip
+"""By head_dim: tiles of the kernel that owns keys, and of the one that owns queries, with occupancy and warps."""
+_OF_TCGEN05: _Tiles = (
+    ((64, 128, 1, 8), (128, 128, 1, 8), (64, 64, 1, None), (64, 64, 1, 8)),
+    ((128, 64, 1, 8), (128, 128, 1, 8), (64, 64, 1, None)),
+)
+_OTHERS: _Tiles = (
+    ((64, 32, 1, 8), (32, 32, 1, 8), (32, 64, 1, 8), (16, 32, 1, 8)),
+    ((64, 32, 1, 8), (32, 32, 1, None), (64, 64, 1, None)),
+)
+_OF_STORED: tuple[_Hints, ...] = ((128, 64, 1, 8), (64, 64, 1, None))
+"""Tiles of the kernel that owns queries, where ds is stored."""
+
+
+def _fields(hints: _Hints, prefix: str = "") -> dict[str, Any]:
+    names = ("tile_m", "tile_n", "occupancy", "num_worker_warps")
+    return {prefix + name: value for name, value in zip(names, hints, strict=True)}
+
+
+def _ways(problem: Problem, arch: Arch) -> tuple[list[dict[str, Any]], tuple[_Hints, ...]]:
+    """Fields of the kernel that owns keys, each tile with two latencies; tiles of the one that owns queries."""
+    hopper = _HOPPER[max(64, one_width(problem.head_dim))]
+    keys, queries = hopper if arch.name == "sm90" else _OF_TCGEN05 if arch.name in TCGEN05 else _OTHERS
+    latencies = (4, 2) if arch.name == "sm90" else (4, 1)
+    return [{**_fields(tile), "latency": it} for tile in keys for it in latencies], queries
+
+
+def _side_by_side(found: list[_Config], *names: str) -> list[_Config]:
+    """Each config with two orders of heads."""
+    return [*found, *(replace(it, **dict.fromkeys(names, 4)) for it in found)]
+
+
+def _candidates_of_one(variant: Variant, problem: Problem, arch: Arch) -> list[OnePassConfig]:
+    """Tiles with the occupancies and warps that suit them."""
+    return _side_by_side([OnePassConfig(**way) for way in _ways(problem, arch)[0]], "heads_together")
+
+
+def _candidates_of_two(variant: Variant, problem: Problem, arch: Arch) -> list[TwoPassConfig]:
+    """Each way to own keys with the first to own queries, then the others."""
+    ways, queries = _ways(problem, arch)
+    pairs = [(way, queries[0]) for way in ways] + [(ways[0], tile) for tile in queries[1:]]
+    found = [TwoPassConfig(**way, **_fields(tile, "dq_")) for way, tile in pairs]
+    return _side_by_side(found, "heads_together", "dq_heads_together")
+
+
+def _candidates_of_stored(variant: Variant, problem: Problem, arch: Arch) -> list[StoredConfig]:
+    """Each way to own keys with each to own queries."""
+    ways, staggers = _ways(problem, arch)[0], (0,) if problem.is_banded else (0, 7)
+    of_all = itertools.product(ways, _OF_STORED, staggers)
+    found = [StoredConfig(**way, **_fields(tile, "dq_"), stagger=stagger) for way, tile, stagger in of_all]
+    return _side_by_side(found, "heads_together", "dq_heads_together")
+
+
+_MOST = 24
+ONE_PASS = Family(
+    launches=one_pass,
+    fits=why_not_one_pass,
+    candidates=_candidates_of_one,
+    candidates_max=_MOST,
+    areas=("delta", "dq_sum"),
+    lists=TILE_LISTS[1:],
+)
+TWO_PASS = Family(
+    launches=two_passes,
+    fits=why_not_two_pass,
+    candidates=_candidates_of_two,
+    candidates_max=_MOST,
+    areas=("delta",),
+    lists=TILE_LISTS,
+)
+STORED = Family(
+    launches=stored,
+    fits=why_not_stored,
+    candidates=_candidates_of_stored,
+    candidates_max=_MOST,
+    areas=("delta",),
+    own_areas=stored_areas,
+)
