@@ -30,11 +30,10 @@ from multiattn.integrations.flash_attn_options import (
     HEAD_DIM_MULTIPLE,
     Result,
     WindowSize,
+    as_ours,
     refuse,
     result_of,
     sinks_of,
-    softcap_of,
-    window_of,
 )
 from multiattn.layout import unit_stride
 from multiattn.plain import plain
@@ -98,7 +97,15 @@ def flash_attn_func(
     """
     refuse("flash_attn_func", fa3, dropout_p=dropout_p)
     _check(q, k, v, 4, "[B, S, H, D]")
-    options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend)
+    options = as_ours(
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        scale=_scale(q, softmax_scale),
+        alibi_slopes=alibi_slopes,
+        deterministic=True if deterministic else None,
+        backend=backend,
+    )
     q_padded, k_padded, v_padded = (_padded(it).transpose(1, 2) for it in (q, k, v))
     out, lse = fmha(q_padded, k_padded, v_padded, sinks=learnable_sink, return_lse=True, **options)
     return result_of(_like(q, out.transpose(1, 2)), lse, return_attn_probs, return_softmax_lse)
@@ -239,7 +246,15 @@ def flash_attn_varlen_func(
             "a block_table with seqused_k"
         )
     _check(q, k, v, 3, "[T, H, D]")
-    options = _options(q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend)
+    options = as_ours(
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        scale=_scale(q, softmax_scale),
+        alibi_slopes=alibi_slopes,
+        deterministic=True if deterministic else None,
+        backend=backend,
+    )
     found, lse = fmha_varlen(
         *(_padded(it) for it in (q, k, v)),
         cu_seqlens_q=cu_seqlens_q,
@@ -331,26 +346,9 @@ def _unpacked(name: str, packed: torch.Tensor, rank: int, count: int, layout: st
     return packed.unbind(dim=-3)
 
 
-def _options(
-    q: torch.Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: WindowSize,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    deterministic: bool,
-    backend: BackendName,
-) -> dict[str, Any]:
-    """The same as `multiattn.fmha` takes it."""
-    return {
-        "causal": bool(causal),
-        "window": window_of(window_size),
-        "scale": q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,  # of the D that is not padded
-        "softcap": softcap_of(softcap),
-        "alibi_slopes": alibi_slopes,
-        "deterministic": True if deterministic else None,
-        "backend": backend,
-    }
+def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
+    """The scale of a call, by default that of the head_dim before it is padded."""
+    return q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:

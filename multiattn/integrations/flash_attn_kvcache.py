@@ -16,10 +16,9 @@ from multiattn.integrations.flash_attn_options import (
     HEAD_DIM_MULTIPLE,
     Result,
     WindowSize,
+    as_ours,
     refuse,
     result_of,
-    softcap_of,
-    window_of,
 )
 from multiattn.kvcache import fmha_kvcache
 from multiattn.layout import unit_stride
@@ -190,16 +189,10 @@ def attend_cache(
     *,
     cu_seqlens_q: torch.Tensor | None,
     max_seqlen_q: int | None,
-    causal: bool,
-    window_size: WindowSize,
-    softcap: float,
     num_splits: int,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out and lse of `fmha_kvcache` in FlashAttention's layout; k_cache and v_cache are views.
-
-    `options` are those that both have by one name.
-    """
+    """Out and lse of `fmha_kvcache` in FlashAttention's layout; k_cache and v_cache are views."""
     q = unit_stride(q)
     is_packed = cu_seqlens_q is not None
     found, lse = fmha_kvcache(
@@ -209,11 +202,8 @@ def attend_cache(
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q if is_packed else None,
         num_splits=num_splits if num_splits > 0 else None,
-        causal=bool(causal),
-        window=window_of(window_size),
-        softcap=softcap_of(softcap),
         return_lse=True,
-        **options,
+        **as_ours(**options),
     )
     return found if is_packed else found.transpose(1, 2), lse
 

@@ -66,7 +66,12 @@ def refuse(function: str, others: dict[str, Any], **options: Any) -> None:
         raise NotImplementedError(f"{function}: {name}: got {got}; allowed {allowed}; {hint}")
 
 
-def window_of(window_size: WindowSize) -> Window | None:
+def as_ours(*, causal: bool, window_size: WindowSize, softcap: float, **same: Any) -> dict[str, Any]:
+    """The options of a call as `multiattn.fmha` takes them; `same` are those that both have by one name."""
+    return {"causal": bool(causal), "window": _window_of(window_size), "softcap": _softcap_of(softcap), **same}
+
+
+def _window_of(window_size: WindowSize) -> Window | None:
     """The window as `multiattn.fmha` takes it: a negative bound is none; numbers may be elements of a tensor."""
     if window_size is None:
         return None
@@ -77,7 +82,7 @@ def window_of(window_size: WindowSize) -> Window | None:
     return None if left is None and right is None else (left, right)
 
 
-def softcap_of(softcap: float) -> float | None:
+def _softcap_of(softcap: float) -> float | None:
     """The softcap as `multiattn.fmha` takes it: 0 and less is none."""
     number = as_float(softcap, "softcap")
     return number if number > 0.0 else None
