@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from multiattn.layout import Shape, fits_broadcast
+from multiattn.layout import Shape
 from multiattn.score.transforms import is_wrapped
+from multiattn.validate import check_block_mask, check_lists
 
 BLOCK = 128
 """Queries and keys in a block of the lists that are made of a mask of bools."""
@@ -83,38 +84,17 @@ def read_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[
     """
     from torch.nn.attention.flex_attention import BlockMask, noop_mask  # imports SymPy
 
-    if not isinstance(block_mask, BlockMask):
-        allowed = "torch.nn.attention.flex_attention.BlockMask"
-        hint = "make one by create_block_mask(mask_mod, B, H, Sq, Skv)"
-        if isinstance(block_mask, torch.Tensor):
-            hint = f"a mask tensor is bias, or {hint}"
-        raise TypeError(f"block_mask must be a {allowed}; got {type(block_mask).__name__}; {hint}")
+    check_block_mask(block_mask, q, k)
     size_q, size_kv = block_mask.BLOCK_SIZE
-    batch, heads, rows, columns = block_mask.kv_indices.shape
-    wanted = -(-q.shape[2] // size_q), -(-k.shape[2] // size_kv)
-    is_broadcast = fits_broadcast((batch, heads), q.shape[:2])
-    if not is_broadcast or rows < wanted[0] or columns < wanted[1]:
-        raise ValueError(
-            f"block_mask: got lists {[batch, heads, rows, columns]} of blocks {size_q} x {size_kv}; allowed "
-            f"[1 or {q.shape[0]}, 1 or {q.shape[1]}, {wanted[0]} or more, {wanted[1]} or more] for Sq={q.shape[2]} and "
-            f"Skv={k.shape[2]}; make it by create_block_mask for these lengths"
-        )
     if block_mask.q_num_blocks is None:
         names = KEYS_OF_QUERIES
         given = {name: getattr(block_mask, name) for name in names}
         block_mask = BlockMask.from_kv_blocks(**given, BLOCK_SIZE=(size_q, size_kv), mask_mod=block_mask.mask_mod)
     spec = BlockSpec(size_q, size_kv, block_mask.full_kv_num_blocks is not None)
     tensors = tuple(getattr(block_mask, name).to(torch.int32).contiguous() for name in spec.names)
-    for name, tensor in zip(spec.names, tensors, strict=True):
-        if tensor.device != q.device:
-            allowed = f"the device of q, {q.device}; move it by block_mask.to(q.device)"
-            raise ValueError(f"block_mask.{name}: got a tensor on {tensor.device}; allowed {allowed}")
-        partial = tensors[spec.names.index(name.removeprefix("full_"))].shape
-        if tensor.shape != partial:
-            allowed = f"the shape of the lists of partial blocks, {list(partial)}"
-            raise ValueError(f"block_mask.{name}: got {list(tensor.shape)}; allowed {allowed}")
-    mask_mod = block_mask.mask_mod
-    return BlockLists(spec, tensors), None if mask_mod is noop_mask else mask_mod
+    lists, mask_mod = BlockLists(spec, tensors), block_mask.mask_mod
+    check_lists(lists.named, q)
+    return lists, None if mask_mod is noop_mask else mask_mod
 
 
 def may_hide_blocks(visible: torch.Tensor) -> bool:

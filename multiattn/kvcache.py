@@ -17,7 +17,8 @@ from multiattn.run.autograd import attend_cached, autocast
 from multiattn.sequences import Batching, Indices, Kind
 from multiattn.signatures import CacheOptions, names_of, settled, takes
 from multiattn.validate import check_modification
-from multiattn.validate.sequences import check_cache, check_numbers, check_out, check_values
+from multiattn.validate.results import check_out
+from multiattn.validate.sequences import check_cache, check_numbers, check_values
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

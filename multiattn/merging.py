@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from multiattn.meant import refuse_call, refuses_calls
-from multiattn.validate import check_parts
+from multiattn.validate.results import check_parts
 
 
 @refuses_calls

@@ -179,6 +179,11 @@ class Operands(NamedTuple):
         return named | dict(self.indices.named)
 
     @property
+    def results(self) -> dict[str, torch.Tensor | None]:
+        """The results of a forward and their gradients, by name."""
+        return {"out": self.out, "lse": self.lse, "dout": self.dout, "dlse": self.dlse}
+
+    @property
     def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v."""
         return self[:INPUTS]  # type: ignore[return-value]  # the rest may be None

@@ -85,8 +85,7 @@ def _attend(
     operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if options.batching is not None:
-        run = _attend_packed if options.batching.kind == "packed" else _attend_cached
-        return run(operands, options, compute_dtype)
+        return _attend_each(operands, options, compute_dtype)
     return _attend_dense(Problem.of_any(operands, options), operands, compute_dtype, part)
 
 
@@ -253,27 +252,41 @@ def _differentiate_dense(
     return dq, dk, dv, -(of_sinks * delta).sum(dim=(0, 2)), *dcaptured
 
 
-# ---------------------------------------------------------------- packed batches
+# ---------------------------------------------------------------- packed batches and caches
 
 
 class OwnRows(NamedTuple):
-    """The rows of one sequence of a packed batch."""
+    """The place of one sequence in q, and of its keys in a packed batch: batch entries, and rows of these."""
 
+    entries: slice
     queries: slice
     keys: slice
 
 
 def sequences(operands: Operands, options: Options) -> Iterator[tuple[Operands, Options, Part, OwnRows]]:
-    """Each sequence as a batch of one, with its options, its place and its rows, whatever cu_seqlens say."""
-    starts = operands.indices
-    assert starts.cu_seqlens_q is not None
-    assert starts.cu_seqlens_kv is not None
+    """Each sequence as a batch of one, its keys gathered, with its options, its place and its rows.
+
+    Whatever starts and lengths say: rows that there are not are left out.
+    """
+    problem, where = Problem.of_any(operands, options), operands.indices
     of_q = {name: it for name in ("q", "out", "lse", "dout", "dlse") if (it := getattr(operands, name)) is not None}
-    of_kv = {"k": operands.k, "v": operands.v}
-    bounds = _slices(starts.cu_seqlens_q, operands.q.shape[2]), _slices(starts.cu_seqlens_kv, operands.k.shape[2])
-    for entry, rows in enumerate(itertools.starmap(OwnRows, zip(*bounds, strict=True))):
-        own = {name: it[:, :, rows.queries] for name, it in of_q.items()}
-        own |= {name: it[:, :, rows.keys] for name, it in of_kv.items()}
+    queries = None if where.cu_seqlens_q is None else _slices(where.cu_seqlens_q, operands.q.shape[2])
+    if where.seqlens_kv is None:
+        assert where.cu_seqlens_kv is not None
+        keys = _slices(where.cu_seqlens_kv, operands.k.shape[2])
+    else:
+        keys = [slice(0, length) for length in where.seqlens_kv.clamp(0, problem.seq_kv).tolist()]
+    for entry, its_keys in enumerate(keys):
+        entries = slice(entry, entry + 1) if queries is None else slice(None)
+        rows = OwnRows(entries, slice(None) if queries is None else queries[entry], its_keys)
+        own = {name: it[rows.entries, :, rows.queries] for name, it in of_q.items()}
+        if where.seqlens_kv is None:
+            own |= {"k": operands.k[:, :, its_keys], "v": operands.v[:, :, its_keys]}
+        else:
+            length, seq_q = its_keys.stop, own["q"].shape[2]
+            seen_from = 0 if options.left is None else min(max(length - seq_q - options.left, 0), length)
+            gathered = (gather(it, length, entry, where.page_table, seen_from) for it in (operands.k, operands.v))
+            own |= dict(zip(("k", "v"), gathered, strict=True))
         part = Part(0, 0, own["q"].shape[2], own["k"].shape[2], entry)
         yield operands._replace(**own, indices=NO_INDICES), options._replace(batching=None), part, rows
 
@@ -284,17 +297,15 @@ def _slices(cu_seqlens: torch.Tensor, rows: int) -> list[slice]:
     return [slice(begin, max(begin, end)) for begin, end in itertools.pairwise(inside)]
 
 
-def _attend_packed(
-    operands: Operands, options: Options, compute_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` of each sequence; rows of none are empty ones."""
+def _attend_each(operands: Operands, options: Options, compute_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` of each sequence; rows of none are empty ones, which kernels leave where queries have a cache."""
     q, sinks = operands.q, operands.sinks
     out = q.new_zeros(q.shape, dtype=compute_dtype)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=compute_dtype)
     if sinks is not None:
         lse.copy_(sinks[:, None].expand_as(lse))
-    for own, its_options, part, (rows, _) in sequences(operands, options):
-        out[:, :, rows], lse[:, :, rows] = _attend(own, its_options, compute_dtype, part)
+    for own, its_options, part, (entries, rows, _) in sequences(operands, options):
+        out[entries, :, rows], lse[entries, :, rows] = _attend(own, its_options, compute_dtype, part)
     return out, lse
 
 
@@ -306,7 +317,7 @@ def _differentiate_packed(operands: Operands, options: Options, compute_dtype: t
     dq, dk, dv, *totals = (
         operands.q.new_zeros(it, dtype=compute_dtype) for it in (*(it.shape for it in operands.qkv), *shared)
     )
-    for own, its_options, part, (rows, keys) in sequences(operands, options):
+    for own, its_options, part, (_, rows, keys) in sequences(operands, options):
         found = _differentiate(own, its_options, compute_dtype, part)
         dq[:, :, rows], dk[:, :, keys], dv[:, :, keys] = found[:3]
         for total, gradient in zip(totals, found[3:], strict=True):
@@ -314,24 +325,6 @@ def _differentiate_packed(operands: Operands, options: Options, compute_dtype: t
                 total = total[part.first_entry, :, : part.seq_q, : part.seq_kv]
             total += gradient.view(total.shape)
     return dq, dk, dv, *totals
-
-
-# ---------------------------------------------------------------- caches
-
-
-def cached_sequences(operands: Operands, options: Options) -> Iterator[tuple[Operands, Options, Part, slice]]:
-    """Each sequence as a batch of one, its keys gathered, with its options, its place and its rows of a packed q."""
-    problem, given = Problem.of_any(operands, options), operands.indices
-    assert given.seqlens_kv is not None
-    bounds = None if given.cu_seqlens_q is None else _slices(given.cu_seqlens_q, operands.q.shape[2])
-    for entry, length in enumerate(given.seqlens_kv.clamp(0, problem.seq_kv).tolist()):
-        rows = slice(None) if bounds is None else bounds[entry]
-        q = operands.q[entry : entry + 1] if bounds is None else operands.q[:, :, rows]
-        seen_from = 0 if options.left is None else min(max(length - q.shape[2] - options.left, 0), length)
-        k, v = (gather(it, length, entry, given.page_table, seen_from) for it in (operands.k, operands.v))
-        part = Part(0, 0, q.shape[2], length, entry)
-        own = operands._replace(q=q, k=k, v=v, indices=NO_INDICES)
-        yield own, options._replace(batching=None), part, rows
 
 
 def gather(
@@ -348,19 +341,6 @@ def gather(
         used = page_table[entry, first // page : -(-length // page)].long()
         rows = cache[used].transpose(0, 1).flatten(1, 2)[:, first % page :][:, : length - first]  # [Hkv, rows, D]
     return torch.nn.functional.pad(rows, (0, 0, first, 0))[None] if first else rows[None]
-
-
-def _attend_cached(
-    operands: Operands, options: Options, compute_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` of each sequence. Rows of no packed one are zeros and -inf here, where kernels leave them."""
-    shape = operands.q.shape
-    out = operands.q.new_zeros(shape, dtype=compute_dtype)
-    lse = operands.q.new_full(shape[:3], -math.inf, dtype=compute_dtype)
-    for entry, (own, its_options, part, rows) in enumerate(cached_sequences(operands, options)):
-        place = slice(None) if operands.indices.cu_seqlens_q is not None else slice(entry, entry + 1)
-        out[place, :, rows], lse[place, :, rows] = _attend(own, its_options, compute_dtype, part)
-    return out, lse
 
 
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

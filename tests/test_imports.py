@@ -22,7 +22,7 @@ ALLOWED = {
     "told": set(),
     "meant": set(),
     "mask": {"plain"},
-    "block_mask": {"layout", "score"},
+    "block_mask": {"layout", "score", "validate"},
     "packed": {"layout"},
     "sequences": {"layout", "packed"},
     "score": set(),

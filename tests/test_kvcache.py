@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cached_calls import dense, paged
+from cached_calls import COMPILED, dense, paged
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import multiattn
@@ -252,13 +252,6 @@ def wide(q):
 
 # ---------------------------------------------------------------- compiled calls
 
-COMPILED = [
-    (dense, {}),
-    (dense, {"causal": True, "num_splits": 3, "return_lse": True, "scale": 0.3}),
-    (paged, {"causal": True, "window": (9, 0), "return_lse": True}),
-    (paged, {"causal": True, "softcap": 3.0, "sinks": torch.arange(4.0)}),
-]
-
 
 @pytest.mark.parametrize("has_out", [False, True])
 @pytest.mark.parametrize(("make", "options"), COMPILED)
@@ -283,24 +276,6 @@ def test_a_compiled_call_runs_its_backend():
     compiled = torch.compile(multiattn.fmha_kvcache, backend="aot_eager", fullgraph=True)
     options = {"causal": True, "backend": "cuda", "num_splits": 2}
     equal(compiled(*tensors, **rest, **options), multiattn.fmha_kvcache(*tensors, **rest, **options))
-
-
-@pytest.mark.parametrize(("make", "options"), COMPILED)
-def test_opcheck(make, options):
-    tensors, rest = make()
-    asked = []
-
-    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.multiattn.fmha_kvcache.default:
-                asked.append((args, kwargs or {}))
-            return func(*args, **kwargs or {})
-
-    with Recorder():
-        got = multiattn.fmha_kvcache(*tensors, **rest, **options)
-    equal(got, multiattn.fmha_kvcache(*tensors, **rest, **options))
-    ((args, named),) = asked
-    torch.library.opcheck(torch.ops.multiattn.fmha_kvcache.default, args, named)
 
 
 @pytest.mark.parametrize("strides", [(0, 64, 64, 1), (64, 64, 64, 1), (512, 32, 64, 1)], ids=str)

@@ -58,27 +58,6 @@ def test_backward_without_autograd_is_that_of_autograd():
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 3.0}], ids=str)
-def test_opcheck(options):
-    tensors, lengths = batch((5, 0, 9), head_dim=8)
-    asked = []
-
-    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.multiattn.fmha_forward.default:
-                asked.append((args, kwargs or {}))
-            return func(*args, **kwargs or {})
-
-    with Recorder():
-        multiattn.fmha_varlen(*tensors, **lengths, **options)
-    ((given, named),) = asked
-    op = torch.ops.multiattn.fmha_forward.default
-    rest = op._schema.arguments[len(given) :]  # a dispatch mode is not told defaults
-    args = [it.detach().requires_grad_() for it in given[:3]] + [*given[3:], *(it.default_value for it in rest)]
-    args[-1] = True  # what is left at its default does not reach autograd either
-    torch.library.opcheck(op, tuple(args), named)
-
-
 def test_compiles_once_for_all_lengths():
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()

@@ -31,10 +31,11 @@ from multiattn.problem import Problem, options_of
 from multiattn.run import driver
 from multiattn.run.calls import fill_empty
 from multiattn.run.counters import counter_lender
-from multiattn.run.execute import as_fp32, check_laid_out, on_device
+from multiattn.run.execute import as_fp32, on_device
 from multiattn.run.launch import DriverLauncher, LoadedKernel, Workspace
 from multiattn.score import Captured
 from multiattn.validate import as_float
+from multiattn.validate.results import check_laid_out
 
 _KEPT = 256  # launchers of a kernel; a serving loop with ever-changing lengths must not grow for ever
 

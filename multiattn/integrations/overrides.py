@@ -16,7 +16,7 @@ from multiattn.operands import Operands, Options
 from multiattn.plan import backend as registry
 from multiattn.plan.support import Unsupported
 from multiattn.run.calls import Ready, get_backward, get_forward
-from multiattn.run.execute import check_results
+from multiattn.validate.results import check_results
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def ready_forward(operands: Operands, options: Options) -> Ready:
 
 def ready_backward(operands: Operands, options: Options) -> Ready:
     """`get_backward`, with `Refused` for what it refuses, or what is no result of a forward."""
-    or_refuse(check_results, operands)
+    or_refuse(functools.partial(check_results, operands.q, **operands.results))
     return or_refuse(get_backward, operands, options)
 
 

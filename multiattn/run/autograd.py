@@ -15,11 +15,12 @@ from torch.compiler import is_compiling
 from multiattn.operands import Operands, Options
 from multiattn.run import compat
 from multiattn.run.calls import Ready, get_backward, get_forward
-from multiattn.run.execute import check_results, run_backward, run_conforming, run_forward, run_forward_into
+from multiattn.run.execute import run_backward, run_conforming, run_forward, run_forward_into
 from multiattn.run.ops import call_backward_op, call_forward_op, call_kvcache_op, refuse_double_backward, with_dout
 from multiattn.score.transforms import requires_grad
 from multiattn.sequences import rows_of_sequences
 from multiattn.validate import check_inputs, check_scale
+from multiattn.validate.results import check_results
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -133,7 +134,7 @@ def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor | 
     _check_call(operands, options)
     operands = with_dout(operands)
     if not compiling:
-        check_results(operands)
+        check_results(operands.q, **operands.results)
     if not compiling and is_transformed():
         return TransformedBackward.apply(options, *operands.read)  # type: ignore[no-any-return, no-untyped-call]
     return call_backward_op(operands, options)

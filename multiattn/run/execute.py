@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from multiattn.layout import VECTOR_BYTES, Layout
+from multiattn.layout import Layout
 from multiattn.operands import FORWARD_RESULTS, GRADIENTS, INPUTS, READ, Operands, ScoreSpec
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Direction, Plan
@@ -19,7 +19,7 @@ from multiattn.run import compat
 from multiattn.run.calls import Ready, prepare
 from multiattn.run.driver import ensure_context
 from multiattn.sequences import NO_INDICES, Indices
-from multiattn.validate import not_a_tensor
+from multiattn.validate.results import check_laid_out, check_results, is_laid_out
 
 _operands: Callable[[tuple[Any, ...]], Operands] = functools.partial(tuple.__new__, Operands)
 """Operands of a tuple of all of them, in half of the time that their own constructor takes."""
@@ -139,35 +139,19 @@ def launch(
     _launch(plan, "forward", operands, ("out", "lse"))
 
 
-def launch_backward(
-    plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    *,
-    sinks: torch.Tensor | None = None,
-    delta: torch.Tensor | None = None,
-    captured: tuple[torch.Tensor, ...] = (),
-    dcaptured: tuple[torch.Tensor, ...] = (),
-    indices: Indices = NO_INDICES,
-) -> None:
+def launch_backward(plan: Plan, *tensors: torch.Tensor | None, **named: Any) -> None:
     """Launch exactly the backward `plan`, as `launch` does a forward one; it writes dq, dk and dv.
 
-    out and lse as `launch` writes them, dout like out, dlse None or like lse. dq, dk and dv have the shapes, dtype and
+    The tensors are q, k, v, out, lse, dout, dlse, dq, dk and dv, in this order or by name, then by name sinks, delta,
+    captured, dcaptured and indices: those of `multiattn.operands.Operands`. out and lse are as `launch` writes them,
+    dout is like out, dlse None or like lse. dq, dk and dv have the shapes, dtype and
     device of q, k and v and the strides `plan.problem.strides_dq`, `strides_dk`, `strides_dv`; all of these start at a
     multiple of 16 bytes. With sinks it also writes delta, laid out like lse: ``rowsum(dout * out) - dlse``, of which
     `multiattn.fmha_backward` makes their gradient. Where captured tensors want a gradient it adds to dcaptured, which
     are zero before, as `plan.problem.score.gradient_layouts` says. TypeError or ValueError for anything else, with what
     came and what is accepted.
     """
-    operands = Operands(q, k, v, out, lse, dout, dlse, dq, dk, dv, sinks, delta, captured, dcaptured, indices)
+    operands = Operands(*tensors, **named)  # type: ignore[arg-type]  # q, k and v are there
     optional = [name for name in ("dlse", "delta") if getattr(operands, name) is not None]
     _launch(plan, "backward", operands, ("out", "dout", "dq", "dk", "dv", "lse", *optional))
 
@@ -216,59 +200,16 @@ def _is_here(device: torch.device) -> bool:
     return True
 
 
-def check_results(operands: Operands) -> None:
-    """TypeError or ValueError for tensors that cannot be a forward's results or their gradients; any layout does."""
-    q = operands.q
-    for name in ("out", "dout"):
-        _check_alike(name, getattr(operands, name), q.shape, q.dtype, q.device)
-    for name in ("lse",) if operands.dlse is None else ("lse", "dlse"):
-        _check_alike(name, getattr(operands, name), q.shape[:3], torch.float32, q.device)
-
-
-def _check_alike(name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """TypeError or ValueError for anything but a tensor of this shape, dtype and device."""
-    if not isinstance(tensor, torch.Tensor):
-        raise not_a_tensor(name, tensor)
-    if tensor.is_nested or tensor.layout != torch.strided:
-        got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
-        raise TypeError(f"{name} must be a dense strided tensor; got {got}; give what the forward returned")
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
-        raise ValueError(
-            f"{name}: got {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; allowed {tuple(shape)}, {dtype} on "
-            f"{device}; out and lse come of fmha(..., return_lse=True), gradients are like them"
-        )
-
-
-def check_laid_out(name: str, tensor: torch.Tensor, layout: Layout, device: torch.device) -> None:
-    """TypeError or ValueError for a tensor that a launch may not read or write as it is."""
-    _check_alike(name, tensor, layout.shape, layout.dtype, device)
-    if not _is_laid_out(tensor, layout.strides):
-        raise ValueError(
-            f"{name}: got strides {tuple(tensor.stride())}, address {tensor.data_ptr():#x}; allowed strides "
-            f"{layout.strides}, address a multiple of {VECTOR_BYTES}, no negated view"
-        )
-
-
-def _is_laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """True if a launch may read or write the tensor as it is; a dimension of size 1 may have any stride."""
-    if tensor.data_ptr() % VECTOR_BYTES or tensor.is_neg():
-        return tensor.numel() == 0
-    if tensor.stride() == strides:
-        return True
-    walked = (index for index, size in enumerate(tensor.shape) if size > 1)
-    return tensor.numel() == 0 or all(tensor.stride(index) == strides[index] for index in walked)
-
-
 def _conform(plan: Plan, operands: Operands) -> Operands:
     """The operands of a backward as the launch contract wants them: a copy of each that is laid out otherwise."""
     layouts = plan.problem.layouts
     if operands.dout is None:
         operands = operands._replace(dout=compat.empty_strided(*layouts["dout"], operands.q.device).zero_())
-    check_results(operands)
+    check_results(operands.q, **operands.results)
     copies: dict[str, Any] = {
         name: _copy(tensor, layouts[name])
         for name in ("out", "lse", "dout", "dlse")
-        if (tensor := getattr(operands, name)) is not None and not _is_laid_out(tensor, layouts[name].strides)
+        if (tensor := getattr(operands, name)) is not None and not is_laid_out(tensor, layouts[name].strides)
     }
     operands = operands._replace(**copies) if copies else operands
     if operands.lse is not None and operands.dlse is not None and plan.problem.has_empty_rows:

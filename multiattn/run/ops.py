@@ -22,11 +22,12 @@ from multiattn.operands import Operands, Options
 from multiattn.packed import packed_strides
 from multiattn.run.arguments import BACKWARD, CAPTURED_BACKWARD, FORWARD, KVCACHE, Signature
 from multiattn.run.calls import get_backward, get_forward
-from multiattn.run.execute import check_results, run_backward, run_forward
+from multiattn.run.execute import run_backward, run_forward
 from multiattn.run.flops import register_when_counted
 from multiattn.run.values import are_read
 from multiattn.sequences import NO_INDICES, Batching, Indices
 from multiattn.validate import check_inputs
+from multiattn.validate.results import check_results
 from multiattn.validate.sequences import check_cache, check_lengths, check_values
 
 # A gradient may come in any layout, but q, k and v keep theirs: Inductor must not choose another for an op's inputs.
@@ -209,7 +210,7 @@ def _fake_kvcache(*arguments: Any) -> _Pair:
 
 def _fake_gradients(operands: Operands, options: Options) -> _Gradients:
     check_inputs(*operands.qkv, operands.sinks)
-    check_results(operands)
+    check_results(operands.q, **operands.results)
     dq, dk, dv = (_like(tensor, is_packed=options.batching is not None) for tensor in operands.qkv)
     return (
         dq,

@@ -130,7 +130,7 @@ def _differentiate_sequences(
     chunk: int | None,
 ) -> Grads:
     """The same of a packed batch, a sequence at a time, into dq and the other `sums`, which are zero."""
-    for own, options, place, (rows, keys) in sequences(given, options_of(problem)):
+    for own, options, place, (_, rows, keys) in sequences(given, options_of(problem)):
         found = differentiate_in_chunks(
             own,
             Problem.of_operands(own, options),

@@ -15,7 +15,7 @@ import torch
 
 from multiattn.operands import Operands, Options
 from multiattn.problem import Problem, options_of
-from multiattn.reference import attend, cached_sequences, sequences
+from multiattn.reference import attend, sequences
 from multiattn.score.eager import Part
 
 NAIVE_FACTOR = 2
@@ -195,23 +195,15 @@ def reference_in_chunks(
     operands: Operands, problem: Problem, compute_dtype: torch.dtype, entry: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`multiattn.reference` over a few query rows at a time, and the keys that they see, in `compute_dtype`."""
-    if problem.cache is not None:
-        return _of_caches_in_chunks(operands, problem, compute_dtype)
+    if problem.batching is not None:
+        return _of_sequences_in_chunks(operands, problem, compute_dtype)
     row = max(1, problem.batch * problem.heads_q * max(problem.seq_kv, problem.head_dim))
     rows = max(1, CHUNK // row)
     q = operands.q
-    if problem.packing is None and problem.seq_q <= rows and not entry:
+    if problem.seq_q <= rows and not entry:
         return attend(operands, options_of(problem), compute_dtype)
     out = torch.empty(q.shape, dtype=compute_dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=compute_dtype, device=q.device)
-    if problem.packing is not None:
-        out[:] = 0.0
-        lse[:] = -math.inf if operands.sinks is None else operands.sinks[:, None].to(compute_dtype)
-        for own, its_options, place, (own_rows, _) in sequences(operands, options_of(problem)):
-            its_problem = Problem.of_operands(own, its_options)
-            its = reference_in_chunks(own, its_problem, compute_dtype, place.first_entry)
-            out[:, :, own_rows], lse[:, :, own_rows] = its
-        return out, lse
     for first in range(0, problem.seq_q, rows):
         last = min(first + rows, problem.seq_q)
         some, options, part, _ = rows_of(problem, operands, first, last, entry)
@@ -219,16 +211,19 @@ def reference_in_chunks(
     return out, lse
 
 
-def _of_caches_in_chunks(
+def _of_sequences_in_chunks(
     operands: Operands, problem: Problem, compute_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference_in_chunks` of each sequence. Rows behind the last are NaN, as they were before a kernel ran."""
-    q = operands.q
-    out = torch.full(q.shape, torch.nan, dtype=compute_dtype, device=q.device)
-    lse = torch.full(q.shape[:3], torch.nan, dtype=compute_dtype, device=q.device)
-    for own, its_options, place, rows in cached_sequences(operands, options_of(problem)):
+    """`reference_in_chunks` of each sequence. Rows of none are empty ones, or with a cache NaN, as before a kernel."""
+    q, sinks = operands.q, operands.sinks
+    out = torch.zeros(q.shape, dtype=compute_dtype, device=q.device)
+    lse = torch.full(q.shape[:3], -math.inf, dtype=compute_dtype, device=q.device)
+    if problem.cache is not None:
+        out[:], lse[:] = torch.nan, torch.nan
+    elif sinks is not None:
+        lse[:] = sinks[:, None].to(compute_dtype)
+    for own, its_options, place, (entries, rows, _) in sequences(operands, options_of(problem)):
         its_problem = Problem.of_operands(own, its_options)
-        entries = slice(None) if problem.has_packed_queries else slice(place.first_entry, place.first_entry + 1)
         its = reference_in_chunks(own, its_problem, compute_dtype, place.first_entry)
         out[entries, :, rows], lse[entries, :, rows] = its
     return out, lse

@@ -19,9 +19,6 @@ SCALE_MAX = 3.4028234663852886e38 / LOG2_E
 
 _MOVE = "move it by .to(q.device)"
 
-LSE_DTYPES = (torch.float32, torch.float64)
-"""Dtypes of a log-sum-exp: kernels give the first, and `multiattn.reference` may compute in the second."""
-
 
 def check_inputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, *, strides: bool = True
@@ -42,18 +39,18 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     tensors = {"q": q, "k": k, "v": v}
     for name, tensor in tensors.items():
         check_operand(name, tensor)
-    _check_share("q, k and v", tensors)
+    check_share("q, k and v", tensors)
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"device: got {q.device}; allowed cpu, cuda and meta; move q, k and v by .cuda() or .cpu()")
 
 
 def check_operand(name: str, tensor: object) -> torch.Tensor:
     """The tensor; TypeError or ValueError for what is no q, keys or values: not dense, negated, of another dtype."""
-    _check_dense(name, tensor)
+    check_dense(name, tensor)
     assert isinstance(tensor, torch.Tensor)
     if tensor.is_neg():
         raise ValueError(f"{name} must hold its own values; got a negated view; call .resolve_neg() on it")
-    _check_dtype(name, tensor, DTYPE_NAMES, "; call .bfloat16() on it")
+    check_dtype(name, tensor, DTYPE_NAMES, "; call .bfloat16() on it")
     return tensor
 
 
@@ -75,7 +72,8 @@ def not_a_tensor(name: str, given: object, allowed: str = "a torch.Tensor") -> T
     return TypeError(f"{name} must be {allowed}; got {got}{hint}")
 
 
-def _check_dense(name: str, tensor: object) -> None:
+def check_dense(name: str, tensor: object) -> None:
+    """TypeError for what is no dense tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise not_a_tensor(name, tensor)
     if tensor.is_nested:
@@ -85,12 +83,13 @@ def _check_dense(name: str, tensor: object) -> None:
         raise TypeError(f"{name} must be a dense strided tensor; got layout {tensor.layout}; call .to_dense() on it")
 
 
-def _check_dtype(name: str, tensor: torch.Tensor, allowed: Iterable[torch.dtype], hint: str = "") -> None:
+def check_dtype(name: str, tensor: torch.Tensor, allowed: Iterable[torch.dtype], hint: str = "") -> None:
+    """TypeError for a tensor of another dtype."""
     if tensor.dtype not in allowed:
         raise TypeError(f"{name}.dtype: got {tensor.dtype}; allowed {', '.join(map(str, allowed))}{hint}")
 
 
-def _check_share(
+def check_share(
     names: str, tensors: Mapping[str, torch.Tensor], otherwise: str = ", or call under torch.autocast"
 ) -> None:
     """TypeError or ValueError for tensors that have not all one dtype and one device."""
@@ -184,6 +183,40 @@ def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
         raise ValueError(f"sinks must be on the device of q, {q.device}; got {sinks.device}; {_MOVE}")
 
 
+def check_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> None:
+    """TypeError for what is no FlexAttention's `BlockMask`; ValueError for one of other sizes than q and k."""
+    from torch.nn.attention.flex_attention import BlockMask  # imports SymPy
+
+    if not isinstance(block_mask, BlockMask):
+        allowed = "torch.nn.attention.flex_attention.BlockMask"
+        hint = "make one by create_block_mask(mask_mod, B, H, Sq, Skv)"
+        if isinstance(block_mask, torch.Tensor):
+            hint = f"a mask tensor is bias, or {hint}"
+        raise TypeError(f"block_mask must be a {allowed}; got {type(block_mask).__name__}; {hint}")
+    size_q, size_kv = block_mask.BLOCK_SIZE
+    batch, heads, rows, columns = block_mask.kv_indices.shape
+    wanted = -(-q.shape[2] // size_q), -(-k.shape[2] // size_kv)
+    is_broadcast = fits_broadcast((batch, heads), q.shape[:2])
+    if not is_broadcast or rows < wanted[0] or columns < wanted[1]:
+        raise ValueError(
+            f"block_mask: got lists {[batch, heads, rows, columns]} of blocks {size_q} x {size_kv}; allowed "
+            f"[1 or {q.shape[0]}, 1 or {q.shape[1]}, {wanted[0]} or more, {wanted[1]} or more] for Sq={q.shape[2]} and "
+            f"Skv={k.shape[2]}; make it by create_block_mask for these lengths"
+        )
+
+
+def check_lists(lists: Mapping[str, torch.Tensor], q: torch.Tensor) -> None:
+    """ValueError for lists of a block mask, by name, that are elsewhere than q, or not of one shape."""
+    for name, tensor in lists.items():
+        if tensor.device != q.device:
+            allowed = f"the device of q, {q.device}; move it by block_mask.to(q.device)"
+            raise ValueError(f"block_mask.{name}: got a tensor on {tensor.device}; allowed {allowed}")
+        partial = lists[name.removeprefix("full_")].shape
+        if tensor.shape != partial:
+            allowed = f"the shape of the lists of partial blocks, {list(partial)}"
+            raise ValueError(f"block_mask.{name}: got {list(tensor.shape)}; allowed {allowed}")
+
+
 def check_modification(
     q: torch.Tensor,
     lengths: tuple[int, int, int],
@@ -246,40 +279,6 @@ def _check_captured(name: str, tensor: object, q: torch.Tensor, dtypes: tuple[to
         raise TypeError(f"{name}: got {tensor.dtype}, layout {tensor.layout}; allowed dense {allowed}; {hint}")
     if tensor.device != q.device:
         raise ValueError(f"{name} must be on the device of q, {q.device}; got {tensor.device}; {_MOVE}")
-
-
-def check_parts(outs: Mapping[str, torch.Tensor], lses: Mapping[str, torch.Tensor]) -> None:
-    """TypeError or ValueError for outs and lses, by their names, that are not parts of one attention."""
-    if not outs or len(outs) != len(lses):
-        got = f"{len(outs)} outs and {len(lses)} lses"
-        raise ValueError(f"outs and lses: got {got}; allowed as many of each, at least one; call with return_lse=True")
-    for tensors, dtypes in ((outs, DTYPE_NAMES), (lses, LSE_DTYPES)):
-        for name, tensor in tensors.items():
-            _check_dense(name, tensor)
-            _check_dtype(name, tensor, dtypes, "; return_lse=True gives it so" if dtypes is LSE_DTYPES else "")
-    (first, out), lse = next(iter(outs.items())), next(iter(lses.values()))
-    if out.ndim not in (3, 4):
-        raise ValueError(
-            f"{first}: got shape {list(out.shape)}; allowed [B, Hq, Sq, D], or [T, Hq, D] in packed batches"
-        )
-    for name, tensor in outs.items():
-        if tensor.shape != out.shape:
-            hint = "parts have the same queries, and other keys; the lse of each comes behind its out"
-            raise ValueError(
-                f"{name}: got shape {list(tensor.shape)}; allowed {list(out.shape)}, that of {first}; {hint}"
-            )
-    of_rows = list(out.shape[:3]) if out.ndim == 4 else [out.shape[1], out.shape[0]]
-    layout = "[B, Hq, Sq]" if out.ndim == 4 else "[Hq, T]"
-    for name, tensor in lses.items():
-        if list(tensor.shape) != of_rows:
-            allowed = f"{of_rows}, {layout}, as return_lse=True gives it"
-            raise ValueError(f"{name}: got shape {list(tensor.shape)}; allowed {allowed}")
-    for tensors in (outs, lses):
-        _check_share(" and ".join(tensors), tensors, "")
-    if lse.device != out.device:
-        raise ValueError(
-            f"lse must be on the device of out, {out.device}; got {lse.device}; move it by .to(out.device)"
-        )
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:

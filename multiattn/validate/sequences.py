@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from multiattn.layout import VECTOR_BYTES
 from multiattn.plain import plain
 from multiattn.sequences import SPLITS_MAX, Indices
 from multiattn.validate import check_operand, check_sinks, not_a_tensor
@@ -226,34 +225,6 @@ def check_numbers(max_seqlen_q: object, num_splits: object, *, is_packed: bool) 
             allowed = f"{least} and more" if most is None else f"{least} to {most}, or None"
             hint = "; None leaves it to the plan" if name == "num_splits" else ""
             raise ValueError(f"{name}: got {number}; allowed {allowed}{hint}")
-
-
-def check_out(out: object, q: torch.Tensor, *, layout: bool = True) -> None:
-    """TypeError or ValueError for a tensor that results cannot be written to as it is; without `layout`, copied to."""
-    if not isinstance(out, torch.Tensor):
-        raise not_a_tensor("out", out, "a torch.Tensor or None")
-    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device or (layout and out.is_neg()):
-        got, allowed = (f"{tuple(it.shape)}, {it.dtype} on {it.device}" for it in (out, q))
-        raise ValueError(f"out must be like q: got {got}; allowed {allowed}; torch.empty_like(q) makes one")
-    if not layout:
-        return
-    walked = [(stride, size) for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1]
-    strides = [stride for size, stride in zip(out.shape[:-1], out.stride(), strict=False) if size > 1]
-    extent = 1
-    for stride, size in sorted(walked):
-        if stride < extent and out.numel():
-            got = f"strides {tuple(out.stride())} for shape {tuple(out.shape)}"
-            allowed = "strides by which no two elements have one place; torch.empty_like(q) makes one"
-            raise ValueError(f"out: got {got}; allowed {allowed}")
-        extent = stride * size
-    unit = VECTOR_BYTES // out.element_size()
-    is_aligned = not out.data_ptr() % VECTOR_BYTES and not any(stride % unit for stride in strides)
-    if out.numel() and not (is_aligned and (out.shape[-1] == 1 or out.stride(-1) == 1)):
-        raise ValueError(
-            f"out: got strides {tuple(out.stride())}, address {out.data_ptr():#x}; allowed unit stride on D, other "
-            f"strides that are multiples of {unit}, an address that is a multiple of {VECTOR_BYTES}; "
-            "torch.empty_like(q) makes one"
-        )
 
 
 def _check_index(
