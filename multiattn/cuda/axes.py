@@ -1,11 +1,11 @@
-"""The axes of the forward ladder: every point of them is a variant, and an illegal one says why it is.
+"""The axes of the forward ladder, and the points on them that teach something: each is a variant.
 
-`kernels/forward_traits.cuh` has a static_assert for each rule; `tests/test_cuda_axes.py` enumerates both.
+`kernels/forward_traits.cuh` has a static_assert for each rule of which steps go together; `tests/test_cuda_axes.py`
+enumerates both.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
@@ -15,7 +15,8 @@ from multiattn.plan.support import Reason
 WARPS = {"split_kv": "warps share keys and head_dim", "split_q": "warps own rows"}
 SHARE = {"none": "", "kv": "K and V in one buffer", "qkv": "Q, K and V in one buffer"}
 TILING = {"none": "", "qk": "K in slices of head_dim", "qkv": "K in slices of head_dim, V of keys"}
-SWIZZLE = ("", "q", "k", "v", "qk", "qv", "kv", "qkv")
+ALL = "qkv"
+SWIZZLE = ("", "q", "k", "v", "qk", ALL)
 ACCUMULATOR = ("fp32", "fp16")
 
 HEAD_DIM_MAX = 1024
@@ -55,7 +56,7 @@ class Axes:
 
     @property
     def name(self) -> str:
-        """``split_q+share_kv+swizzle_qk``: what is not at the bottom of its axis."""
+        """``split_q+share_kv+swizzle_qkv``: what is not at the bottom of its axis."""
         parts = [self.warps]
         parts += [f"share_{self.share}"] if self.share != "none" else []
         parts += [f"tiling_{self.tiling}"] if self.tiling != "none" else []
@@ -65,11 +66,12 @@ class Axes:
 
     @property
     def parent(self) -> Axes | None:
-        """The point one step down the last axis that has one; None at the bottom of all."""
+        """The point below on the last axis that has one; None at the bottom of all."""
         if self.accumulator != "fp32":
             return replace(self, accumulator="fp32")
         if self.swizzle:
-            return replace(self, swizzle=self.swizzle[:-1])
+            below = replace(self, swizzle=self.swizzle[:-1])
+            return below if below in POINTS else replace(self, swizzle="")
         for axis, words in (("tiling", TILING), ("share", SHARE), ("warps", WARPS)):
             steps = list(words)
             if step := steps.index(getattr(self, axis)):
@@ -96,9 +98,7 @@ class Axes:
 
     @property
     def head_dim_max(self) -> int:
-        """The widest head that the point can take. An illegal one has a better reason than its width."""
-        if not self.is_legal:
-            return HEAD_DIM_MAX
+        """The widest head that the point can take."""
         if self.warps == "split_q" or self.tiling == "none":
             return UNTILED_HEAD_DIM_MAX
         return HEAD_DIM_MAX if self.accumulator == "fp32" else HALVES_HEAD_DIM_MAX
@@ -108,7 +108,7 @@ class Axes:
 
 
 def why_illegal(axes: Axes) -> tuple[Reason, ...]:
-    """Why no config of a point can run anything; empty for a legal one."""
+    """Why no config of a combination can run anything; empty for a legal one."""
     if axes.is_legal:
         return ()
     hint = "Q is whole in the buffer that it shares, and slices of K go with slices of Q"
@@ -116,14 +116,27 @@ def why_illegal(axes: Axes) -> tuple[Reason, ...]:
     return (Reason(code="variant", got=got, allowed="share_qkv without tiling", hint=hint),)
 
 
-def cross_product() -> Iterator[Axes]:
-    """Every point, legal or not, from the bottom up."""
-    for accumulator, warps, share, tiling, swizzle in itertools.product(ACCUMULATOR, WARPS, SHARE, TILING, SWIZZLE):
-        yield Axes(warps=warps, share=share, tiling=tiling, swizzle=swizzle, accumulator=accumulator)
-
-
-SPLIT_Q = Axes(warps="split_q", swizzle="qkv")
+SPLIT_Q = Axes(warps="split_q", swizzle=ALL)
 """The best up to D=256."""
 
-TILED = Axes(warps="split_kv", share="kv", tiling="qkv", swizzle="qkv")
+TILED = Axes(warps="split_kv", share="kv", tiling="qkv", swizzle=ALL)
 """The best of those that take more: the ring of slices leaves room for Q whole and for a tile of keys."""
+
+
+def _points() -> Iterator[Axes]:
+    """What the points are, from the bottom up.
+
+    Each legal way to divide the work and the memory, with nothing swizzled and with all, so that each step up an axis
+    is one from point to point; the steps between, of the two ways that are offered; and sums in fp16 where
+    flash-attn-mma (LeetCUDA) has them, and for the widest heads.
+    """
+    ways = [Axes(warps=warps, share=share, tiling=tiling) for warps in WARPS for share in SHARE for tiling in TILING]
+    for way in (it for it in ways if it.is_legal):
+        is_offered = replace(way, swizzle=ALL) in (SPLIT_Q, TILED)
+        yield from (replace(way, swizzle=it) for it in (SWIZZLE if is_offered else ("", ALL)))
+    halves = [it for it in ways if it.warps == "split_q" and "none" in (it.share, it.tiling)]
+    for way in (Axes(warps="split_kv"), *halves, TILED):
+        yield replace(way, swizzle=ALL, accumulator="fp16")
+
+
+POINTS = tuple(_points())

@@ -112,27 +112,28 @@ VARIANTS: tuple[Variant, ...] = (
     SPLIT_KEYS,
     WGMMA,
     *map(_point, _OFFERED),
-    *(_point(axes) for axes in points.cross_product() if axes not in _OFFERED),
+    *(_point(axes) for axes in points.POINTS if axes not in _OFFERED),
 )
-"""Those that are offered, best first; then the rest of the cross product, illegal points included."""
+"""Those that are offered, best first; then the other points of the axes."""
 
 SPANNING: tuple[str, ...] = (
     points.SPLIT_Q.name,
     points.TILED.name,
     "split_kv",
-    "split_q+share_kv+swizzle_qk",
-    "split_q+share_qkv+swizzle_k",
-    "split_q+tiling_qk+swizzle_qv",
-    "split_q+share_kv+tiling_qkv+swizzle_q",
-    "split_kv+share_qkv+swizzle_v",
-    "split_kv+share_kv+tiling_qk+swizzle_kv",
-    "split_kv+tiling_qkv+swizzle_qk",
+    "split_q+swizzle_k",
+    "split_q+share_kv",
+    "split_q+share_qkv+swizzle_qkv",
+    "split_q+tiling_qk",
+    "split_q+share_kv+tiling_qkv+swizzle_qkv",
+    "split_kv+share_qkv+swizzle_qkv",
+    "split_kv+share_kv+tiling_qk",
+    "split_kv+tiling_qkv",
     WGMMA.name,
     SPLIT_KEYS.name,
     SPLIT_KEYS_WGMMA.name,
 )
-"""Variants that keep the contract (sums in fp32): Hopper's kernel, and points that together have every swizzle and all
-legal pairs of warps, share and tiling."""
+"""Variants that keep the contract (sums in fp32): Hopper's kernel, and points that together have all legal pairs of
+warps, share and tiling, and tensors that are swizzled beside some that are not."""
 
 BACKWARD_VARIANTS: tuple[Variant, ...] = (
     _variant(

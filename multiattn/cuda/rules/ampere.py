@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeAlias
 
-from multiattn.cuda.axes import HEAD_DIM_MAX, Axes
+from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_mma import BackwardConfig, QueryConfig
 from multiattn.cuda.forward_mma import CudaConfig
 from multiattn.plan.config import COMPILED, C, Rule
@@ -150,14 +150,11 @@ _POINTS: dict[tuple[str, str, str], ForwardRules] = {
     ("split_kv", "none", "qkv"): _SPLIT_KV_TILING_QKV,
     ("split_kv", "kv", "qkv"): _SPLIT_KV_SHARE_KV_TILING_QKV,
 }
-_ILLEGAL = (
-    _rule((*_CPU, *_GPUS), HEAD_DIM_MAX, _tile(64, 64, 4, 1), "none: its `fits` says that no config makes it legal"),
-)
 
 
 def rules_of(axes: Axes) -> ForwardRules:
     """The rules of a point; swizzle and accumulator change none."""
-    return _POINTS.get((axes.warps, axes.share, axes.tiling), _ILLEGAL)
+    return _POINTS[axes.warps, axes.share, axes.tiling]
 
 
 # ---------------------------------------------------------------- the backward
