@@ -178,10 +178,10 @@ def test_few_parts_are_merged_by_a_kernel_for_many_rows(queries):
 
 
 def test_a_wide_block_has_the_rings_of_those_in_its_place():
-    narrow = CudaSplitConfig(tile_m=16, tile_n=16, warps=4, stages=3, occupancy=4, widens=True)
-    for occupancy, stages in ((2, 3), (3, 4), (4, 4)):
-        wide = replace(narrow, occupancy=occupancy).settled(step(batch=1, heads_kv=1), SM90)
-        assert (wide.warps, wide.stages, wide.occupancy) == (8, stages, 1)
+    narrow = CudaSplitConfig(tile_m=16, tile_n=16, warps=4, stages=3, blocks_per_sm=4, widens=True)
+    for blocks_per_sm, stages in ((2, 3), (3, 4), (4, 4)):
+        wide = replace(narrow, blocks_per_sm=blocks_per_sm).settled(step(batch=1, heads_kv=1), SM90)
+        assert (wide.warps, wide.stages, wide.blocks_per_sm) == (8, stages, 1)
     assert narrow.settled(step(batch=32), SM90).warps == 4
 
 

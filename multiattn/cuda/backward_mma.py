@@ -36,7 +36,7 @@ class ProductConfig(Config):
     warps: int = limited(one_of(2, 4, 8, 16))
     stages: int = limited(one_of(1, 2))
     """Buffers of what the kernel walks over, K and V or Q and dO."""
-    occupancy: int = 1
+    blocks_per_sm: int = 1
     """Blocks on an SM that the compiler must leave registers for."""
 
     @property
@@ -155,16 +155,16 @@ class BackwardConfig(FamilyConfig, ProductConfig):
         wide = adds_dq and arch.is_gpu and arch.capability >= WIDE_SINCE
         key_shapes, query_shapes = (_KEY_SHAPES, _QUERY_SHAPES) if problem.head_dim <= 128 else _SHAPES_FROM_129
         keys = [
-            cls(tile_m=tile_m, tile_n=tile_n, warps=warps, stages=stages, occupancy=occupancy, wide=wide)
-            for (tile_m, tile_n, warps), stages, occupancy in itertools.product(key_shapes, (2, 1), (1, 2, 3))
+            cls(tile_m=tile_m, tile_n=tile_n, warps=warps, stages=stages, blocks_per_sm=blocks_per_sm, wide=wide)
+            for (tile_m, tile_n, warps), stages, blocks_per_sm in itertools.product(key_shapes, (2, 1), (1, 2, 3))
         ]
         keys = [it for it in keys if _may_win(it, problem, arch)]
         if adds_dq:
             yield from keys
             return
         queries = [
-            QueryConfig(tile_m=tile_m, tile_n=tile_n, warps=warps, stages=stages, occupancy=occupancy)
-            for (tile_m, tile_n, warps), stages, occupancy in itertools.product(query_shapes, (1, 2), (1, 2, 3))
+            QueryConfig(tile_m=tile_m, tile_n=tile_n, warps=warps, stages=stages, blocks_per_sm=blocks_per_sm)
+            for (tile_m, tile_n, warps), stages, blocks_per_sm in itertools.product(query_shapes, (1, 2), (1, 2, 3))
         ]
         queries = [it for it in queries if _may_win(it, problem, arch)]
         pairs = [(it, dq) for it in keys[:1] for dq in queries] + [(it, dq) for it in keys for dq in queries[:1]]
@@ -182,7 +182,7 @@ def _product(
 ) -> Instance:
     """A kernel that multiplies; `flags` are constants behind its sizes."""
     sizes = (config.tile_m, config.tile_n, config.warps, config.stages)
-    tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}_s{config.stages}_o{config.occupancy}"
+    tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}_s{config.stages}_o{config.blocks_per_sm}"
     return walking_kernel(
         plan,
         traits,
@@ -192,7 +192,7 @@ def _product(
         header=header,
         params=BackwardParams,
         threads=config.threads,
-        occupancy=config.occupancy,
+        blocks_per_sm=config.blocks_per_sm,
         smem_bytes=config.smem_bytes(plan.problem),
     )
 
@@ -253,11 +253,11 @@ _REGISTERS_BESIDE = 40  # of a thread, for what `registers_at_least` leaves out
 
 def _may_win(config: BackwardConfig | QueryConfig, problem: Problem, arch: Arch) -> bool:
     smem = config.smem_bytes(problem)
-    if not arch.is_gpu or smem > arch.smem_per_block or config.occupancy * (smem + KIB) > arch.smem_per_sm:
+    if not arch.is_gpu or smem > arch.smem_per_block or config.blocks_per_sm * (smem + KIB) > arch.smem_per_sm:
         return False
-    threads = config.occupancy * config.threads
-    if config.occupancy > 1 and threads <= 256:
-        return False  # 255 registers a thread leave room for 256 threads: what occupancy=1 gives, too
+    threads = config.blocks_per_sm * config.threads
+    if config.blocks_per_sm > 1 and threads <= 256:
+        return False  # 255 registers a thread leave room for 256 threads: what blocks_per_sm=1 gives, too
     if config.tile_m == 32 and config.stages == 1 and config.threads > 128:
         return False  # a barrier every 32 queries is for where nothing else fits
     has_room_for_two = arch.smem_per_block > 128 * KIB and problem.head_dim <= 128

@@ -103,7 +103,7 @@ class DecodeConfig(FamilyConfig):
             traits=traits_type(traits, problem, *sizes, problem.has_sinks, is_packed, overlaps),
             params=SplitParams,
             threads=threads,
-            occupancy=MERGE_RESIDENT_THREADS // threads if overlaps else 1,
+            blocks_per_sm=MERGE_RESIDENT_THREADS // threads if overlaps else 1,
             smem_bytes=0 if few else merge_smem_bytes(),
             overlaps=overlaps,
         )

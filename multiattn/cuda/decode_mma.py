@@ -52,7 +52,7 @@ class CudaSplitConfig(DecodeConfig):
     """Warps of a team that share rows and have columns of the output."""
     stages: int = limited(between(2, 8))
     """Tiles of K and of V that a team has room for: all but one are on their way while that one is used."""
-    occupancy: int = 1
+    blocks_per_sm: int = 1
     """Blocks on an SM that the compiler must leave registers for, and that a split fills it with."""
     widens: bool = False
     """Where that is as good or better, a block has twice the warps and an SM for itself: `settled` decides."""
@@ -75,7 +75,7 @@ class CudaSplitConfig(DecodeConfig):
             return self  # `why_not` says what is wrong
         config = self._widened(problem, arch) if self.widens and problem.asked_splits is None else self
         keys_min = config.tile_n * config.teams
-        splits = config.choose_splits(problem, arch, keys_min=keys_min, blocks_per_sm=config.occupancy)
+        splits = config.choose_splits(problem, arch, keys_min=keys_min, blocks_per_sm=config.blocks_per_sm)
         return replace(config, widens=False, splits=splits)
 
     def _widened(self, problem: Problem, arch: Arch) -> CudaSplitConfig:
@@ -86,8 +86,8 @@ class CudaSplitConfig(DecodeConfig):
         """
         tiles, sms = row_tiles(problem, self.tile_m), most_multiprocessors(arch)
         if tiles * FEW <= sms or EVEN_ENOUGH * sms <= tiles <= sms:
-            stages = max(min(self.stages * self.occupancy // 2, WIDE_STAGES), self.stages)
-            return replace(self, warps=2 * self.warps, stages=stages, occupancy=1)
+            stages = max(min(self.stages * self.blocks_per_sm // 2, WIDE_STAGES), self.stages)
+            return replace(self, warps=2 * self.warps, stages=stages, blocks_per_sm=1)
         return self
 
     def smem_bytes(self, problem: Problem) -> int:
@@ -127,11 +127,11 @@ class CudaSplitConfig(DecodeConfig):
             "SplitTraits",
             (*masked_traits(problem), problem.has_sinks, *behind),
             entry="split_keys",
-            sizes=f"{sizes}_o{self.occupancy}_{paging.lower()}{options}",
+            sizes=f"{sizes}_o{self.blocks_per_sm}_{paging.lower()}{options}",
             header="split_keys.cuh",
             params=SplitParams,
             threads=self.threads,
-            occupancy=self.occupancy,
+            blocks_per_sm=self.blocks_per_sm,
             smem_bytes=self.smem_bytes(problem),
             overlaps=overlaps,
         )
@@ -140,7 +140,7 @@ class CudaSplitConfig(DecodeConfig):
     def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[CudaSplitConfig]:
         """Tiles of as many rows as a sequence has, or of half as many."""
         rows = min(max(problem.rows, 1), 128)
-        for (tile_m, row_warps), tile_n, (warps, occupancy), stages in itertools.product(
+        for (tile_m, row_warps), tile_n, (warps, blocks_per_sm), stages in itertools.product(
             _TEAMS, (16, 32, 64), ((4, 1), (4, 2), (8, 1)), (2, 3, 4)
         ):
             if rows <= 2 * tile_m <= max(4 * rows, 64):
@@ -151,4 +151,4 @@ class CudaSplitConfig(DecodeConfig):
                     "row_warps": row_warps,
                     "stages": stages,
                 }
-                yield cls(**sizes, occupancy=occupancy)
+                yield cls(**sizes, blocks_per_sm=blocks_per_sm)

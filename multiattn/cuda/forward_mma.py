@@ -49,7 +49,7 @@ class CudaConfig(FamilyConfig):
     """Elements of head_dim of a slice of K, with tiling."""
     key_slice: int = 16
     """Keys of a slice of V, with tiling qkv."""
-    occupancy: int = 1
+    blocks_per_sm: int = 1
     """Blocks on an SM that the compiler must leave registers for."""
 
     @property
@@ -171,7 +171,7 @@ class CudaConfig(FamilyConfig):
         columns = f"c{self.column_warps}" if self.column_warps > 1 else ""
         slices = f"_{self.dim_slice}d{self.key_slice}k" if axes.tiling != "none" else ""
         tiles = f"{self.tile_m}x{self.tile_n}_w{self.warps}{columns}_s{self.stages}_q{self.q_place}"
-        options = f"_o{self.occupancy}{unaligned_suffix(problem)}{'_sinks' * problem.has_sinks}"
+        options = f"_o{self.blocks_per_sm}{unaligned_suffix(problem)}{'_sinks' * problem.has_sinks}"
         kernel = walking_kernel(
             plan,
             "ForwardTraits",
@@ -181,7 +181,7 @@ class CudaConfig(FamilyConfig):
             header="forward.cuh",
             params=ForwardParams,
             threads=self.threads,
-            occupancy=self.occupancy,
+            blocks_per_sm=self.blocks_per_sm,
             smem_bytes=self.smem_bytes(problem, axes),
         )
         return (PlannedLaunch(kernel=kernel, blocks=query_tiles(problem, self.tile_m)),)
@@ -197,11 +197,11 @@ class CudaConfig(FamilyConfig):
         if axes.tiling != "none" or axes.warps == "split_kv":
             yield from _of_rungs(axes, problem)
             return
-        for (tile_m, warps), tile_n, stages, kept, occupancy in itertools.product(
+        for (tile_m, warps), tile_n, stages, kept, blocks_per_sm in itertools.product(
             _SHAPES, (32, 64, 128), (1, 2, 3), (True, False), (1, 3)
         ):
             sizes: dict[str, Any] = {"tile_m": tile_m, "tile_n": tile_n, "warps": warps, "stages": stages}
-            config = cls(**sizes, occupancy=occupancy, q_in_registers=kept)
+            config = cls(**sizes, blocks_per_sm=blocks_per_sm, q_in_registers=kept)
             if _may_win(axes, problem, arch, config):
                 yield config
 
@@ -252,13 +252,13 @@ def forward_numbers(problem: Problem, tiles: int) -> dict[str, Any]:
 
 
 def _may_win(axes: Axes, problem: Problem, arch: Arch, config: CudaConfig) -> bool:
-    blocks = max(config.occupancy, 2 if config.warps == 4 else 1)  # four warps alone on an SM starve it
-    registers_max = _SWEPT_REGISTERS if config.occupancy == 1 else _REGISTERS_OF_THREE
+    blocks = max(config.blocks_per_sm, 2 if config.warps == 4 else 1)  # four warps alone on an SM starve it
+    registers_max = _SWEPT_REGISTERS if config.blocks_per_sm == 1 else _REGISTERS_OF_THREE
     if config.registers_at_least(problem, axes) > registers_max:
         return False
     if blocks * (config.smem_bytes(problem, axes) + KIB) > arch.smem_per_sm:
         return False
-    if config.occupancy > 1 and (config.warps == 8 or config.tile_n == 32):
+    if config.blocks_per_sm > 1 and (config.warps == 8 or config.tile_n == 32):
         return False
     if config.tile_n == 32 and (config.stages != 2 or problem.head_dim <= 64):
         return False  # a barrier every 32 keys is for where registers leave no choice

@@ -47,7 +47,7 @@ class Instance:
     """The parameter struct that it takes, of the same name in C++; what `score` reads comes behind it."""
     threads: int
     """Threads of a block."""
-    occupancy: int = 1
+    blocks_per_sm: int = 1
     """Blocks on an SM that the compiler must leave registers for."""
     smem_bytes: int = 0
     """Dynamic shared memory of a block."""
@@ -111,7 +111,7 @@ def translation_unit(kernels: Sequence[Instance]) -> str:
     parts += [text_of(score, slots)[1] for score, slots in scores if score is not None]
     parts += dict.fromkeys(map(_params, kernels))
     for kernel in kernels:
-        traits, bounds = f"Traits_{kernel.name}", f"{kernel.threads}, {kernel.occupancy}"
+        traits, bounds = f"Traits_{kernel.name}", f"{kernel.threads}, {kernel.blocks_per_sm}"
         params = kernel.whole_params
         entry = f"KERNEL({bounds})" if kernel.cluster == 1 else f"CLUSTER_KERNEL({bounds}, {kernel.cluster})"
         parts.append(

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
 
+_RENAMED = {"occupancy": "blocks_per_sm"}
+"""Fields by the names that they had, which a user's measurements and emitted kernels may have."""
 _INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
 
 Record = TypeVar("Record")
@@ -35,11 +37,12 @@ def record_of(kind: type[Record], value: object, what: str) -> Record:
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     if not isinstance(value, dict):
         raise ValueError(f"{what}: got {value!r}; allowed a record")
-    if absent := sorted(set(names) - set(value)):
+    given = {str(it if it in names else _RENAMED.get(it, it)): value[it] for it in value}
+    if absent := sorted(set(names) - set(given)):
         raise ValueError(f"{what}: got no {', '.join(absent)}; allowed {', '.join(names)}")
-    if more := sorted(set(value) - set(names)):
+    if more := sorted(set(given) - set(names)):
         raise ValueError(f"{what}: got {', '.join(more)}; allowed {', '.join(names)}")
-    return kind(**{name: value_of(hints[name], value[name], f"{what}: {name}") for name in names})
+    return kind(**{name: value_of(hints[name], given[name], f"{what}: {name}") for name in names})
 
 
 def value_of(hint: Any, value: Any, what: str, largest: int = _INT32_MAX) -> Any:

@@ -30,7 +30,7 @@ class _Row(NamedTuple):
 
 
 def _config(
-    tile_m: int, tile_n: int, warps: int, stages: int, occupancy: int, *, row_warps: int = 1, column_warps: int = 1
+    tile_m: int, tile_n: int, warps: int, stages: int, blocks_per_sm: int, *, row_warps: int = 1, column_warps: int = 1
 ) -> CudaSplitConfig:
     """A config that widens where a block leaves room for another beside it."""
     return CudaSplitConfig(
@@ -40,8 +40,8 @@ def _config(
         row_warps=row_warps,
         column_warps=column_warps,
         stages=stages,
-        occupancy=occupancy,
-        widens=occupancy > 1,
+        blocks_per_sm=blocks_per_sm,
+        widens=blocks_per_sm > 1,
     )
 
 
@@ -67,7 +67,7 @@ _ROWS = (
 
 def _small(config: CudaSplitConfig, head_dim_max: int) -> CudaSplitConfig:
     """The config for SMs with less shared memory: fewer tiles on their way."""
-    fewer = replace(config, stages=2, occupancy=1, widens=False)
+    fewer = replace(config, stages=2, blocks_per_sm=1, widens=False)
     if head_dim_max <= 128:
         return replace(fewer, tile_n=min(config.tile_n, 32), warps=min(config.warps, max(4, 2 * config.row_warps)))
     if head_dim_max <= 256:
