@@ -150,7 +150,7 @@ def test_kernels_of_different_configs_have_different_names_and_types():
     plans = [plan_of(cached(), it) for it in configs] + [plan_of(it, CONFIG) for it in problems]
     kernels = [launches_of(plan)[0].kernel for plan in plans]
     assert len({it.name for it in kernels}) == len({it.traits for it in kernels}) == len(plans)
-    assert kernels[0].name == "split_keys_wgmma_bf16_d128_causal_128x64_s4_pages64"
+    assert kernels[0].name == "forward_wgmma_bf16_d128_causal_128x64_s4_pages64"
 
 
 def test_parts_are_merged_from_workspace():
@@ -172,7 +172,7 @@ def plan_of(problem: Problem, config: SplitWgmmaConfig | None = None, arch: Any 
 @on_cpu
 def test_a_kernel_of_an_illegal_config_does_not_compile():
     cases = {
-        "tile_m: 64, 128, 192": {"tile_m": 256},
+        "tile_m: 128, 192, of groups also 64": {"tile_m": 256},
         "tile_n: multiples of 16": {"tile_n": 72},
         "stages: 3 to 16": {"stages": 2},
         "pingpong: of two warpgroups or three": {"tile_m": 64, "pingpong": True},
@@ -185,7 +185,7 @@ def test_a_kernel_of_an_illegal_config_does_not_compile():
         config = replace(CONFIG, **changed)
         assert config.why_not(problem, CPU)
         refused[message] = launches_of(replace(plan_of(problem, CONFIG), config=config))[0].kernel.traits
-    check_refused("split_keys_wgmma_traits.cuh", refused)
+    check_refused("forward_wgmma_traits.cuh", refused)
 
 
 @with_nvrtc

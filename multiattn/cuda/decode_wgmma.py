@@ -1,4 +1,4 @@
-"""Hopper's forward over caches, for more rows than `decode_mma`; `kernels/split_keys_wgmma.cuh` is the kernel."""
+"""Hopper's forward over caches, for more rows than `decode_mma`; the forward's kernel with rows of groups."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _GROUP_ROWS = 8  # in which the swizzle repeats
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
-    """Launch parameters of Hopper's forward over caches; `kernels/split_keys_wgmma_traits.cuh` says what each does.
+    """Launch parameters of Hopper's forward over caches; `kernels/forward_wgmma_traits.cuh` says what each does.
 
     `tile_m` is rows: queries of all heads that share a key/value head.
     """
@@ -136,17 +136,18 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
         paging, rows = paging_of(problem), self.keys_of_box(problem)
         keys = {"NONE": "dense", "ENTRIES": "entries", "ANY": "pages"}[paging]
         keys += "_gathered" if self.gathers else str(rows) * (paging == "ANY")
-        numbers = (self.warpgroups, self.tile_n, rows, self.stages, self.kept_steps(problem))
-        shape = cpp_list(*numbers, self.pingpong, self.lazy_max)
+        numbers = (self.warpgroups, 1, self.tile_n, self.stages, 1, self.kept_steps(problem))
+        shape = cpp_list(*numbers, self.pingpong, self.lazy_max, False, "multiattn::Scheduler::ONE_TILE")
         options = f"{'_qregisters' * self.q_in_registers}{'_pingpong' * self.pingpong}{'_lazymax' * self.lazy_max}"
         sizes = f"{self.tile_m}x{self.tile_n}_s{self.stages}_{keys}{options}{'_sinks' * problem.has_sinks}"
         return wgmma_kernel(
             plan,
-            "SplitWgmmaTraits",
-            (problem.has_sinks, f"multiattn::Paging::{paging}", f"multiattn::SplitWgmmaShape<{shape}>"),
-            entry="split_keys_wgmma",
+            "WgmmaTraits",
+            (problem.has_sinks, f"multiattn::WgmmaShape<{shape}>"),
+            entry="forward_wgmma",
             sizes=sizes,
-            header="split_keys_wgmma.cuh",
+            rows=f"multiattn::Grouped<multiattn::Paging::{paging}, {rows}>",
+            header="forward_wgmma.cuh",
             params=SplitWgmmaParams,
             threads=self.threads,
             smem_bytes=self.smem_bytes(problem),

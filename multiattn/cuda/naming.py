@@ -14,7 +14,14 @@ from multiattn.score import LoweredScore
 
 
 def walking_kernel(
-    plan: Plan, traits: str, constants: Sequence[int | bool | str], *, entry: str, sizes: str, **more: Any
+    plan: Plan,
+    traits: str,
+    constants: Sequence[int | bool | str],
+    *,
+    entry: str,
+    sizes: str,
+    rows: str | None = None,
+    **more: Any,
 ) -> Instance:
     """A kernel that walks over scores. What changes them ends its name, and is the last of its constants.
 
@@ -24,13 +31,14 @@ def walking_kernel(
         constants: those behind it.
         entry: the function template, and how the kernel's name begins.
         sizes: how it goes on behind `what_of`.
+        rows: the C++ type of what its rows are; None: queries of one head.
         more: further fields of the Instance.
     """
     problem, score, slots = plan.problem, lowered_of(plan), slots_of(plan)
     return Instance(
         name=f"{entry}_{what_of(problem)}_{sizes}{suffix_of(problem, score, slots)}",
         entry=entry,
-        traits=traits_type(traits, problem, *constants, *score_traits(problem, score, slots)),
+        traits=traits_type(traits, problem, *constants, *score_traits(problem, score, slots, rows)),
         score=score,
         slots=slots,
         blocks=problem.blocks,
@@ -55,13 +63,17 @@ def band_trait(problem: Problem) -> str:
     return f"multiattn::Band::{'NONE' if kind == 'full' else kind.upper()}"
 
 
-def score_traits(problem: Problem, score: LoweredScore | None, slots: tuple[int, ...]) -> tuple[str, ...]:
-    """The last constants of a kernel whose scores an expression changes, with a block mask, or of a packed batch."""
+def score_traits(
+    problem: Problem, score: LoweredScore | None, slots: tuple[int, ...], rows: str | None = None
+) -> tuple[str, ...]:
+    """The last constants: the expression that changes scores, then a block mask, a packed batch, or what rows are."""
     changed = "NoScore" if score is None else text_of(score, slots)[0]
     if (blocks := problem.blocks) is not None:
         return f"multiattn::{changed}", f"multiattn::BlockMask<{cpp_list(*blocks)}>"
     if problem.packing is not None:
         return f"multiattn::{changed}", "multiattn::Packed"
+    if rows is not None:
+        return f"multiattn::{changed}", rows
     return () if score is None else (f"multiattn::{changed}",)
 
 

@@ -4,59 +4,53 @@
 // and walk over the keys from the last block that they see down to the first, TILE_N at a time. Products are asynchronous:
 // while a warpgroup turns scores into weights, the tensor cores add what its earlier weights make of V, and work for the
 // other warpgroups.
+//
+// It is a walk over policies. Rows (forward_wgmma_rows.cuh): queries of one head, tile after tile; or those of all heads that share
+// keys, as "Flash-Decoding" (https://pytorch.org/blog/flash-decoding/) has them. Keys (forward_wgmma_keys.cuh): boxes of a tensor,
+// boxes of a cache, or gathered. Part (forward_wgmma_output.cuh): out and lse of all keys, or sums of a part of them for
+// merge_splits.cuh.
 #pragma once
 #include "forward_wgmma_output.cuh"
 #include "forward_wgmma_producer.cuh"
 #include "forward_wgmma_softmax.cuh"
-#include "multiattn/special.cuh"
 #include "multiattn/wgmma.cuh"
 
 namespace multiattn {
-
-// Blocks of keys at a band's lower edge: the first that a warpgroup sees in full, the first that it sees, and the first that
-// is loaded for its tile. A band without that edge begins with block 0.
-template <Band>
-struct LowerEdge {
-  static constexpr int full = 0, first = 0, loaded = 0;
-};
-template <>
-struct LowerEdge<Band::TWO_SIDED> {
-  int full, first, loaded;
-};
 
 template <class T>
 class Consumer {
   using E = typename T::Element;
   using Shared = SharedLayout<T>;
+  using Rows = typename RowsOf<T>::Type;
+  using Owned = typename RowsOf<T>::Owned;
   using TileQ = typename T::TileQ;
   using TileKV = typename T::TileKV;
   static constexpr bool ALL_KEPT = T::KEPT_STEPS == T::DOT_STEPS;  // nothing of Q is read from shared memory again
+  static constexpr bool RELEASES_Q = !T::TMA_STORE && !T::GROUPED;  // before outputs leave
   static constexpr bool HAS_LOWER_EDGE = T::BAND == Band::TWO_SIDED;
   static constexpr int HEADROOM = T::LAZY_MAX ? multiattn::HEADROOM<E> : 0;
 
  public:
-  DEVICE Consumer(const typename T::Params& params, int warpgroup)
-      : params_(params), mask_(params.forward), warpgroup_(warpgroup) {}
+  DEVICE Consumer(const typename T::Params& params, const Owned& owned, int warpgroup)
+      : params_(params), owned_(owned), mask_(RowsOf<T>::mask(params, owned)), warpgroup_(warpgroup) {}
 
   // Tile after tile.
   DEVICE void run() {
     if (T::PINGPONG && warpgroup_ == T::WARPGROUPS - 1) named_barrier_arrive(TURN_BARRIER, 2 * WARPGROUP);
-    for (Rows rows = begin(); rows.tile.blocks != NO_TILE; rows = begin()) {
+    if constexpr (T::GROUPED) {
+      const Rows rows = begin();
       attend(rows);
       finish(rows);
+    } else {
+      for (Rows rows = begin(); !rows.is_none(); rows = begin()) {
+        attend(rows);
+        finish(rows);
+      }
     }
     if constexpr (T::TMA_STORE) tma_store_wait_read<0>();  // shared memory goes with the block
   }
 
  private:
-  // A warpgroup's part of a tile of queries: where it starts (negative: it has none), the slot of Q, and of the blocks of keys
-  // those that the warpgroup sees, from `last` down to `first`, and the ones from `exact` on, which it sees in part, or starts
-  // with.
-  struct Rows : LowerEdge<T::BAND> {
-    QueryTile<T> tile;
-    int first_query, slot, last, exact;
-  };
-
   // Where a block lies in the band that the warpgroup's rows see.
   enum class Part {
     LAST,   // it may hold the last keys that rows see: masked, and its maxima come before its weights
@@ -66,33 +60,22 @@ class Consumer {
 
   // The next tile. Its Q is there.
   DEVICE Rows begin() {
-    Shared::ring_q().await_full(q_);
-    Rows rows{{}, load_tile<T>(Shared::tile_place(q_.slot)), 0, q_.slot, -1, 0};
-    if (rows.tile.blocks == NO_TILE) return rows;
-    if constexpr (IS_PACKED<typename T::Blocked>) mask_ = mask_of<T::BAND>(params_.forward, rows.tile.sequence);
-    rows.first_query = rows.tile.first_query + warpgroup_ * T::WARPGROUP_ROWS;
-    const auto blocks = mask_.template keys<T::TILE_N>(rows.first_query, T::WARPGROUP_ROWS);
-    if constexpr (HAS_LOWER_EDGE) {
-      find_band(rows, blocks);
+    if constexpr (T::GROUPED) {
+      const Rows rows = Rows::of(owned_, owned_.keys(), warpgroup_);
+      rows.gather(Shared::q(0), warpgroup_);
+      await_warpgroup();  // everybody's part of Q is there, for wgmma too
+      take_queries(0);
+      return rows;
     } else {
-      if (rows.first_query >= 0) rows.last = max(blocks.end, 0) - 1;
-      rows.exact = min(blocks.full_end, rows.last);
+      Shared::ring_q().await_full(q_);
+      Rows rows{{}, load_tile<T>(Shared::tile_place(q_.slot)), 0, q_.slot, -1, 0};
+      if (rows.is_none()) return rows;
+      if constexpr (IS_PACKED<typename T::Blocked>) mask_ = mask_of<T::BAND>(params_.forward, rows.tile.sequence);
+      rows.find(warpgroup_, mask_);
+      take_queries(rows.slot);
+      q_.advance();
+      return rows;
     }
-    take_queries(rows.slot);
-    q_.advance();
-    return rows;
-  }
-
-  // Maxima are exact down to the block with the last key that the first query sees: each row has one then. Where no block is
-  // full, bands are narrow, and a row may see its only keys in any block.
-  DEVICE void find_band(Rows& rows, const Blocks& blocks) const {
-    rows.loaded = loaded_blocks<T>(mask_, rows.tile.first_query).begin;
-    const bool see_keys = rows.first_query >= 0 && blocks.begin < blocks.end;
-    rows.first = see_keys ? blocks.begin : rows.loaded;
-    rows.last = see_keys ? blocks.end - 1 : rows.loaded - 1;
-    rows.full = blocks.full_begin;
-    const int with_last_key = mask_.last_key(rows.first_query) / T::TILE_N;
-    rows.exact = blocks.full_begin < blocks.full_end ? with_last_key : rows.first;
   }
 
   // The paper's loop: outputs and state of the rows.
@@ -102,7 +85,7 @@ class Consumer {
     for (int i = 0; i < T::HEAD_DIM / 2; ++i) out_[i] = 0.0f;
     // Blocks that only others of the tile, or of the cluster, see. The ring has K of the first, then V of each and K of the
     // next: two tiles are skipped for one turn.
-    const int skipped = rows.loaded + rows.tile.blocks - 1 - rows.last;
+    const int skipped = rows.above();
     if (skipped > 0) skip();
     for (int block = 1; block < skipped; ++block) skip_turn();
     if (rows.last >= rows.first) {
@@ -116,8 +99,9 @@ class Consumer {
       if (skipped > 0) skip();
       await_stored(rows.slot);
     }
-    if constexpr (!T::TMA_STORE && !ALL_KEPT) Shared::ring_q().release_apart(rows.slot);
+    if constexpr (RELEASES_Q && !ALL_KEPT) Shared::ring_q().release_apart(rows.slot);
     if (rows.last >= rows.first) {
+      if constexpr (T::CLEARS && HAS_LOWER_EDGE) clear_before_first<T>(owned_, rows, kv_);
       if constexpr (HAS_LOWER_EDGE)
         add_last_values(rows);
       else
@@ -133,7 +117,7 @@ class Consumer {
 
   // Products with V of the warpgroup's lowest block; K of the one below comes before it.
   DEVICE void add_last_values(const Rows& rows) {
-    const bool others_go_on = rows.first > rows.loaded;
+    const bool others_go_on = rows.below() > 0;
     if (others_go_on) {
       await_turn();
       skip();
@@ -144,7 +128,7 @@ class Consumer {
 
   // The rest of the blocks below, which only others see.
   DEVICE void skip_below(const Rows& rows) {
-    const int skipped = rows.first - rows.loaded;
+    const int skipped = rows.below();
     for (int block = 1; block < skipped; ++block) skip_turn();
     if (skipped > 0) skip();
   }
@@ -174,7 +158,7 @@ class Consumer {
 #pragma unroll
     for (int step = 0; step < T::KEPT_STEPS; ++step)
       kept_q_[step] = reader.load(queries(slot) + step / 4 * TileQ::PANEL_BYTES, warp_row(), step % 4 * 16);
-    if constexpr (!T::TMA_STORE && ALL_KEPT) Shared::ring_q().release_apart(slot);
+    if constexpr (RELEASES_Q && ALL_KEPT) Shared::ring_q().release_apart(slot);
   }
 
   DEVICE void fold_sign_into_rows(int slot) const {
@@ -188,6 +172,7 @@ class Consumer {
   // they make of V is yet to be added.
   DEVICE void walk(const Rows& rows) {
     weigh<Part::LAST, false>(rows, rows.last);
+    if constexpr (T::CLEARS) clear_behind_last<T>(owned_, rows);
     await_stored(rows.slot);  // by now it is
     int block = rows.last - 1;
     for (; block >= rows.exact; --block) next_block<Part::LAST>(rows, block);
@@ -239,12 +224,7 @@ class Consumer {
   }
 
   DEVICE void modify_block(const Rows& rows, int block) {
-    // Without packing from the parameters: where the mask keeps them for this, two kernels spill.
-    const ForwardParams& forward = params_.forward;
-    const int seq_q = IS_PACKED<typename T::Blocked> ? mask_.seq_q : forward.seq_q;
-    const int seq_kv = IS_PACKED<typename T::Blocked> ? mask_.seq_kv : forward.seq_kv;
-    const HeadScores<typename T::Score> head(params_.aux, seq_q, seq_kv, rows.tile.batch, rows.tile.head);
-    modify_scores<T>(scores_, head, rows.first_query + warp_row(), block * T::TILE_N);
+    modify_scores<T>(scores_, rows.heads(params_, mask_), rows.queries(), block * T::TILE_N);
   }
 
   // From scores to the log2 domain.
@@ -252,12 +232,13 @@ class Consumer {
 
   template <Part PART>
   DEVICE void mask_block(const Rows& rows, int block) {
-    const int first_query = rows.first_query + warp_row(), first_key = block * T::TILE_N;
-    if constexpr (!HAS_LOWER_EDGE) {
-      mask_scores<T>(scores_, mask_, first_query, first_key);
+    const auto queries = rows.queries();
+    const int first_key = block * T::TILE_N;
+    if constexpr (!HAS_LOWER_EDGE && !T::GROUPED) {
+      mask_scores<T>(scores_, mask_, queries, first_key);
     } else {
-      if constexpr (PART == Part::LAST) hide_after<T>(scores_, mask_, first_query, first_key);
-      if (PART == Part::FIRST || block < rows.full) hide_before<T>(scores_, mask_, first_query, first_key);
+      if constexpr (PART == Part::LAST) hide_after<T>(scores_, mask_, queries, first_key);
+      if (HAS_LOWER_EDGE && (PART == Part::FIRST || block < rows.full)) hide_before<T>(scores_, mask_, queries, first_key);
     }
   }
 
@@ -350,10 +331,15 @@ class Consumer {
   }
 
   // ---- out = outputs / sum and lse = log(sum of exp)
-  DEVICE WarpOutput<T> output_of(const Rows& rows) const {
-    const QueryTile<T> tile = tile_of(rows);
-    return {params_.forward, tile.batch, tile.head, tile.sequence, rows.first_query + warp_row(),
-            queries(rows.slot) + warp_row() * TileQ::ROW_BYTES};
+  DEVICE auto output_of(const Rows& rows) const {
+    if constexpr (T::GROUPED) {
+      return WarpOutput<T, GroupPlaces<T>>{{owned_, rows.first_row}, 0};
+    } else {
+      const QueryTile<T> tile = tile_of(rows);
+      return WarpOutput<T, QueryPlaces<T>>{
+          {params_.forward, tile.batch, tile.head, tile.sequence, rows.first_query + warp_row()},
+          queries(rows.slot) + warp_row() * TileQ::ROW_BYTES};
+    }
   }
 
   DEVICE void finish(const Rows& rows) {
@@ -388,8 +374,6 @@ class Consumer {
   }
 
   // ---- turns at the tensor cores
-  static constexpr int TURN_BARRIER = 1, ROWS_BARRIER = 4;  // of warpgroup 0
-
   DEVICE void await_turn() const {
     if constexpr (T::PINGPONG) named_barrier_sync(TURN_BARRIER + warpgroup_, 2 * WARPGROUP);
   }
@@ -402,9 +386,9 @@ class Consumer {
   DEVICE SharedAddress queries(int slot) const {
     return Shared::q(slot) + warpgroup_ * T::WARPGROUP_ROWS * TileQ::ROW_BYTES;
   }
-  static DEVICE int warp_row() { return thread_index() / WARP % 4 * 16; }
 
   const typename T::Params& params_;
+  const Owned& owned_;
   Mask<T::BAND> mask_;  // of the tile's sequence
   const int warpgroup_;
   RingPlace<T::Q_SLOTS> q_;
@@ -422,25 +406,38 @@ class Consumer {
 
 template <class T>
 DEVICE void forward_wgmma(const typename T::Params& params) {
+  auto owned = RowsOf<T>::own(params);
   if (thread_index() == 0) SharedLayout<T>::init();
   if (thread_index() == T::WARPGROUPS * WARPGROUP) {
-    prefetch_map(params.map_q);
-    prefetch_map(params.map_k);
-    prefetch_map(params.map_v);
+    if constexpr (!T::GROUPED) prefetch_map(params.map_q);
+    if constexpr (!T::GATHERS) prefetch_map(params.map_k);
+    if constexpr (!T::GATHERS) prefetch_map(params.map_v);
     if constexpr (T::TMA_STORE) prefetch_map(params.map_out);
   }
-  // Barriers are there.
+  if constexpr (T::GROUPED) {
+    admit_next_grid();
+    if (thread_index() == 0) await_earlier_grids();
+  }
+  // Barriers are there, and what grids before this one wrote, if all warps read it.
   if constexpr (T::CLUSTER > 1)
     meet_cluster();
   else
     sync_block();
+  if constexpr (T::GROUPED) {
+    owned.find_lengths();
+    if (owned.first_row >= owned.len_q * params.forward.group) return;
+  }
   const int warpgroup = static_cast<int>(uniform(thread_index() / WARPGROUP));
   if (warpgroup == T::WARPGROUPS) {
-    lower_registers<T::PRODUCER_REGISTERS>();
-    if (thread_index() % WARPGROUP == 0) produce<T>(params);
+    if constexpr (T::MOVES_REGISTERS) lower_registers<T::PRODUCER_REGISTERS>();
+    if constexpr (T::GROUPED) {
+      if (thread_index() % WARPGROUP < T::LOADING_WARPS * WARP) produce<T>(params, owned, owned.keys());
+    } else {
+      if (thread_index() % WARPGROUP == 0) produce<T>(params);
+    }
   } else {
-    raise_registers<T::CONSUMER_REGISTERS>();
-    Consumer<T>(params, warpgroup).run();
+    if constexpr (T::MOVES_REGISTERS) raise_registers<T::CONSUMER_REGISTERS>();
+    Consumer<T>(params, owned, warpgroup).run();
   }
 }
 

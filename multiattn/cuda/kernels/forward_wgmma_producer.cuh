@@ -1,7 +1,6 @@
-// One thread that loads: it decides which tiles the block does, in which order, and keeps the rings full by TMA.
+// The warps that load: they decide which tiles the block does, in which order, and keep the rings full.
 #pragma once
-#include "forward_wgmma_traits.cuh"
-#include "multiattn/params.h"
+#include "forward_wgmma_keys.cuh"
 #include "multiattn/place.cuh"
 
 namespace multiattn {
@@ -61,41 +60,6 @@ DEVICE Place scheduled_place(int block, int tiles, int heads, int heads_per_sect
     }
   }
   return Place::of(block, tiles, heads, heads_per_section);
-}
-
-// Where the last tile of a head ends. Whole warpgroups, so that the rows of each are queries from the first on, or none.
-template <class T>
-DEVICE int end_of_tiles(int seq_q) {
-  return round_up(seq_q, T::WARPGROUP_ROWS);
-}
-
-// Blocks of keys that are loaded for a tile of queries, from `begin` to `end`: what it sees or, in a cluster, what its tiles
-// see together.
-template <class T>
-DEVICE Blocks loaded_blocks(const Mask<T::BAND>& mask, int first_query) {
-  constexpr int ROWS = T::CLUSTER * T::TILE_M;
-  const int end = end_of_tiles<T>(mask.seq_q);
-  Blocks blocks = mask.template keys<T::TILE_N>(end - round_up(end - first_query, ROWS), ROWS);
-  blocks.end = max(blocks.end, 0);  // it is no less, but the compiler does not know
-  return blocks;
-}
-
-// All panels of a tile. One of a cluster comes in parts, of which each block loads one, for all.
-template <class T, int CLUSTER = 1, class Rows>
-DEVICE void load_panels(SharedAddress tile, const TensorMap& map, SharedAddress barrier, int row, int head, const Rows& of) {
-  mbarrier_arrive_expect(barrier, T::BYTES);
-  if constexpr (CLUSTER > 1) {
-    tile += cluster_rank() * (T::PANEL_BYTES / CLUSTER);
-    row += cluster_rank() * (T::ROWS / CLUSTER);
-  }
-#pragma unroll
-  for (int panel = 0; panel < T::PANELS; ++panel) {
-    const SharedAddress target = tile + panel * T::PANEL_BYTES;
-    if constexpr (CLUSTER > 1)
-      tma_load_to_all<CLUSTER>(target, map, barrier, panel * T::PANEL_COLUMNS, row, head, of.number);
-    else
-      load_box(target, map, barrier, panel * T::PANEL_COLUMNS, row, head, of);
-  }
 }
 
 // The tile's queries. In a packed batch each warpgroup's come by themselves, so that no box begins before the sequence, where
@@ -191,6 +155,28 @@ DEVICE void produce(const typename T::Params& params) {
   mbarrier_arrive(ring_q.full(q.slot));
   // Shared memory must be there for the other blocks of the cluster until they have released every slot.
   for (int slot = 0; T::CLUSTER > 1 && slot < T::STAGES; ++slot, kv.advance()) ring_kv.await_empty(kv);
+}
+
+// The same of the one tile of grouped rows that a block owns, and for which Q is gathered by those who compute. Pages are looked up
+// three blocks ahead, so that nobody waits for the table.
+template <class T>
+DEVICE void produce(const typename T::Params& params, const Owned<T>& owned, const Blocks& blocks) {
+  const int last = blocks.end - 1;
+  if (last < blocks.begin) return;
+  typename LoaderOf<T>::Type keys(params, owned);
+  const auto look_up = [&](int block) { return block < blocks.begin ? 0 : keys.look_up(block); };
+  int page = look_up(last), next = look_up(last - 1), after_next = look_up(last - 2);
+  keys.load_k(last, page);
+#pragma unroll 1  // a producer has few registers
+  for (int block = last; block > blocks.begin; --block) {
+    keys.load_k(block - 1, next);
+    keys.load_v(block, page);
+    page = next;
+    next = after_next;
+    after_next = look_up(block - 3);
+  }
+  keys.load_v(blocks.begin, page);
+  keys.finish();
 }
 
 }  // namespace multiattn

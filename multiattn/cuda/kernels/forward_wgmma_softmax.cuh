@@ -33,43 +33,42 @@ DEVICE bool outgrown(const uint32 (&weights)[N][4]) {
 }
 
 // The expression's scores in place of Q K^T. Beyond the ends of the sequences they mean nothing.
-template <class T>
-DEVICE void modify_scores(WarpgroupScores<T>& scores, const HeadScores<typename T::Score>& head, int first_query,
-                          int first_key) {
+template <class T, class Heads, class Queries>
+DEVICE void modify_scores(WarpgroupScores<T>& scores, const Heads& heads, const Queries& queries, int first_key) {
 #pragma unroll
   for (int i = 0; i < T::TILE_N / 2; ++i) {
     const Position key(first_key + accumulator_column(0), i / 4 * 8 + i % 2);
-    scores[i] = head.score(scores[i], first_query + accumulator_row(i % 4), key);
+    scores[i] = heads[i / 2 % 2].score(scores[i], queries[i / 2 % 2], key);
   }
 }
 
-template <class T>
-DEVICE void mask_scores(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, int first_query, int first_key) {
+template <class T, class Queries>
+DEVICE void mask_scores(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, const Queries& queries, int first_key) {
 #pragma unroll
   for (int i = 0; i < T::TILE_N / 2; ++i) {
-    const int query = first_query + accumulator_row(i % 4), key = first_key + i / 4 * 8 + accumulator_column(i % 4);
+    const int query = queries[i / 2 % 2], key = first_key + i / 4 * 8 + accumulator_column(i % 4);
     if (!mask.visible(query, key)) scores[i] = -infinity();
   }
 }
 
 // The two sides of a band, each for itself, as most blocks have one of them at most. What a row is compared with counts from
 // this thread's first key of the block, so that keys are constants.
-template <class T>
-DEVICE void hide_before(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, int first_query, int first_key) {
+template <class T, class Queries>
+DEVICE void hide_before(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, const Queries& queries, int first_key) {
   int first[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    first[half] = mask.first_key(first_query + accumulator_row(2 * half)) - first_key - accumulator_column(0);
+    first[half] = mask.first_key(queries[half]) - first_key - accumulator_column(0);
 #pragma unroll
   for (int i = 0; i < T::TILE_N / 2; ++i)
     if (i / 4 * 8 + i % 2 < first[i / 2 % 2]) scores[i] = -infinity();
 }
-template <class T>
-DEVICE void hide_after(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, int first_query, int first_key) {
+template <class T, class Queries>
+DEVICE void hide_after(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, const Queries& queries, int first_key) {
   int last[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    last[half] = mask.last_key(first_query + accumulator_row(2 * half)) - first_key - accumulator_column(0);
+    last[half] = mask.last_key(queries[half]) - first_key - accumulator_column(0);
 #pragma unroll
   for (int i = 0; i < T::TILE_N / 2; ++i)
     if (i / 4 * 8 + i % 2 > last[i / 2 % 2]) scores[i] = -infinity();

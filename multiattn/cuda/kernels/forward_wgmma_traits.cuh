@@ -2,14 +2,15 @@
 // together has its static_assert here.
 #pragma once
 #include "multiattn/descriptor.cuh"
-#include "multiattn/mask.cuh"
-#include "multiattn/params.h"
+#include "multiattn/owned.cuh"
 #include "multiattn/ragged.cuh"
 #include "multiattn/score.cuh"
-#include "multiattn/sequence.cuh"
 #include "wgmma_ring.cuh"
 
 namespace multiattn {
+
+// Named barriers: of warpgroup 0, and of all that compute.
+constexpr int TURN_BARRIER = 1, ROWS_BARRIER = 4, TAIL_BARRIER = 7;
 
 enum class Scheduler {
   ONE_TILE,  // a block for every tile; the hardware hands them out
@@ -32,6 +33,15 @@ struct WgmmaShape {
   static constexpr Scheduler SCHEDULER = SCHEDULER_;
 };
 
+template <bool GROUPED>
+struct PlainParams {
+  using Type = WgmmaParams;
+};
+template <>
+struct PlainParams<true> {
+  using Type = SplitWgmmaParams;
+};
+
 template <class Element_, int HEAD_DIM_, Band BAND_, bool HAS_SINKS_, class S, class Score_ = NoScore,
           class Blocked_ = NoBlockMask>
 struct WgmmaTraits : S {
@@ -40,17 +50,26 @@ struct WgmmaTraits : S {
   static constexpr Band BAND = BAND_;
   static constexpr bool HAS_SINKS = HAS_SINKS_;  // each head has one more key, without a value
   using Score = Score_;  // what changes scores
-  using Blocked = Blocked_;  // what lists the tiles that there are
-  using Params = typename WithAux<WgmmaParams, Score, typename ListsOf<Blocked>::Type>::Type;
+  using Blocked = Blocked_;  // what lists the tiles that there are, or Grouped
+  static constexpr bool GROUPED = IS_GROUPED<Blocked>;  // rows are of several heads, and a block has a part of their keys
+  using Params = typename WithAux<typename PlainParams<GROUPED>::Type, Score, typename ListsOf<Blocked>::Type>::Type;
 
   static constexpr int WARPGROUP_ROWS = 64;  // of one wgmma
   static constexpr int TILE_M = WARPGROUP_ROWS * S::WARPGROUPS;
   static constexpr int THREADS = WARPGROUP * (S::WARPGROUPS + 1);
   static constexpr int CONSUMER_WARPS = 4 * S::WARPGROUPS;
   static constexpr int DOT_STEPS = (HEAD_DIM + 15) / 16, KEY_STEPS = S::TILE_N / 16;  // of a wgmma's 16
-  // An SM's 64 Ki registers, by multiples of 8; loading takes few.
-  static constexpr int PRODUCER_REGISTERS = S::WARPGROUPS == 3 ? 32 : 40;
-  static constexpr int CONSUMER_REGISTERS = S::WARPGROUPS == 3 ? 160 : 232;
+
+  static constexpr Paging PAGING = PAGING_OF<Blocked>;
+  static constexpr bool IS_PAGED = PAGING == Paging::ANY;
+  static constexpr int BOX_ROWS = GROUPED ? BOX_ROWS_OF<Blocked> : S::TILE_N / S::CLUSTER;  // keys that come by TMA at a time
+  static constexpr bool GATHERS = BOX_ROWS == 0;  // one by one, by all warps of the warpgroup that loads
+  static constexpr bool CLEARS = GROUPED && !GATHERS;  // boxes of a cache bring more than keys
+  static constexpr int LOADING_WARPS = GATHERS ? WARPGROUP / WARP : 1;
+  // An SM's 64 Ki registers, by multiples of 8; loading takes few. One warpgroup that computes has enough without.
+  static constexpr bool MOVES_REGISTERS = S::WARPGROUPS > 1;
+  static constexpr int PRODUCER_REGISTERS = S::WARPGROUPS == 3 ? 32 : GATHERS ? 56 : 40;
+  static constexpr int CONSUMER_REGISTERS = S::WARPGROUPS == 3 ? 160 : GATHERS ? 224 : 232;
 
   using TileQ = PanelTile<TILE_M, HEAD_DIM>;
   using TileKV = PanelTile<S::TILE_N, HEAD_DIM>;
@@ -59,9 +78,9 @@ struct WgmmaTraits : S {
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
   static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "head_dim: multiples of 8 up to 256");
-  static_assert(S::WARPGROUPS == 2 || S::WARPGROUPS == 3, "tile_m: 128, 192");
+  static_assert(S::WARPGROUPS >= (GROUPED ? 1 : 2) && S::WARPGROUPS <= 3, "tile_m: 128, 192, of groups also 64");
   static_assert(S::CLUSTER == 1 || S::CLUSTER == 2, "cluster: 1, 2");
-  static_assert(S::TILE_N / S::CLUSTER % 8 == 0, "a block loads whole groups of 8 rows, in which the swizzle repeats");
+  static_assert(BOX_ROWS % 8 == 0, "a block loads whole groups of 8 rows, in which the swizzle repeats");
   static_assert(S::CLUSTER == 1 || !IS_PACKED<Blocked>, "in a packed batch a cluster's tiles are of several sequences");
   static_assert(S::CLUSTER == 1 || S::SCHEDULER != Scheduler::DYNAMIC, "a cluster's blocks take their tiles together");
   static_assert(S::TILE_N % 16 == 0 && S::TILE_N >= 16 && S::TILE_N <= 256, "tile_n: multiples of 16 up to 256");
@@ -69,6 +88,11 @@ struct WgmmaTraits : S {
   static_assert(S::Q_SLOTS >= 1 && S::Q_SLOTS <= 3, "q_slots: 1 to 3");
   static_assert(!S::LAZY_MAX || !HAS_SCORE<Score>, "lazy_max: for plain scores");
   static_assert(S::KEPT_STEPS >= 0 && S::KEPT_STEPS <= DOT_STEPS, "q_in_registers: up to all of Q");
+  static_assert(!S::PINGPONG || S::WARPGROUPS > 1, "pingpong: of two warpgroups or three");
+  static_assert(!GROUPED || (S::CLUSTER == 1 && S::Q_SLOTS == 1 && !S::TMA_STORE && S::SCHEDULER == Scheduler::ONE_TILE),
+                "rows of groups are no box, and a block has one tile of them");
+  static_assert(!GATHERS || (S::WARPGROUPS < 3 && S::TILE_N <= WARPGROUP), "gathers: for two warpgroups, a lane for each key");
+  static_assert(!CLEARS || S::TILE_N * TileKV::PANELS <= WARP * BOX_ROWS, "a lane for each box of a tile");
 };
 
 // A tile of queries: where it starts (negative: it has rows without a query), its head and batch entry, and how many blocks of
@@ -135,7 +159,7 @@ struct SharedLayout {
 
   static DEVICE void init() {
     ring_q().init(T::CONSUMER_WARPS);
-    ring_kv().init(T::CONSUMER_WARPS);
+    ring_kv().init(T::CONSUMER_WARPS, T::LOADING_WARPS);
     fence_mbarrier_init();
   }
 };

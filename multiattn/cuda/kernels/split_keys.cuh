@@ -64,11 +64,12 @@ struct LaneRows {
 // Shared by the steps of a team's walk over its keys.
 template <class T>
 struct SplitWalk {
+  const typename T::Params& params;
   const Owned<T>& owned;
   const SplitQueries<T>& queries;
   const LaneRows<T>& rows;
 
-  DEVICE float scale_log2() const { return HAS_SCORE<typename T::Score> ? 1.0f : owned.params.scale_log2; }
+  DEVICE float scale_log2() const { return HAS_SCORE<typename T::Score> ? 1.0f : params.scale_log2; }
 };
 
 // scores[WARP_ROWS, TILE_N] = Q K^T, in the log2 domain where an expression changes them
@@ -83,7 +84,7 @@ DEVICE void compute_scores(Scores<T>& scores, const SplitWalk<T>& it, SharedAddr
   if constexpr (HAS_SCORE<typename T::Score>)
     for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 4>([&](int m, int n, int side, int e) {
       const Row row = it.rows.row[m][e / 2];
-      const HeadScores<typename T::Score> head(it.owned.params.aux, it.owned.len_q, it.owned.len_kv, it.owned.sequence, row.head);
+      const HeadScores<typename T::Score> head(it.params.aux, it.owned.len_q, it.owned.len_kv, it.owned.sequence, row.head);
       float& score = scores[m][n][side].value[e];
       score = head.score(score, row.query, first_key + 16 * n + 8 * side + accumulator_column(e));
     });
@@ -270,7 +271,7 @@ DEVICE void split_keys(const typename T::Params& params) {
 
   const SplitQueries<T> queries;
   const LaneRows<T> rows(owned);
-  const SplitWalk<T> it{owned, queries, rows};
+  const SplitWalk<T> it{params, owned, queries, rows};
   Outputs<T> out;                     // [WARP_ROWS, the warp's columns]
   RowState state[T::ROW_FRAGMENTS];   // of WARP_ROWS rows
   clear(out);

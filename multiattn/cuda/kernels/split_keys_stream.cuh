@@ -94,7 +94,7 @@ class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
             v_ + entry * params_.strides_v.batch + row * params_.strides_v.seq + first_chunk() * CHUNK_ELEMENTS};
   }
 
-  const typename T::Params& params_;
+  const SplitParams& params_;
   SharedAddress ring_;
   int len_, sequence_;
   const uint16 *k_, *v_;

@@ -52,9 +52,12 @@ struct Mask : private Reach<BAND> {
     return key >= first_key(query) && key <= last_key(query);
   }
 
-  // Of a band with two sides: the first key that a query sees, which may be negative, and the last.
+  // The first key that a query sees, of a band with two sides, which may be negative; and the last, of any band.
   DEVICE int first_key(int query) const { return query + (seq_kv - seq_q) - left; }
-  DEVICE int last_key(int query) const { return min(query + (seq_kv - seq_q) + right, seq_kv - 1); }
+  DEVICE int last_key(int query) const {
+    if constexpr (BAND == Band::NONE) return seq_kv - 1;
+    return min(query + (seq_kv - seq_q) + right, seq_kv - 1);
+  }
 
   // True if every query of a tile sees every key of the other.
   DEVICE bool all_visible(int first_query, int tile_m, int first_key, int tile_n) const {

@@ -104,7 +104,7 @@ struct SplitParams {
 struct SplitWgmmaParams {
   TensorMap map_k, map_v;  // 4-D: D, rows, heads_kv, entries, innermost first; boxes are 64 columns of BOX_ROWS keys. Empty
                            // where keys are gathered.
-  SplitParams split;
+  SplitParams forward;
 };
 
 struct WgmmaParams {

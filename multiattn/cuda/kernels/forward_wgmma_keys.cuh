@@ -1,27 +1,45 @@
-// The warps that load: they keep a ring full of tiles of K and V from a cache.
+// Keys: how tiles of K and V come to the ring.
 #pragma once
-#include "split_keys_wgmma_traits.cuh"
+#include "forward_wgmma_rows.cuh"
 
 namespace multiattn {
 
-// One warp loads boxes by TMA. A lane has one box of every tile. A box whose keys are all beyond the last, or freed, is not
+// All panels of a tile. One of a cluster comes in parts, of which each block loads one, for all.
+template <class T, int CLUSTER = 1, class Rows>
+DEVICE void load_panels(SharedAddress tile, const TensorMap& map, SharedAddress barrier, int row, int head, const Rows& of) {
+  mbarrier_arrive_expect(barrier, T::BYTES);
+  if constexpr (CLUSTER > 1) {
+    tile += cluster_rank() * (T::PANEL_BYTES / CLUSTER);
+    row += cluster_rank() * (T::ROWS / CLUSTER);
+  }
+#pragma unroll
+  for (int panel = 0; panel < T::PANELS; ++panel) {
+    const SharedAddress target = tile + panel * T::PANEL_BYTES;
+    if constexpr (CLUSTER > 1)
+      tma_load_to_all<CLUSTER>(target, map, barrier, panel * T::PANEL_COLUMNS, row, head, of.number);
+    else
+      load_box(target, map, barrier, panel * T::PANEL_COLUMNS, row, head, of);
+  }
+}
+
+// Of a cache: one warp loads boxes by TMA. A lane has one box of every tile. A box whose keys are all beyond the last, or freed, is not
 // loaded: its entry of the table may name anything.
 template <class T>
-class BoxLoader : FreedKeys<T::FREES> {
-  using Freed = FreedKeys<T::FREES>;
-  using Shared = SplitShared<T>;
+class BoxLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
+  using Freed = FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>;
+  using Shared = SharedLayout<T>;
   using TileKV = typename T::TileKV;
+  static constexpr int BOXES_OF_PANEL = T::TILE_N / T::BOX_ROWS;
 
  public:
-  DEVICE BoxLoader(const typename T::KernelParams& params, const Owned<T>& owned)
+  DEVICE BoxLoader(const typename T::Params& params, const Owned<T>& owned)
       : Freed(owned), params_(params), owned_(owned) {}
 
   // The page of the lane's box.
   DEVICE int look_up(int block) const {
     const int key = block * T::TILE_N + row_of_tile();
     if (!T::IS_PAGED || key >= owned_.len_kv || is_freed_box(key)) return 0;
-    const int32* table = params_.split.page_table + static_cast<int64>(owned_.sequence) * params_.split.table_stride;
-    return static_cast<int>(load_global_4(table + PlaceOfKey::of(params_.split, key).entry));
+    return owned_.page_of(key);
   }
   DEVICE void load_k(int block, int page) { load(params_.map_k, block, page); }
   DEVICE void load_v(int block, int page) { load(params_.map_v, block, page); }
@@ -29,20 +47,20 @@ class BoxLoader : FreedKeys<T::FREES> {
 
  private:
   static DEVICE int lane() { return thread_index() % WARP; }
-  static DEVICE int row_of_tile() { return lane() % T::BOXES_OF_PANEL * T::BOX_ROWS; }
+  static DEVICE int row_of_tile() { return lane() % BOXES_OF_PANEL * T::BOX_ROWS; }
   // Of a box by its first key.
   DEVICE bool is_freed_box(int key) const { return Freed::is_freed(key + T::BOX_ROWS - 1); }
 
   DEVICE void load(const TensorMap& map, int block, int page) {
     const auto ring = Shared::ring_kv();
-    const int first_key = block * T::TILE_N, key = first_key + row_of_tile(), panel = lane() / T::BOXES_OF_PANEL;
-    const int end = min((owned_.len_kv - first_key - 1) / T::BOX_ROWS + 1, T::BOXES_OF_PANEL);
+    const int first_key = block * T::TILE_N, key = first_key + row_of_tile(), panel = lane() / BOXES_OF_PANEL;
+    const int end = min((owned_.len_kv - first_key - 1) / T::BOX_ROWS + 1, BOXES_OF_PANEL);
     const int boxes = (end - Freed::before(first_key) / T::BOX_ROWS) * TileKV::PANELS;
     ring.await_empty(place_);
-    if (lane() == 0) mbarrier_arrive_expect(ring.full(place_.slot), boxes * T::BOX_BYTES);
+    if (lane() == 0) mbarrier_arrive_expect(ring.full(place_.slot), boxes * T::BOX_ROWS * TileKV::ROW_BYTES);
     sync_warp();  // the phase expects its bytes before they come
     if (panel < TileKV::PANELS && key < owned_.len_kv && !is_freed_box(key)) {
-      const int entry = T::IS_PAGED ? page : owned_.sequence, row = T::IS_PAGED ? PlaceOfKey::of(params_.split, key).row : key;
+      const int entry = T::IS_PAGED ? page : owned_.sequence, row = T::IS_PAGED ? PlaceOfKey::of(params_.forward, key).row : key;
       tma_load(Shared::kv(place_.slot) + panel * TileKV::PANEL_BYTES + row_of_tile() * TileKV::ROW_BYTES, map,
                ring.full(place_.slot), panel * TileKV::PANEL_COLUMNS, row, owned_.head_kv, entry);
     }
@@ -50,7 +68,7 @@ class BoxLoader : FreedKeys<T::FREES> {
     place_.advance();
   }
 
-  const typename T::KernelParams& params_;
+  const typename T::Params& params_;
   const Owned<T>& owned_;
   RingPlace<T::STAGES> place_;
 };
@@ -59,9 +77,9 @@ class BoxLoader : FreedKeys<T::FREES> {
 // a lane knows where one of them is. Eight lanes copy 128 bytes of a key at a time. Copies land late, so a tile is told of as
 // full when LAG younger ones are on their way.
 template <class T>
-class GatherLoader : FreedKeys<T::FREES> {
-  using Freed = FreedKeys<T::FREES>;
-  using Shared = SplitShared<T>;
+class GatherLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
+  using Freed = FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>;
+  using Shared = SharedLayout<T>;
   using TileKV = typename T::TileKV;
   using Panel = Tile<TileKV::ROWS, TileKV::PANEL_COLUMNS>;
   static constexpr int KEYS = T::TILE_N / T::LOADING_WARPS;  // of a warp
@@ -71,15 +89,14 @@ class GatherLoader : FreedKeys<T::FREES> {
   static constexpr int LAG = (T::STAGES - 2) / 2;
 
  public:
-  DEVICE GatherLoader(const typename T::KernelParams& params, const Owned<T>& owned)
-      : Freed(owned), params_(params.split), owned_(owned) {}
+  DEVICE GatherLoader(const typename T::Params& params, const Owned<T>& owned)
+      : Freed(owned), params_(params.forward), owned_(owned) {}
 
   // The page of the lane's key.
   DEVICE int look_up(int block) const {
     const int key = first_key(block) + lane() % KEYS;
     if (!T::IS_PAGED || key >= owned_.len_kv || Freed::is_freed(key)) return 0;
-    const int32* table = params_.page_table + static_cast<int64>(owned_.sequence) * params_.table_stride;
-    return static_cast<int>(load_global_4(table + PlaceOfKey::of(params_, key).entry));
+    return owned_.page_of(key);
   }
   DEVICE void load_k(int block, int page) { load(params_.k, params_.strides_k, block, page); }
   DEVICE void load_v(int block, int page) { load(params_.v, params_.strides_v, block, page); }
@@ -137,6 +154,43 @@ class GatherLoader : FreedKeys<T::FREES> {
   int loaded_ = 0;  // tiles that were not told of
 };
 
+// A row of V that no key is for may hold anything where boxes bring it, and a weight of zero would make NaN of a NaN: `count` rows of
+// a tile of V become zeros.
+template <class T>
+DEVICE void clear_values(SharedAddress v, int first, int count) {
+  using TileKV = typename T::TileKV;
+  constexpr int CHUNKS = 8 * TileKV::PANELS, CONSUMERS = T::CONSUMER_WARPS * WARP;
+#pragma unroll 1
+  for (int i = thread_index(); i < count * CHUNKS; i += CONSUMERS) {
+    const int row = first + i / CHUNKS, chunk = i % CHUNKS;
+    store_shared_16(v + chunk / 8 * TileKV::PANEL_BYTES + row * TileKV::ROW_BYTES + chunk % 8 * CHUNK_BYTES, Chunk{});
+  }
+  fence_async_shared();
+  sync_warp();                                   // whole again for the barrier
+  named_barrier_sync(TAIL_BARRIER, CONSUMERS);  // everybody's zeros are there, for wgmma too
+}
+
+// Those behind the last key, of the block that has it: the end of a page, or of a cache. No slot was used before, so that V's is
+// known.
+template <class T>
+DEVICE void clear_behind_last(const Owned<T>& owned, const GroupRows<T>& rows) {
+  const int keys = owned.len_kv - rows.last * T::TILE_N;
+  if (keys >= T::TILE_N) return;
+  const RingPlace<T::STAGES> place{rows.last > rows.first ? 2 : 1, 0};  // behind K of it, and of the next where there is one
+  SharedLayout<T>::ring_kv().await_full(place);
+  clear_values<T>(SharedLayout<T>::kv(place.slot), keys, T::TILE_N - keys);
+}
+
+// Those before the first key that any row sees, of the block that has it, which is the next in the ring: freed boxes are not loaded
+// at all.
+template <class T>
+DEVICE void clear_before_first(const Owned<T>& owned, const GroupRows<T>& rows, const RingPlace<T::STAGES>& next) {
+  const int keys = owned.first_key() - rows.first * T::TILE_N;
+  if (keys <= 0) return;
+  SharedLayout<T>::ring_kv().await_full(next);
+  clear_values<T>(SharedLayout<T>::kv(next.slot), 0, min(keys, T::TILE_N));
+}
+
 template <class T, bool GATHERS = T::GATHERS>
 struct LoaderOf {
   using Type = BoxLoader<T>;
@@ -145,27 +199,5 @@ template <class T>
 struct LoaderOf<T, true> {
   using Type = GatherLoader<T>;
 };
-
-// The blocks of keys from the last to the first, in the order in which they are used: K of a block before V of the block after
-// it. Pages are looked up three blocks ahead, so that nobody waits for the table.
-template <class T>
-DEVICE void produce(const typename T::KernelParams& params, const Owned<T>& owned, const Blocks& blocks) {
-  const int last = blocks.end - 1;
-  if (last < blocks.begin) return;
-  typename LoaderOf<T>::Type loader(params, owned);
-  const auto look_up = [&](int block) { return block < blocks.begin ? 0 : loader.look_up(block); };
-  int page = look_up(last), next = look_up(last - 1), after_next = look_up(last - 2);
-  loader.load_k(last, page);
-#pragma unroll 1  // a producer has few registers
-  for (int block = last; block > blocks.begin; --block) {
-    loader.load_k(block - 1, next);
-    loader.load_v(block, page);
-    page = next;
-    next = after_next;
-    after_next = look_up(block - 3);
-  }
-  loader.load_v(blocks.begin, page);
-  loader.finish();
-}
 
 }  // namespace multiattn
