@@ -13,17 +13,12 @@
 
 namespace multiattn {
 
-template <class Element_, int HEAD_DIM, Band BAND_, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_,
-          class Score_ = NoScore, class Blocked_ = NoBlockMask>
-struct QueryTraits {
-  using Element = Element_;
+template <class Element, int HEAD_DIM, Band BAND, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_,
+          class Score = NoScore, class Blocked = NoBlockMask>
+struct QueryTraits : Walks<Element, HEAD_DIM, BAND, BackwardParams, Score, Blocked> {
   static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_, WARPS = WARPS_;
   static constexpr int STAGES = STAGES_;     // buffers of K and of V
-  static constexpr Band BAND = BAND_;
   static constexpr bool ALIGNED = ALIGNED_;  // q, k, v: every row starts at a multiple of 16 bytes
-  using Score = Score_;                      // what changes scores
-  using Blocked = Blocked_;                  // what lists the tiles that are seen, or those that there are
-  using Params = typename WithAux<BackwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
   static constexpr int THREADS = WARPS * WARP;
 
   using TileQ = Tile<TILE_M, HEAD_DIM>;      // of Q and dO

@@ -23,15 +23,8 @@ struct WgmmaBackwardShape {
   static constexpr bool DQ_BY_TMA = DQ_BY_TMA_;     // dQ is added to its sums by TMA, by way of shared memory
 };
 
-template <class Element_, int HEAD_DIM_, Band BAND_, class S, class Score_ = NoScore, class Blocked_ = NoBlockMask>
-struct WgmmaBackwardTraits : S {
-  using Element = Element_;
-  static constexpr int HEAD_DIM = HEAD_DIM_;
-  static constexpr Band BAND = BAND_;
-  using Score = Score_;      // what changes scores
-  using Blocked = Blocked_;  // what lists the tiles that there are
-  using Params = typename WithAux<WgmmaBackwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
-
+template <class Element, int HEAD_DIM, Band BAND, class S, class Score = NoScore, class Blocked = NoBlockMask>
+struct WgmmaBackwardTraits : S, Walks<Element, HEAD_DIM, BAND, WgmmaBackwardParams, Score, Blocked> {
   // One copy of a step does for the first and the last too: with a mask three are more than the instruction cache holds. Fetches
   // took a quarter of the time at D=64.
   static constexpr bool IS_COMPACT = BAND != Band::NONE;

@@ -17,15 +17,8 @@ struct TwoPassKeysShape {
   static constexpr bool AHEAD = AHEAD_;             // scores of the next step come before the gradients of this one
 };
 
-template <class Element_, int HEAD_DIM_, Band BAND_, class S, class Score_ = NoScore, class Blocked_ = NoBlockMask>
-struct TwoPassKeysTraits : S {
-  using Element = Element_;
-  static constexpr int HEAD_DIM = HEAD_DIM_;
-  static constexpr Band BAND = BAND_;
-  using Score = Score_;      // what changes scores
-  using Blocked = Blocked_;  // what lists the tiles that there are
-  using Params = typename WithAux<WgmmaBackwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
-
+template <class Element, int HEAD_DIM, Band BAND, class S, class Score = NoScore, class Blocked = NoBlockMask>
+struct TwoPassKeysTraits : S, Walks<Element, HEAD_DIM, BAND, WgmmaBackwardParams, Score, Blocked> {
   static constexpr bool DESCENDS = false;  // walks begin with the first queries
   static constexpr int WARPGROUPS = 2;  // of a gradient each; one more loads
   static constexpr int GROUP_WARPS = 4;
@@ -82,15 +75,8 @@ struct TwoPassQueriesShape {
   static constexpr bool DP_LATE = DP_LATE_;                         // dP comes behind weights, not beside them
 };
 
-template <class Element_, int HEAD_DIM_, Band BAND_, class S, class Score_ = NoScore, class Blocked_ = NoBlockMask>
-struct TwoPassQueriesTraits : S {
-  using Element = Element_;
-  static constexpr int HEAD_DIM = HEAD_DIM_;
-  static constexpr Band BAND = BAND_;
-  using Score = Score_;      // what changes scores
-  using Blocked = Blocked_;  // what lists the tiles that there are
-  using Params = typename WithAux<WgmmaBackwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
-
+template <class Element, int HEAD_DIM, Band BAND, class S, class Score = NoScore, class Blocked = NoBlockMask>
+struct TwoPassQueriesTraits : S, Walks<Element, HEAD_DIM, BAND, WgmmaBackwardParams, Score, Blocked> {
   static constexpr int WARPGROUPS = 2;  // of 64 queries each; one more loads
   static constexpr int GROUP_WARPS = 4;
   static constexpr int TILE_M = 64;  // queries of a warpgroup, and of a tile of statistics

@@ -70,17 +70,11 @@ struct Legality {
   static constexpr bool ALL = HEAD_DIM && WARPS && COLUMNS && ROWS && KEYS && SHARED_Q && PLACE && SLICES && RING && SUMS;
 };
 
-template <class Element_, int HEAD_DIM_, Band BAND_, bool ALIGNED_, bool HAS_SINKS_, class A, class S,
-          class Score_ = NoScore, class Blocked_ = NoBlockMask>
-struct ForwardTraits : A, S {
-  using Element = Element_;
-  static constexpr int HEAD_DIM = HEAD_DIM_;
-  static constexpr Band BAND = BAND_;
+template <class Element, int HEAD_DIM, Band BAND, bool ALIGNED_, bool HAS_SINKS_, class A, class S, class Score = NoScore,
+          class Blocked = NoBlockMask>
+struct ForwardTraits : A, S, Walks<Element, HEAD_DIM, BAND, ForwardParams, Score, Blocked> {
   static constexpr bool ALIGNED = ALIGNED_;  // q, k, v: every row starts at a multiple of 16 bytes
   static constexpr bool HAS_SINKS = HAS_SINKS_;  // each head has one more key, without a value
-  using Score = Score_;      // what changes scores
-  using Blocked = Blocked_;  // what lists the tiles that are seen, or those that there are
-  using Params = typename WithAux<ForwardParams, Score, typename ListsOf<Blocked>::Type>::Type;
   static constexpr int THREADS = S::WARPS * WARP;
   static constexpr bool SPLIT_KV = A::WARPS == Warps::SPLIT_KV;
   static constexpr bool SLICED_K = A::TILING != Tiling::NONE, SLICED_V = A::TILING == Tiling::QKV;

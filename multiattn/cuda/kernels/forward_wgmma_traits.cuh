@@ -42,17 +42,10 @@ struct PlainParams<true> {
   using Type = SplitWgmmaParams;
 };
 
-template <class Element_, int HEAD_DIM_, Band BAND_, bool HAS_SINKS_, class S, class Score_ = NoScore,
-          class Blocked_ = NoBlockMask>
-struct WgmmaTraits : S {
-  using Element = Element_;
-  static constexpr int HEAD_DIM = HEAD_DIM_;
-  static constexpr Band BAND = BAND_;
+template <class Element, int HEAD_DIM, Band BAND, bool HAS_SINKS_, class S, class Score = NoScore, class Blocked = NoBlockMask>
+struct WgmmaTraits : S, Walks<Element, HEAD_DIM, BAND, typename PlainParams<IS_GROUPED<Blocked>>::Type, Score, Blocked> {
   static constexpr bool HAS_SINKS = HAS_SINKS_;  // each head has one more key, without a value
-  using Score = Score_;  // what changes scores
-  using Blocked = Blocked_;  // what lists the tiles that there are, or Grouped
   static constexpr bool GROUPED = IS_GROUPED<Blocked>;  // rows are of several heads, and a block has a part of their keys
-  using Params = typename WithAux<typename PlainParams<GROUPED>::Type, Score, typename ListsOf<Blocked>::Type>::Type;
 
   static constexpr int WARPGROUP_ROWS = 64;  // of one wgmma
   static constexpr int TILE_M = WARPGROUP_ROWS * S::WARPGROUPS;

@@ -16,19 +16,14 @@ struct SplitShape {
   static constexpr int STAGES = STAGES_;                // tiles of K and of V that a team has room for
 };
 
-template <class Element_, int HEAD_DIM_, Band BAND_, bool ALIGNED_, bool HAS_SINKS_, Paging PAGING_, bool OVERLAPS_, class S,
-          class Score_ = NoScore>
-struct SplitTraits : S {
-  using Element = Element_;
-  static constexpr int HEAD_DIM = HEAD_DIM_;
-  static constexpr Band BAND = BAND_;
+template <class Element, int HEAD_DIM, Band BAND, bool ALIGNED_, bool HAS_SINKS_, Paging PAGING_, bool OVERLAPS_, class S,
+          class Score = NoScore>
+struct SplitTraits : S, Walks<Element, HEAD_DIM, BAND, SplitParams, Score, NoBlockMask> {
   static constexpr bool ALIGNED = ALIGNED_;      // q, k, v: every row starts at a multiple of 16 bytes
   static constexpr bool HAS_SINKS = HAS_SINKS_;  // each head has one more key, without a value
   static constexpr Paging PAGING = PAGING_;
   static constexpr bool IS_PAGED = PAGING == Paging::WHOLE_TILES || PAGING == Paging::ANY;
   static constexpr bool OVERLAPS = OVERLAPS_;  // it begins while the grid before it ends, and lets the next one do so
-  using Score = Score_;                        // what changes scores
-  using Params = typename WithAux<SplitParams, Score>::Type;
   static constexpr int THREADS = S::WARPS * WARP;
 
   // ---- a team of warps walks over keys of its own, and needs no other team until all are done

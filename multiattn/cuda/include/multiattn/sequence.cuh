@@ -47,6 +47,17 @@ struct KeyWalk<Packed, TILE> {
   using Type = Blocks;
 };
 
+// The constants of every kernel that walks over scores.
+template <class Element_, int HEAD_DIM_, Band BAND_, class PlainParams, class Score_, class Blocked_>
+struct Walks {
+  using Element = Element_;
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr Band BAND = BAND_;
+  using Score = Score_;      // what changes scores
+  using Blocked = Blocked_;  // what lists the tiles that are seen, or those that there are; or what rows are
+  using Params = typename WithAux<PlainParams, Score, typename ListsOf<Blocked>::Type>::Type;
+};
+
 // The `len_q` queries from row `offset_q` of q on, and the `len_kv` keys from row `offset_kv` of k and v on. Positions in a
 // sequence start at 0.
 struct Sequence {
