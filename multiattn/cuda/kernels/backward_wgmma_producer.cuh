@@ -30,22 +30,6 @@ DEVICE KeyTile<T> key_tile(const typename T::Params& params, const KeyTiles& til
   }
 }
 
-// Where a tile's queries and keys are.
-template <class T>
-DEVICE auto queries_of(const KeyTile<T>& tile) {
-  if constexpr (IS_PACKED<typename T::Blocked>)
-    return RaggedRows{tile.sequence.offset_q + tile.sequence.len_q, tile.sequence.len_q};
-  else
-    return BatchEntry{tile.number};
-}
-template <class T>
-DEVICE auto keys_of(const KeyTile<T>& tile) {
-  if constexpr (IS_PACKED<typename T::Blocked>)
-    return RaggedRows{tile.sequence.offset_kv + tile.sequence.len_kv, tile.sequence.len_kv};
-  else
-    return BatchEntry{tile.number};
-}
-
 // All panels of a tile; `more_bytes` come to the barrier by another load.
 template <class Tile, class Rows>
 DEVICE void load_boxes(SharedAddress tile, const TensorMap& map, SharedAddress barrier, int row, int head, const Rows& of,
@@ -103,13 +87,12 @@ class BackwardProducer {
     int item, index, step, left;
   };
   DEVICE void store_cursor(const Cursor& at) const {
-    store_shared_16(Shared::cursor_place(), {static_cast<uint32>(at.item), static_cast<uint32>(at.index),
-                                             static_cast<uint32>(at.step), static_cast<uint32>(at.left)});
+    store_shared_16(Shared::cursor_place(), chunk_of(at.item, at.index, at.step, at.left));
   }
   DEVICE Cursor load_cursor() const {
     const Chunk it = load_shared_16(Shared::cursor_place());
-    return {static_cast<int>(it.word[0]), static_cast<int>(it.word[1]), static_cast<int>(it.word[2]),
-            static_cast<int>(it.word[3])};
+    const auto field = [&](int word) { return static_cast<int>(it.word[word]); };
+    return {field(0), field(1), field(2), field(3)};
   }
 
   // The next tile, or part of one.

@@ -86,14 +86,10 @@ struct KeyTile {
 
 template <class T>
 DEVICE void store_tile(SharedAddress place, const KeyTile<T>& tile) {
-  const auto word = [](int field) { return static_cast<uint32>(field); };
-  store_shared_16(place, {word(tile.first_key), word(tile.head_kv), word(tile.number), 0});
-  if constexpr (IS_PACKED<typename T::Blocked>) {
-    const Sequence& of = tile.sequence;
-    store_shared_16(place + 16, {word(of.offset_q), word(of.offset_kv), word(of.len_q), word(of.len_kv)});
-  }
+  store_shared_16(place, chunk_of(tile.first_key, tile.head_kv, tile.number, 0));
+  if constexpr (IS_PACKED<typename T::Blocked>) store_shared_16(place + 16, chunk_of(tile.sequence));
   if constexpr (IS_STREAM_K<typename T::Blocked>)
-    store_shared_16(place + 16, {word(tile.first_step), word(tile.end_step), word(tile.sums), 0});
+    store_shared_16(place + 16, chunk_of(tile.first_step, tile.end_step, tile.sums, 0));
 }
 
 // The same in all lanes of a warp.

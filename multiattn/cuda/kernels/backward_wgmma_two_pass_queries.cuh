@@ -160,7 +160,7 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void read_statistics() {
     const int first = first_of_group();
     const int rows = count_queries(params_.backward, tile_.sequence) - first;
-    const float* const list = statistics_of<T>(params_, tile_.head, tile_.batch, tile_.sequence, first / T::TILE_M);
+    const float* const list = statistics_of<T>(params_, tile_.head, tile_.number, tile_.sequence, first / T::TILE_M);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row() + accumulator_row(2 * half);
@@ -262,7 +262,7 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void weigh_modified() {
     const BackwardParams& backward = params_.backward;
     const HeadScores<typename T::Score> head(params_.aux, count_queries(backward, tile_.sequence),
-                                             count_keys(backward, tile_.sequence), tile_.batch, this->head);
+                                             count_keys(backward, tile_.sequence), tile_.number, this->head);
     const int first_query = first_of_group() + warp_row();
     const int first_key = block_ * T::TILE_N + accumulator_column(0);
 #pragma unroll

@@ -337,7 +337,7 @@ class Consumer {
     } else {
       const QueryTile<T> tile = tile_of(rows);
       return WarpOutput<T, QueryPlaces<T>>{
-          {params_.forward, tile.batch, tile.head, tile.sequence, rows.first_query + warp_row()},
+          {params_.forward, tile.number, tile.head, tile.sequence, rows.first_query + warp_row()},
           queries(rows.slot) + warp_row() * TileQ::ROW_BYTES};
     }
   }

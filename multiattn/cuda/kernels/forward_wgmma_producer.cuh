@@ -138,7 +138,7 @@ DEVICE void produce(const typename T::Params& params) {
     if constexpr (IS_PACKED<typename T::Blocked>) mask = mask_of<T::BAND>(forward, listed.sequence);
     const Blocks blocks = loaded_blocks<T>(mask, first_query);
     QueryTile<T> own{first_query, head, batch, blocks.end - blocks.begin, listed.sequence};
-    if constexpr (IS_PACKED<typename T::Blocked>) own.batch = listed.number;
+    if constexpr (IS_PACKED<typename T::Blocked>) own.number = listed.number;
     if (blocks.end > blocks.begin) load(params.map_k, own, head_kv, blocks.end - 1);
     ring_q.await_empty(q);
     store_tile<T>(Shared::tile_place(q.slot), own);

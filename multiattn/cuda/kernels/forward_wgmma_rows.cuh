@@ -87,7 +87,7 @@ struct QueryRows : LowerEdge<T::BAND> {
   DEVICE OneHead<typename T::Score> heads(const typename T::Params& params, const Mask<T::BAND>& mask) const {
     constexpr bool PACKED = IS_PACKED<typename T::Blocked>;
     const int seq_q = PACKED ? mask.seq_q : params.forward.seq_q, seq_kv = PACKED ? mask.seq_kv : params.forward.seq_kv;
-    return {{params.aux, seq_q, seq_kv, tile.batch, tile.head}};
+    return {{params.aux, seq_q, seq_kv, tile.number, tile.head}};
   }
 
  private:

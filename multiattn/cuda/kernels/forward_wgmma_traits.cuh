@@ -88,11 +88,11 @@ struct WgmmaTraits : S, Walks<Element, HEAD_DIM, BAND, typename PlainParams<IS_G
   static_assert(!CLEARS || S::TILE_N * TileKV::PANELS <= WARP * BOX_ROWS, "a lane for each box of a tile");
 };
 
-// A tile of queries: where it starts (negative: it has rows without a query), its head and batch entry, and how many blocks of
-// keys are loaded for it, or NO_TILE. In a packed batch the entry is the number of its sequence.
+// A tile of queries: where it starts (negative: it has rows without a query), its head, the number of its batch entry or
+// sequence, and how many blocks of keys are loaded for it, or NO_TILE.
 template <class T>
 struct QueryTile {
-  int first_query, head, batch, blocks;
+  int first_query, head, number, blocks;
   SequenceOf<T> sequence;
 
   static constexpr int BYTES = IS_PACKED<typename T::Blocked> ? 32 : 16;  // in shared memory
@@ -100,12 +100,8 @@ struct QueryTile {
 
 template <class T>
 DEVICE void store_tile(SharedAddress place, const QueryTile<T>& tile) {
-  const auto word = [](int field) { return static_cast<uint32>(field); };
-  store_shared_16(place, {word(tile.first_query), word(tile.head), word(tile.batch), word(tile.blocks)});
-  if constexpr (IS_PACKED<typename T::Blocked>) {
-    const Sequence& of = tile.sequence;
-    store_shared_16(place + 16, {word(of.offset_q), word(of.offset_kv), word(of.len_q), word(of.len_kv)});
-  }
+  store_shared_16(place, chunk_of(tile.first_query, tile.head, tile.number, tile.blocks));
+  if constexpr (IS_PACKED<typename T::Blocked>) store_shared_16(place + 16, chunk_of(tile.sequence));
 }
 
 template <class T>
@@ -118,22 +114,6 @@ DEVICE QueryTile<T> load_tile(SharedAddress place) {
     tile.sequence = {field(of, 0), field(of, 1), field(of, 2), field(of, 3)};
   }
   return tile;
-}
-
-// Where a tile's queries and keys are.
-template <class T>
-DEVICE auto queries_of(const QueryTile<T>& tile) {
-  if constexpr (IS_PACKED<typename T::Blocked>)
-    return RaggedRows{tile.sequence.offset_q + tile.sequence.len_q, tile.sequence.len_q};
-  else
-    return BatchEntry{tile.batch};
-}
-template <class T>
-DEVICE auto keys_of(const QueryTile<T>& tile) {
-  if constexpr (IS_PACKED<typename T::Blocked>)
-    return RaggedRows{tile.sequence.offset_kv + tile.sequence.len_kv, tile.sequence.len_kv};
-  else
-    return BatchEntry{tile.batch};
 }
 
 // Shared memory: tiles of Q, tiles of K and V as they come, barriers, and what each slot of Q is of.

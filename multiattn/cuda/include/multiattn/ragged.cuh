@@ -2,6 +2,7 @@
 // there are zeros when they are loaded, and are not written.
 #pragma once
 #include "multiattn/ptx_sm90.cuh"
+#include "multiattn/sequence.cuh"
 
 namespace multiattn {
 
@@ -14,6 +15,22 @@ struct BatchEntry {
 struct RaggedRows {
   int end, count;
 };
+
+// Where the queries and keys of a tile are: in the sequence of that number, or the batch entry.
+template <class Tile>
+DEVICE auto queries_of(const Tile& tile) {
+  if constexpr (IS_LISTED<decltype(tile.sequence)>)
+    return RaggedRows{tile.sequence.offset_q + tile.sequence.len_q, tile.sequence.len_q};
+  else
+    return BatchEntry{tile.number};
+}
+template <class Tile>
+DEVICE auto keys_of(const Tile& tile) {
+  if constexpr (IS_LISTED<decltype(tile.sequence)>)
+    return RaggedRows{tile.sequence.offset_kv + tile.sequence.len_kv, tile.sequence.len_kv};
+  else
+    return BatchEntry{tile.number};
+}
 
 constexpr int RAGGED_ROWS = 1 << 30;  // multiattn/packed.py says how these maps work
 

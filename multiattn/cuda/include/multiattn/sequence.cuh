@@ -64,6 +64,13 @@ struct Sequence {
   int32 offset_q, offset_kv, len_q, len_kv;
 };
 
+// Four numbers, and those of a sequence, as memory has them.
+DEVICE Chunk chunk_of(int a, int b, int c, int d) {
+  const auto word = [](int32 field) { return static_cast<uint32>(field); };
+  return {{word(a), word(b), word(c), word(d)}};
+}
+DEVICE Chunk chunk_of(const Sequence& it) { return chunk_of(it.offset_q, it.offset_kv, it.len_q, it.len_kv); }
+
 // One entry of a list: the tile that starts with `first_row` of its sequence, a query or a key. `number` is that of the
 // sequence; negative: there is no tile, and the block that gets it has nothing to do. Rows behind the last sequence make
 // up one more, and those before the first another, with queries but no keys, or keys but no queries: nothing may be loaded
@@ -132,10 +139,9 @@ DEVICE Mask<BAND> mask_of(const Params& params, const Sequence& it) { return Mas
 // What `find_sequence` reads.
 DEVICE void store_tile(int32* list, int entry, const ListedTile& tile) {
   int32* place = list + static_cast<int64>(entry) * ListedTile::FIELDS;
-  const auto word = [](int32 field) { return static_cast<uint32>(field); };
   const Sequence& of = tile.sequence;
-  store_global_16(place, Chunk{{word(tile.number), word(tile.first_row), word(of.offset_q), word(of.len_q)}});
-  store_global_16(place + 4, Chunk{{word(of.offset_kv), word(of.len_kv), word(tile.tiles), 0}});
+  store_global_16(place, chunk_of(tile.number, tile.first_row, of.offset_q, of.len_q));
+  store_global_16(place + 4, chunk_of(of.offset_kv, of.len_kv, tile.tiles, 0));
 }
 
 }  // namespace multiattn
