@@ -16,10 +16,8 @@ from multiattn.cuda.decode_wgmma import SplitWgmmaConfig
 from multiattn.cuda.family import FamilyConfig
 from multiattn.cuda.forward_mma import CudaConfig
 from multiattn.cuda.forward_wgmma import WgmmaConfig
-from multiattn.cuda.rules.ampere import ATOMIC_RULES, TWO_PASS_RULES, rules_of
-from multiattn.cuda.rules.hopper import WGMMA_BACKWARD_RULES, WGMMA_RULES, WGMMA_TWO_PASS_RULES
-from multiattn.cuda.rules.split_keys import SPLIT_RULES
-from multiattn.cuda.rules.split_wgmma import SPLIT_WGMMA_RULES
+from multiattn.cuda.rules.ampere import ATOMIC_RULES, SPLIT_RULES, TWO_PASS_RULES, rules_of
+from multiattn.cuda.rules.hopper import SPLIT_WGMMA_RULES, WGMMA_BACKWARD_RULES, WGMMA_RULES, WGMMA_TWO_PASS_RULES
 from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import KINDS
 from multiattn.plan.arch import ARCHS, Arch

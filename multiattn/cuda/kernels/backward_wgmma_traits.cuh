@@ -1,5 +1,5 @@
 // The constants of a compiled backward kernel for sm90, and its shared memory. Each rule of
-// multiattn/cuda/wgmma_backward_configs.py about which of them go together has its static_assert here.
+// multiattn/cuda/backward_wgmma.py about which of them go together has its static_assert here.
 #pragma once
 #include "backward_common.cuh"
 #include "multiattn/descriptor.cuh"

@@ -1,5 +1,5 @@
 // The constants of the two kernels of sm90's backward in two passes, and their shared memory. Each rule of
-// multiattn/cuda/wgmma_two_pass_configs.py about which of them go together has its static_assert here.
+// multiattn/cuda/backward_wgmma_two_pass.py about which of them go together has its static_assert here.
 #pragma once
 #include "backward_wgmma_traits.cuh"
 #include "forward_wgmma_traits.cuh"

@@ -1,5 +1,5 @@
 // The constants of a compiled forward kernel: a point on the axes of the ladder, and a shape. Each rule of
-// multiattn/cuda/configs.py about which of them go together has its static_assert here.
+// multiattn/cuda/forward_mma.py about which of them go together has its static_assert here.
 #pragma once
 #include "multiattn/block_mask.cuh"
 #include "multiattn/mask.cuh"
@@ -46,7 +46,7 @@ struct Shape {
   static constexpr int KEY_SLICE = KEY_SLICE_;  // keys of a slice of V
 };
 
-// Which constants go together, as multiattn/cuda/configs.py has it; shared memory and registers aside.
+// Which constants go together, as multiattn/cuda/forward_mma.py has it; shared memory and registers aside.
 template <class Element, int HEAD_DIM_, class A, class S>
 struct Legality {
   static constexpr bool SPLIT_KV = A::WARPS == Warps::SPLIT_KV, SLICED = A::TILING != Tiling::NONE;

@@ -1,12 +1,16 @@
-"""The configs that Hopper's forward kernel takes; every rule with its evidence."""
+"""The configs that Hopper's own kernels take, those with wgmma; every rule with its evidence."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
 from multiattn.cuda.backward_wgmma_two_pass import WgmmaTwoPassConfig
+from multiattn.cuda.decode_mma import LONE_MAX
+from multiattn.cuda.decode_wgmma import SplitWgmmaConfig
 from multiattn.cuda.forward_wgmma import WgmmaConfig
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.config import COMPILED, C, Rule
@@ -24,28 +28,20 @@ _192X64 = WgmmaConfig(tile_m=192, tile_n=64, stages=8, q_slots=2, pingpong=True)
 _128X64 = WgmmaConfig(tile_m=128, tile_n=64, stages=5, q_slots=1, pingpong=True, tma_store=False)
 
 
-def _scored(
-    head_dims: tuple[int, int], config: WgmmaConfig, why: str, *, reads_keys: bool | None = None
-) -> Rule[WgmmaConfig]:
+def _rule(head_dims: tuple[int, int], config: C, why: str, **where: Any) -> Rule[C]:
     least, most = head_dims
-    return Rule(
-        arches=("sm90",),
-        head_dim_min=least,
-        head_dim_max=most,
-        config=config,
-        scored=True,
-        reads_keys=reads_keys,
-        why=f"{COMPILED}{why}",
-    )
+    return Rule(arches=("sm90",), head_dim_min=least, head_dim_max=most, config=config, why=why, **where)
 
 
-_SPILLS = "a bias has {} hot spills, with the tile for other expressions {}"
-_PLAIN = "the tile of plain scores, with exact maxima; ALiBi and softcap have {} hot spills"
+_scored = partial(_rule, scored=True)
+_bias = partial(_rule, scored=True, reads_keys=True)
+_SPILLS = COMPILED + "a bias has {} hot spills, with the tile for other expressions {}"
+_PLAIN = COMPILED + "the tile of plain scores, with exact maxima; ALiBi and softcap have {} hot spills"
 SCORED: tuple[Rule[WgmmaConfig], ...] = (
-    _scored((1, 64), replace(_192X64, stages=16, q_slots=3), _SPILLS.format("no", "up to 190"), reads_keys=True),
-    _scored((65, 96), _192X64, _SPILLS.format("no", "up to 108"), reads_keys=True),
-    _scored((97, 128), replace(_192X64, tile_n=48, stages=10), _SPILLS.format("no", "up to 50"), reads_keys=True),
-    _scored((129, 160), replace(_128X64, q_slots=2, tma_store=True), _SPILLS.format("no", "up to 56"), reads_keys=True),
+    _bias((1, 64), replace(_192X64, stages=16, q_slots=3), _SPILLS.format("no", "up to 190")),
+    _bias((65, 96), _192X64, _SPILLS.format("no", "up to 108")),
+    _bias((97, 128), replace(_192X64, tile_n=48, stages=10), _SPILLS.format("no", "up to 50")),
+    _bias((129, 160), replace(_128X64, q_slots=2, tma_store=True), _SPILLS.format("no", "up to 56")),
     _scored((1, 64), replace(_192X64, tile_n=128, stages=9, q_slots=3), _PLAIN.format("no")),
     _scored((65, 96), replace(_192X64, tile_n=96, stages=5, q_in_registers=True), _PLAIN.format("no")),
     _scored((97, 128), replace(_192X64, q_in_registers=True), _PLAIN.format("no")),
@@ -65,11 +61,6 @@ _HALVES = replace(_BY_TMA, half_dq=True)
 _H100 = "H100 2026-11-26, N=4096, H*D=2048 in bf16, full / causal: "
 
 
-def _measured(head_dims: tuple[int, int], config: C, why: str, **where: Any) -> Rule[C]:
-    least, most = head_dims
-    return Rule(arches=("sm90",), head_dim_min=least, head_dim_max=most, config=config, why=_H100 + why, **where)
-
-
 def _emulated(head_dim_max: int, config: WgmmaBackwardConfig) -> Rule[WgmmaBackwardConfig]:
     config = replace(config, stream_k=_EMULATED_SMS)
     return Rule(arches=("cpu",), head_dim_max=head_dim_max, config=config, why="emulated: as on sm90", only_named=True)
@@ -82,24 +73,27 @@ _LONG = (
 )
 
 WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
-    _measured(
+    _rule(
         (1, 64),
         replace(_EARLY, q_stages=4, dout_stages=3),
-        "- / 480 TFLOPS; at N=16384 540, where with fewer buffers of Q and dO 530",
+        _H100 + "- / 480 TFLOPS; at N=16384 540, where with fewer buffers of Q and dO 530",
         banded=True,
     ),
-    _measured(
+    _rule(
         (1, 64),
         _EARLY,
-        "549 / 479 TFLOPS; scores not early, K and V in registers 508 / 470; dQ by TMA 500; more buffers 535 / 480",
+        _H100 + "549 / 479 TFLOPS; scores not early, K and V in registers 508 / 470; dQ by TMA 500; more buffers "
+        "535 / 480",
     ),
-    _measured((65, 96), _BY_TMA, "at D=96, N=2048 525 / 407 TFLOPS; dQ from registers 508 / 405, in halves 485 / 397"),
-    _measured((97, 128), _HALVES, _LONG, seq_min=513),
-    _measured(
+    _rule(
+        (65, 96), _BY_TMA, _H100 + "at D=96, N=2048 525 / 407 TFLOPS; dQ from registers 508 / 405, in halves 485 / 397"
+    ),
+    _rule((97, 128), _HALVES, _H100 + _LONG, seq_min=513),
+    _rule(
         (97, 128),
         _HALVES,
-        "two passes are faster where the kernels around this one weigh most: at N=512 339 / 225 TFLOPS, this one "
-        "313 / 184; on an H200 372 / 250, this one 375 / 230, at N=1024 440 / 352, this one 489 / 363",
+        _H100 + "two passes are faster where the kernels around this one weigh most: at N=512 339 / 225 TFLOPS, this "
+        "one 313 / 184; on an H200 372 / 250, this one 375 / 230, at N=1024 440 / 352, this one 489 / 363",
         only_named=True,
     ),
     _emulated(64, _EARLY),
@@ -110,54 +104,126 @@ WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
 
 _TWO_PASS = WgmmaTwoPassConfig(tile_m=64, tile_n=64)
 _TWO_PASS_KEPT = replace(_TWO_PASS, q_stages=3, dout_stages=3, k_stages=3, v_stages=2, kv_in_registers=True)
-
-
-def _two_pass(head_dims: tuple[int, int], config: WgmmaTwoPassConfig, why: str) -> Rule[WgmmaTwoPassConfig]:
-    return _measured(head_dims, config, why, scored=False)
-
-
-def _two_pass_scored(
-    head_dims: tuple[int, int], config: WgmmaTwoPassConfig, why: str, *, reads_keys: bool | None = None
-) -> Rule[WgmmaTwoPassConfig]:
-    seen = COMPILED if reads_keys else _H200_SCORED
-    return replace(_measured(head_dims, config, why, scored=True, reads_keys=reads_keys), why=seen + why)
-
-
 _H200_SCORED = "H200 2026-11-26, N=4096, H*D=2048 in bf16, causal, softcap / ALiBi: "
 TWO_PASS_SCORED: tuple[Rule[WgmmaTwoPassConfig], ...] = (
-    _two_pass_scored(
+    _bias(
         (161, 192),
         replace(_TWO_PASS_KEPT, kv_in_registers=False),
-        "a bias has no hot spills, with K and V in registers up to 17",
-        reads_keys=True,
+        COMPILED + "a bias has no hot spills, with K and V in registers up to 17",
     ),
-    _two_pass_scored(
+    _bias(
         (225, 256),
         replace(_TWO_PASS, dp_late=True),
-        "a bias spills one word in a loop, up to 2 instructions, with dP beside weights up to 22",
-        reads_keys=True,
+        COMPILED + "a bias spills one word in a loop, up to 2 instructions, with dP beside weights up to 22",
     ),
-    _two_pass_scored(
+    _scored(
         (1, 192),
         _TWO_PASS_KEPT,
-        "at D=64 242 / 275 TFLOPS, the kernel for sm80 216 / 218, at D=128 365 / 390, that one 271 / 273",
+        _H200_SCORED + "at D=64 242 / 275 TFLOPS, the kernel for sm80 216 / 218, at D=128 365 / 390, that one "
+        "271 / 273",
     ),
-    _two_pass_scored((193, 256), _TWO_PASS, "at D=256 441 / 464 TFLOPS, the kernel for sm80 236 / 231"),
+    _scored((193, 256), _TWO_PASS, _H200_SCORED + "at D=256 441 / 464 TFLOPS, the kernel for sm80 236 / 231"),
 )
 """As plain scores have them, but where an element for each key wants more registers than there are."""
 
 WGMMA_TWO_PASS_RULES: tuple[Rule[WgmmaTwoPassConfig], ...] = (
-    _two_pass(
-        (1, 160),
+    _rule(
+        (1, 192),
         _TWO_PASS_KEPT,
-        "at D=160 490 / 429 TFLOPS, D=128 465 / 458, D=64 322 / 317; K and V from shared memory 487 / - at D=160",
+        _H100 + "at D=192 521 / 488 TFLOPS, D=160 490 / 429, D=128 465 / 458, D=64 322 / 317; K and V from shared "
+        "memory 498 / 480 at D=192, 487 / - at D=160; scores ahead 525 / 484 at D=192",
+        scored=False,
     ),
-    _two_pass(
-        (161, 192), _TWO_PASS_KEPT, "521 / 488 TFLOPS; K and V from shared memory 498 / 480; scores ahead 525 / 484"
+    _rule(
+        (193, 256),
+        _TWO_PASS,
+        _H100 + "487 / 462 TFLOPS; scores ahead of gradients 412 / 419, of dq alone 437 / 427",
+        scored=False,
     ),
-    _two_pass((193, 256), _TWO_PASS, "487 / 462 TFLOPS; scores ahead of gradients 412 / 419, of dq alone 437 / 427"),
     *TWO_PASS_SCORED,
     Rule(arches=("cpu",), head_dim_max=192, config=_TWO_PASS_KEPT, why="emulated: as on sm90", only_named=True),
     Rule(arches=("cpu",), config=_TWO_PASS, why="emulated: as on sm90", only_named=True),
+)
+"""First match wins."""
+
+# ---------------------------------------------------------------- few queries
+
+_H200 = "H200 2026-11-26: "
+_GUESS = "a guess: as D=128 has it"
+
+
+class _WgmmaRow(NamedTuple):
+    rows_min: int
+    rows_max: int | None
+    head_dim_max: int
+    page_multiple: int
+    config: SplitWgmmaConfig
+    why: str
+
+
+def _one(tile_n: int, stages: int, *, gathers: bool = False) -> SplitWgmmaConfig:
+    """One warpgroup multiplies."""
+    return SplitWgmmaConfig(tile_m=64, tile_n=tile_n, stages=stages, lazy_max=True, gathers=gathers)
+
+
+def _two(tile_n: int, stages: int, *, lazy_max: bool = True, gathers: bool = False) -> SplitWgmmaConfig:
+    """Two warpgroups multiply, in turns."""
+    return SplitWgmmaConfig(tile_m=128, tile_n=tile_n, stages=stages, pingpong=True, lazy_max=lazy_max, gathers=gathers)
+
+
+_FEW = (
+    _WgmmaRow(33, 64, 64, 16, _one(128, 12), _H200 + "B=8 64/8 8k, 8 queries, pages of 16: 41.6 us, gathered 42.2"),
+    _WgmmaRow(33, 64, 64, 1, _one(128, 12, gathers=True), _GUESS),
+    _WgmmaRow(33, 64, 128, 1, _one(128, 6, gathers=True), _H200 + "B=8 64/8 8k, 8 queries: 71.4 us, boxes 73.3"),
+    _WgmmaRow(33, 64, 256, 1, _one(64, 6, gathers=True), _H200 + "B=8 64/8 4k, 8 queries: 73.3 us, boxes 75.1"),
+    _WgmmaRow(65, 128, 64, 16, _two(128, 12), _H200 + "B=8 64/8 8k, 16 queries, pages of 16: 46.8 us, gathered 48.1"),
+    _WgmmaRow(65, 128, 64, 1, _two(128, 12, gathers=True), _GUESS),
+    _WgmmaRow(65, 128, 128, 1, _two(128, 6, gathers=True), _H200 + "B=8 64/8 8k, 16 queries: 74.8 us, boxes 76.1"),
+)
+"""For caches and for plain calls. Still fewer rows read keys as fast with mma.sync."""
+_WIDE, _WIDE_GATHERED = (_two(64, 5, lazy_max=False, gathers=gathers) for gathers in (False, True))
+_CACHES = (
+    _WgmmaRow(65, 128, 256, 1, _WIDE_GATHERED, _H200 + "B=8 64/8 4k, 16 queries: 78 us, boxes 83"),
+    _WgmmaRow(65, None, 64, 32, _two(128, 12), _H200 + "512 queries, 64k, 8/1, pages of 32: 147 us, gathered 156"),
+    _WgmmaRow(65, None, 64, 1, _two(128, 12, gathers=True), _H200 + "the same with pages of 16: 154 us, boxes 162"),
+    _WgmmaRow(65, None, 128, 32, _two(128, 6), _H200 + "512 queries, 64k, 8/1: 195 us, gathered 211"),
+    _WgmmaRow(65, None, 128, 1, _two(128, 6, gathers=True), _H200 + "the same with pages of 16: 204 us, boxes 258"),
+    _WgmmaRow(65, None, 256, 32, _WIDE, _H200 + "512 queries, 64k, 8/1, pages of 32: 403 us, gathered 408"),
+    _WgmmaRow(65, None, 256, 1, _WIDE_GATHERED, _H200 + "the same with pages of 16: 372 us, boxes 513"),
+)
+"""For caches alone."""
+
+
+def _decode_rule(row: _WgmmaRow, cached: bool | None) -> Rule[SplitWgmmaConfig]:
+    """A rule of a row; not for an element of a bias a key, which wants more registers."""
+    return Rule(
+        arches=("sm90",),
+        config=row.config,
+        why=row.why,
+        head_dim_max=row.head_dim_max,
+        rows_min=row.rows_min,
+        rows_max=row.rows_max,
+        lone_max=None if cached else LONE_MAX,
+        page_multiple=row.page_multiple,
+        cached=cached,
+        reads_keys=False,
+    )
+
+
+def _emulated_decode() -> Iterator[Rule[SplitWgmmaConfig]]:
+    why = "emulated: small tiles of keys; split_keys builds and runs faster"
+    small = SplitWgmmaConfig(tile_m=64, tile_n=32, stages=4, keys_min=64)
+    for gathers, page_multiple in ((False, 8), (True, 1)):
+        for rows_max, config in ((64, small), (None, replace(small, tile_m=128, pingpong=True))):
+            its = replace(config, gathers=gathers)
+            yield Rule(
+                arches=("cpu",), config=its, why=why, rows_max=rows_max, page_multiple=page_multiple, only_named=True
+            )
+
+
+SPLIT_WGMMA_RULES: tuple[Rule[SplitWgmmaConfig], ...] = (
+    *(_decode_rule(row, None) for row in _FEW),
+    *(_decode_rule(row, True) for row in _CACHES),
+    *_emulated_decode(),
 )
 """First match wins."""
