@@ -29,15 +29,14 @@ class Bug:
 
 
 TWO_SLOTS = replace(PLAIN, q_slots=2)
-AWAIT_FULL = "    ring.await_full(ring_kv, place, C.stages)\n"
-SCORES_WAIT = "    scores = warpgroup_mma_wait(1 + (C.narrow > 0), [scores])\n"
-RELEASE = "    ring.release(ring_kv, place, C.stages)\n"
-SIGN = "    scores = take_sign(scores, C)\n    scores = modify(scores, first_query, block * C"
-EXPECT = "mbarrier.expect(full, 2 * C.tile_n * (C.wide + C.narrow))"
-LAST_WORD = "    ring.write_word(words, slot * C.words + ring.END, ring.NO_TILE)\n"
-LAST_ARRIVAL = "    mbarrier.arrive(ring_q[0].index(slot))\n"
-EMPTY = "ring.make_barriers(C.stages, C.warpgroups))"
-AT_END = "setp.gt.s32 p, $2, "
+AWAIT_FULL = "    ring.await_full(shared.ring_kv, place)\n"
+SCORES_WAIT = "    scores = warpgroup_mma_wait(C.pieces, [scores])\n"
+RELEASE = "    ring.release(shared.ring_kv, place)\n"
+SIGN = "    scores = _finish_scores(scores, block, "
+EXPECT = "mbarrier.expect(full, 2 * rows * C.columns)"
+LAST_WORD = "    ring.write_word(shared.words, slot * C.words + END, ring.NO_TILE)\n"
+LAST_ARRIVAL = "    mbarrier.arrive(shared.ring_q.full.index(slot))\n"
+EMPTY = "ring.make(C.stages, C.warpgroups)"
 
 COMPUTED = {
     "a diagonal one key too far": Bug(
@@ -45,7 +44,8 @@ COMPUTED = {
         case=CAUSAL, error=Mismatch, says="^(out|lse) ",
     ),
     "a mask one key too wide": Bug(
-        file="scores.py", old=f"{AT_END}0", new=f"{AT_END}-1", case=case_of("varlen_apart_d64_causal"), error=Mismatch,
+        file="scores.py", old=".s32 p, $2, 0", new=".s32 p, $2, -1", case=case_of("varlen_apart_d64_causal"),
+        error=Mismatch,
     ),
     "a block left out": Bug(
         file="scores.py", old="return begin, (end + C.tile_n - 1)", new="return begin, end",
@@ -59,7 +59,7 @@ COMPUTED = {
 
 ORDERED = {
     "nobody waits for keys": Bug(
-        file="forward.py", old=f"{AWAIT_FULL}    keys", new="    keys", error=RaceError,
+        file="forward.py", old=f"{AWAIT_FULL}    scores", new="    scores", error=RaceError,
         says="a product's read of buffer",
     ),
     "keys given back before they were used": Bug(
@@ -67,14 +67,14 @@ ORDERED = {
         says="a load by TMA of buffer .* conflicts with a product's read",
     ),
     "keys loaded where others are in use": Bug(
-        file="producer.py", old="    ring.await_empty(ring_kv, place, C.stages)\n", new="", error=GluonError,
+        file="tiles.py", old="    ring.await_empty(ring_of, place)\n", new="", error=GluonError,
     ),
     "scores used before they are there": Bug(
-        file="forward.py", old="warpgroup_mma_wait(1 + (C.narrow > 0), [scores]", new="warpgroup_mma_wait(2, [scores]",
+        file="forward.py", old="warpgroup_mma_wait(C.pieces, [scores]", new="warpgroup_mma_wait(2, [scores]",
         error=RaceError, says="the result of a product is used before",
     ),
     "outputs used before they are there": Bug(
-        file="forward.py", old="warpgroup_mma_wait(0, [out])", new="warpgroup_mma_wait(1, [out])",
+        file="tiles.py", old="warpgroup_mma_wait(under_way, [", new="warpgroup_mma_wait(under_way + 1, [",
         error=RaceError, says="the result of a product is used before",
     ),
     "a word read before it is written": Bug(
@@ -86,9 +86,9 @@ ORDERED = {
         says="a store by TMA of buffer .* without a fence_async_shared",
     ),
     "a slot of Q given back while TMA reads it": Bug(
-        file="forward.py", old="            tma.store_wait(0)\n            ring.release(ring_q, q_place - 1",
-        new="            ring.release(ring_q, q_place - 1", case=case_of("mha_b2"), config=TWO_SLOTS, error=RaceError,
-        says="a load by TMA of buffer .* conflicts with a store by TMA",
+        file="forward.py", old="            tma.store_wait(0)\n            ring.release(shared.ring_q, q_place - 1",
+        new="            ring.release(shared.ring_q, q_place - 1", case=case_of("mha_b2"), config=TWO_SLOTS,
+        error=RaceError, says="a load by TMA of buffer .* conflicts with a store by TMA",
     ),
     "a block that ends while TMA reads": Bug(
         file="forward.py", old="    tma.store_wait(0)  # shared", new="    # shared", config=TWO_SLOTS,
@@ -102,11 +102,11 @@ BARRIERS = {
         says="(?s)produce waits for parity . of mbarrier .* 2 of 2 arrivals",
     ),
     "more bytes expected than come": Bug(
-        file="producer.py", old=EXPECT, new=EXPECT.replace("2 *", "4 *"), error=DeadlockError,
+        file="tiles.py", old=EXPECT, new=EXPECT.replace("2 *", "4 *"), error=DeadlockError,
         says="0 of 1 arrivals and 16384 bytes",
     ),
     "fewer bytes expected than come": Bug(
-        file="producer.py", old=EXPECT, new=EXPECT.replace("2 *", "1 *"), error=BarrierError,
+        file="tiles.py", old=EXPECT, new=EXPECT.replace("2 *", "1 *"), error=BarrierError,
         says="more bytes than expected",
     ),
     "an arrival that nobody makes": Bug(
@@ -117,33 +117,32 @@ BARRIERS = {
         file="forward.py", old=EMPTY, new=EMPTY.replace("warpgroups", "warpgroups - 1"), error=GluonError,
     ),
     "more arrivals than there can be": Bug(
-        file="ring.py", old="mbarrier.arrive(ring[1].index(place % SLOTS))",
-        new="mbarrier.arrive(ring[1].index(place % SLOTS), count=3)", error=BarrierError,
+        file="ring.py", old="mbarrier.arrive(ring.empty.index(place % ring.empty.shape[0]))",
+        new="mbarrier.arrive(ring.empty.index(place % ring.empty.shape[0]), count=3)", error=BarrierError,
         says="arrives once more than expected at mbarrier",
     ),
     "turns that nobody passes": Bug(
-        file="forward.py", old="    _pass_turn(warpgroup, turns, C)\n    if C.loads_early", new="    if C.loads_early",
+        file="forward.py", old="    _pass_turn(warpgroup, shared.turns, C)\n    of_score", new="    of_score",
         config=replace(PLAIN, pingpong=True), error=DeadlockError, says="in _await_turn",
     ),
     "a phase of the wrong parity": Bug(
-        file="ring.py", old="((place // SLOTS) & 1) ^ 1)", new="((place // SLOTS) & 1))", error=DeadlockError,
+        file="ring.py", old="((place // slots) & 1) ^ 1)", new="((place // slots) & 1))", error=DeadlockError,
         says="in await_empty",
     ),
 }  # fmt: skip
 
 REFUSED = {
     "a factor in the layout of scores": Bug(
-        file="forward.py", old="out = out * gl.convert_layout(factor, gl.SliceLayout(1, C.out))",
-        new="out = out * gl.convert_layout(factor, gl.SliceLayout(1, C.scores))", error=LayoutError,
-        says="operands have different layouts",
+        file="tiles.py", old="gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))", new="factor",
+        error=LayoutError, says="operands have different layouts",
     ),
     "weights in no layout of a product's": Bug(
-        file="forward.py", old="gl.DotOperandLayout(0, C.out, 2)", new="gl.DotOperandLayout(0, C.out, 1)",
-        error=LayoutError, says="is not trivial",
+        file="tiles.py", old="gl.DotOperandLayout(0, sums.type.layout, 2)",
+        new="gl.DotOperandLayout(0, sums.type.layout, 1)", error=LayoutError, says="is not trivial",
     ),
     "keys along the wrong dimension": Bug(
-        file="scores.py", old="gl.arange(0, C.tile_n, gl.SliceLayout(0, C.scores))  # [tile_n]",
-        new="gl.arange(0, C.tile_n, gl.SliceLayout(1, C.scores))", case=CAUSAL, error=LayoutError,
+        file="scores.py", old="gl.arange(0, C.tile_n, C.column)  # [tile_n]",
+        new="gl.arange(0, C.tile_n, C.row)", case=CAUSAL, error=LayoutError,
         says="got axis 0 of a slice along 1",
     ),
     "registers of more warps than there are": Bug(

@@ -169,7 +169,7 @@ def test_heads_side_by_side_share_queries_and_sums_that_l2_has_room_for(name, si
     """As in CUDA. By K and V alone they were twice as many: sums of dq of N=512 left an H100's L2 before their last."""
     plan = backward_plan(find_variant(BACKEND, name, "backward"), band=FULL, batch=16, **sizes)
     (table,) = (it for it in tables_of(plan) if it.kernel in ("gradients", "gradients_of_own_keys"))
-    assert table.rows["together"].value == expected
+    assert table.rows["sizes"]["together"].value == expected
 
 
 @pytest.mark.parametrize(("name", "expected"), [("warp_specialized", 6), ("warp_specialized_two_pass", 4)])
@@ -179,7 +179,7 @@ def test_a_section_of_shared_keys_under_a_mask_has_tiles_for_all_sms_twice(name,
         find_variant(BACKEND, name, "backward"), band=CAUSAL, batch=16, heads_q=16, heads_kv=4, seq_q=8192
     )
     (table,) = (it for it in tables_of(plan) if it.kernel in ("gradients", "gradients_of_own_keys"))
-    assert table.rows["together"].value == expected
+    assert table.rows["sizes"]["together"].value == expected
 
 
 @needs_compiler

@@ -13,6 +13,7 @@ from multiattn.triton.cpu.gluon.errors import DeadlockError
 from multiattn.triton.cpu.gluon.source import as_python
 from multiattn.triton.gluon_forward import GluonConfig, constants_of
 from multiattn.triton.kernels.gluon import scores
+from multiattn.triton.kernels.gluon.schedule import LaunchSizes
 
 CONFIGS = {
     "dynamic": replace(PLAIN, scheduler="dynamic"),
@@ -46,7 +47,7 @@ def test_a_window_costs_what_it_shows():
     """Blocks of a tile, and of those the ones of a warpgroup and the ones that it masks: none more than it must."""
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=4096, head_dim=32, window=(1023, 0))
     C = constants_of(problem, GluonConfig(tile_m=128, tile_n=64, lazy_max=True), ragged=False)  # noqa: N806
-    sizes = (4096, 4096, None, None, None, None, None, *problem.reach)
+    sizes = LaunchSizes(4096, 4096, *[None] * 5, *problem.reach, None)
 
     def numbers(function, *arguments):
         return tuple(int(it) for it in as_python(function)(*arguments, sizes, C))

@@ -19,7 +19,7 @@ from multiattn.triton.bind import known_of
 from multiattn.triton.compile import export_plan
 from multiattn.triton.cpu.gluon.tensors import MappedTensor
 from multiattn.triton.families import tables_of
-from multiattn.triton.kernels.gluon import sequences
+from multiattn.triton.kernels.gluon.tiles import ROWS
 from multiattn.triton.table import Descriptor, Integer
 
 SM90 = by_name("sm90")
@@ -41,7 +41,7 @@ def test_rows_of_a_ragged_map_end_with_a_sequence():
     )
     it.memory.reach = lambda first, shape, strides, access: (first, shape[3], strides[3])
     for row, inside in ((0, 4), (3, 3), (6, 0)):
-        at = sequences.ROWS.value, offset + rows, 2, sequences.ROWS.value - rows + row, 16
+        at = ROWS.value, offset + rows, 2, ROWS.value - rows + row, 16
         first, found, stride = it.box(at, "a load")[0]
         assert (found, stride) == (inside, 3 * 256)
         assert first == ((offset + row) * 3 + 2) * 256 + 16

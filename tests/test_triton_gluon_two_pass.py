@@ -65,7 +65,7 @@ def test_expressions_are_planned_but_for_gradients_of_what_they_capture(modifica
     q = torch.empty(1, 8, 64, 128, dtype=torch.bfloat16)
     planned = problem_of(*with_score(Operands(q, q, q), Options(), *given.values()))
     plan = plan_variant(BACKEND, VARIANT, planned, SM90, direction="backward")
-    assert [table.rows["score_factor"] for table in tables_of(plan)[1:]] == [Integer(value=1, specialised=True)] * 2
+    assert [table.rows["factors"]["score"] for table in tables_of(plan)[1:]] == [Integer(value=1, specialised=True)] * 2
     if "bias" in modification:
         given["bias"] = BIAS.clone().requires_grad_()
         wanted = problem_of(*with_score(Operands(q, q, q), Options(), *given.values()))
@@ -78,8 +78,8 @@ def test_a_packed_batch_has_a_list_of_tiles_of_64_for_each_side():
     plan = plan_variant(BACKEND, VARIANT, packed, SM90, direction="backward")
     lists, _statistics, queries, keys = tables_of(plan)
     assert (lists.rows["C"].value.query_tile, lists.rows["C"].value.key_tile) == (64, 64)
-    assert queries.rows["tiles"].value == lists.rows["query_entries"].value
-    assert keys.rows["tiles"].value == lists.rows["key_entries"].value
+    assert queries.rows["sizes"]["tiles"].value == lists.rows["query_entries"].value
+    assert keys.rows["sizes"]["tiles"].value == lists.rows["key_entries"].value
 
 
 def test_it_promises_the_same_bits():
@@ -202,7 +202,7 @@ def test_a_gradient_is_stored_by_threads_that_have_16_bytes_in_a_row(columns):
     """Two exchanges of one bit each, which are shuffles: each pair of layouts differs in one lane's place."""
     plan = plan_of(max(columns, 16))
     constants = tables_of(plan)[-1].rows["C"].value
-    between, stored = constants.between, constants.stored
+    (between,), (stored,) = constants.between, constants.stored
     assert constants.wide == columns
     places = sorted(map(tuple, (*stored.reg_bases, *stored.lane_bases, *stored.warp_bases)))
     assert places == sorted(

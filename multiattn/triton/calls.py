@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections import namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,12 +63,19 @@ class Call:
 
     def _value(self, row: Parameter, tensor_of: Callable[[Any], Any]) -> Any:
         if isinstance(row, Mapping):
-            return tuple(self._value(each, tensor_of) for each in row.values())
+            values = (self._value(each, tensor_of) for each in row.values())
+            return _record(*row)(*values) if self.is_gluon else tuple(values)
         if isinstance(row, Tensor):
             return tensor_of(row)
         if isinstance(row, Descriptor):
             return _describe(row, tensor_of(row), self.is_gluon)
         return row if isinstance(row, float) else row.value
+
+
+@functools.cache
+def _record(*names: str) -> Any:
+    """A tuple whose items kernels ask for by name."""
+    return namedtuple("Record", names)  # typing's would want their types
 
 
 def _kernel_of(plan: Plan, name: str) -> Any:

@@ -25,16 +25,23 @@ from multiattn.score.expression import ONE
 from multiattn.score.lower import LoweredScore, lower
 from multiattn.triton import gluon_forward
 from multiattn.triton.family import COUNTER, Areas, TritonFamily, TritonLaunch
-from multiattn.triton.gluon_forward import BOOKKEEPING_BYTES, descriptors, has_end, pieces_of
+from multiattn.triton.gluon_forward import (
+    BOOKKEEPING_BYTES,
+    descriptors,
+    has_end,
+    pieces_of,
+    problem_constants,
+    sizes_row,
+)
 from multiattn.triton.kernels.constants import OUT_VECTOR, StatisticsConstants
-from multiattn.triton.kernels.gluon.backward_constants import GluonBackwardConstants
-from multiattn.triton.kernels.gluon.constants import WARPGROUP_ROWS
+from multiattn.triton.kernels.gluon.constants import WARPGROUP_ROWS, GluonBackwardConstants
 from multiattn.triton.score import lowered_of_pairs
 from multiattn.triton.table import (
     ELEMENT_BYTES,
     NONE,
     Constant,
     Descriptor,
+    Integer,
     KernelTable,
     Parameter,
     Tensor,
@@ -42,7 +49,6 @@ from multiattn.triton.table import (
     factor_row,
     given,
     integers,
-    reach_rows,
     stride_rows,
 )
 
@@ -247,20 +253,10 @@ def _tile_list(problem: Problem) -> dict[str, Parameter]:
 
 def walk_rows(problem: Problem, *, tiles: int, heads: int, together: int) -> dict[str, Parameter]:
     """Factors and sizes of a kernel of gradients: of so many tiles a head that blocks own, of `heads` in all."""
+    tiles_q = Integer(value=tiles_of_queries(problem))
     return {
-        "score_factor": factor_row(problem, problem.score_factor),
-        "grad_factor": problem.grad_factor,
-        **integers(
-            seq_q=problem.seq_q,
-            seq_kv=problem.seq_kv,
-            heads_q=problem.heads_q,
-            group=problem.group,
-            tiles=tiles,
-            heads=heads,
-            together=together,
-        ),
-        **reach_rows(problem),
-        **integers(tiles_q=tiles_of_queries(problem)),
+        "factors": {"score": factor_row(problem, problem.score_factor), "grad": problem.grad_factor},
+        "sizes": sizes_row(problem, tiles, heads, together, tiles_q),
     }
 
 
@@ -271,18 +267,8 @@ def statistics_lines(problem: Problem) -> Descriptor:
 
 def gradient_constants(problem: Problem, *, ragged: bool, score: LoweredScore | None) -> dict[str, Any]:
     """Constants of every kernel of gradients that follow from a problem, by name."""
-    wide, narrow = pieces_of(problem.head_dim)
-    return {
-        "banded": problem.is_banded,
-        "two_sided": problem.is_two_sided,
-        "ragged": ragged,
-        "head_dim": problem.head_dim,
-        "wide": wide,
-        "narrow": narrow,
-        "packed": problem.packing is not None,
-        "score": score,
-        "has_slope": score is not None and score.slope is not ONE,
-    }
+    has_slope = score is not None and score.slope is not ONE
+    return {**problem_constants(problem, ragged=ragged, score=score), "has_slope": has_slope}
 
 
 _OF_CONFIG = (

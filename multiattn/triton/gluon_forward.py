@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from multiattn.packed import ragged
 from multiattn.plan import abi, limits
@@ -21,10 +22,12 @@ from multiattn.triton.score import lowered_of_pairs
 from multiattn.triton.staged import follows_distance, under_diagonal
 from multiattn.triton.table import (
     ELEMENT_BYTES,
+    NONE,
     Constant,
     Descriptor,
     KernelTable,
     Parameter,
+    Scalar,
     Tensor,
     aux_row,
     factor_row,
@@ -114,29 +117,36 @@ _OF_CONFIG = ("tile_n", "warpgroups", "stages", "q_slots", "pingpong")
 """Constants that a config has by the same name."""
 
 
+def problem_constants(problem: Problem, *, ragged: bool, score: LoweredScore | None) -> dict[str, Any]:
+    """Constants of every Gluon kernel that follow from a problem, by name."""
+    wide, narrow = pieces_of(problem.head_dim)
+    return {
+        "banded": problem.is_banded,
+        "two_sided": problem.is_two_sided,
+        "ragged": ragged,
+        "head_dim": problem.head_dim,
+        "wide": wide,
+        "narrow": narrow,
+        "packed": problem.packing is not None,
+        "score": score,
+    }
+
+
 def constants_of(
     problem: Problem, config: GluonConfig, *, ragged: bool, score: LoweredScore | None = None
 ) -> GluonConstants:
     """The constants of the kernel."""
-    wide, narrow = pieces_of(problem.head_dim)
     if score is not None and problem.is_banded and not problem.is_two_sided:
         score = under_diagonal(score)
     spare = REGISTERS_MAX[config.warpgroups] - registers_at_least(config, problem)
     return GluonConstants(
-        banded=problem.is_banded,
-        two_sided=problem.is_two_sided,
         has_sinks=problem.has_sinks,
-        ragged=ragged,
         scale_sign=problem.scale_sign,
-        head_dim=problem.head_dim,
-        wide=wide,
-        narrow=narrow,
         is_persistent=config.scheduler != "one_tile",
         is_dynamic=config.counts,
         lazy_max=config.lazy_max and (score is None or follows_distance(score)),
-        score=score,
         loads_early=score is not None and spare >= config.tile_n // 2,
-        packed=problem.packing is not None,
+        **problem_constants(problem, ragged=ragged, score=score),
         **{name: getattr(config, name) for name in _OF_CONFIG},
     )
 
@@ -150,6 +160,23 @@ def descriptors(problem: Problem, rows_of: Mapping[str, int]) -> dict[str, Param
             described = Descriptor(of=name, layout=layout, rows=rows, columns=columns)
             found[f"{name}_{piece}"] = given(columns > 0, described)
     return found
+
+
+def sizes_row(problem: Problem, tiles: int, heads: int, together: int, tiles_q: Scalar) -> Mapping[str, Scalar]:
+    """Integers of a kernel, of so many tiles a head that blocks own, as `LaunchSizes` has them."""
+    return {
+        **integers(
+            seq_q=problem.seq_q,
+            seq_kv=problem.seq_kv,
+            heads_q=problem.heads_q,
+            group=problem.group,
+            tiles=tiles,
+            heads=heads,
+            together=together,
+        ),
+        **reach_rows(problem),
+        "tiles_q": tiles_q,
+    }
 
 
 def has_end(plan: Plan) -> bool:
@@ -174,16 +201,7 @@ def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
         "counter": given(config.counts, Tensor(of=abi.WORKSPACE)),
         "aux": aux_row(problem, lowered),
         "scale": factor_row(problem, problem.scale_log2),
-        **integers(
-            seq_q=problem.seq_q,
-            seq_kv=problem.seq_kv,
-            heads_q=problem.heads_q,
-            group=problem.group,
-            tiles=tiles,
-            heads=problem.batch * problem.heads_q,
-            together=heads_side_by_side(problem),
-        ),
-        **reach_rows(problem),
+        "sizes": sizes_row(problem, tiles, problem.batch * problem.heads_q, heads_side_by_side(problem), NONE),
         "C": Constant(value=constants_of(problem, config, ragged=launch.assumed.flag, score=lowered)),
     }
     blocks = query_tiles(problem, config.tile_m)

@@ -31,7 +31,7 @@ from multiattn.triton.gluon_backward import (
 )
 from multiattn.triton.gluon_forward import BOOKKEEPING_BYTES, descriptors, has_end
 from multiattn.triton.kernels.constants import OUT_VECTOR
-from multiattn.triton.kernels.gluon.two_pass_constants import TILE_N, TwoPassConstants
+from multiattn.triton.kernels.gluon.constants import TILE_N, TwoPassConstants
 from multiattn.triton.score import lowered_of_pairs
 from multiattn.triton.table import ELEMENT_BYTES, Constant, KernelTable, Parameter, Tensor, aux_row, given, stride_rows
 

@@ -113,7 +113,7 @@ def integers(**sizes: int) -> dict[str, Integer]:
     return {name: Integer(value=value) for name, value in sizes.items()}
 
 
-def reach_rows(problem: Problem) -> dict[str, Parameter]:
+def reach_rows(problem: Problem) -> dict[str, Scalar]:
     """`left` and `right` of a two-sided mask: numbers that no code depends on."""
     if not problem.is_two_sided:
         return dict.fromkeys(("left", "right"), NONE)

@@ -68,8 +68,9 @@ def _memories(values: Iterable[Any]) -> Iterator[Memory]:
 
 def _argument(value: Any) -> Any:
     """An argument as the kernel gets it: a number has the type that it has when compiled, a 1 too."""
-    if isinstance(value, tuple | list):
-        return tuple(_argument(it) for it in value)
+    if isinstance(value, tuple):
+        items = map(_argument, value)
+        return value._make(items) if hasattr(value, "_make") else tuple(items)
     if isinstance(value, torch.Tensor):
         return Memory.of(value).pointer
     if hasattr(value, "block_shape"):

@@ -7,7 +7,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from multiattn.triton.kernels.gluon import backward_tiles, ring
-from multiattn.triton.kernels.gluon.backward_tiles import DS_STAGES, TILES_Q, block_of
+from multiattn.triton.kernels.gluon.backward_tiles import block_of, read_lengths
+from multiattn.triton.kernels.gluon.schedule import LaunchSizes
+from multiattn.triton.kernels.gluon.tiles import piece_of
 
 
 @gluon.jit
@@ -29,39 +31,35 @@ def _add(sums, dq, COLUMNS: gl.constexpr, FIRST: gl.constexpr, ROW_FLOATS: gl.co
 
 
 @gluon.jit
-def _make(low, high, k_low, k_high, IS_NARROW: gl.constexpr, C: gl.constexpr):
-    """dq[64, columns of a part] = dS K of both warpgroups' keys."""
-    if IS_NARROW:
-        none = gl.full([64, C.narrow], 0.0, gl.float32, C.sums_narrow)
-    else:
-        none = gl.full([64, C.dq_columns], 0.0, gl.float32, C.dq)
+def _make(low, high, k_low, k_high, none):
+    """dq[64, columns of a part] = dS K of both warpgroups' keys; `none` gives its layout."""
     dq = warpgroup_mma(low.permute((1, 0)), k_low, none, use_acc=False, is_async=True)
     return warpgroup_mma(high.permute((1, 0)), k_high, dq, is_async=True)
 
 
 @gluon.jit
-def _release_queries(step, ring_q, ring_dout, C: gl.constexpr):
+def _release_queries(step, shared, C: gl.constexpr):
     """Releases the queries that warpgroups of keys are done with when both have their dS of a step in shared memory.
 
     They do not arrive at these rings themselves: each arrival costs them a barrier of four warps, or two.
     """
     if step > 0:
-        ring.release(ring_q, step - 1, C.q_stages)
+        ring.release(shared.ring_q, step - 1)
         if C.early_scores:  # dV of the step may be under way
-            ring.release(ring_dout, step - 1, C.dout_stages)
+            ring.release(shared.ring_dout, step - 1)
     if not C.early_scores:
-        ring.release(ring_dout, step, C.dout_stages)
+        ring.release(shared.ring_dout, step)
 
 
 @gluon.jit
 def add_dq(dq_fragments, sizes, shared, C: gl.constexpr):
     """Tile after tile, step after step."""
-    ring_k, _ring_v, ring_q, ring_dout, ring_ds, words, buffers = shared
-    k_buffers, ds_buffers = buffers[0], buffers[6]
+    words = shared.words
     row_floats: gl.constexpr = 16 * C.wide
+    stages: gl.constexpr = shared.ring_ds.full.shape[0]
     tile_place = 0
     step = 0
-    ring.await_full(ring_k, tile_place, C.k_stages)
+    ring.await_full(shared.ring_k, tile_place)
     first_key = ring.read_word(words, backward_tiles.FIRST_KEY)
     while first_key != ring.NO_TILE:
         slot = tile_place % C.k_stages
@@ -69,54 +67,52 @@ def add_dq(dq_fragments, sizes, shared, C: gl.constexpr):
         begin = ring.read_word(words, at + backward_tiles.BEGIN)
         end = ring.read_word(words, at + backward_tiles.END)
         batch = ring.read_word(words, at + backward_tiles.BATCH)
-        first_tile = 0
-        own = sizes
+        first_tile, own = 0, sizes
         if C.packed:  # the list has a sequence for each tile, and tensors have one batch entry
             first_tile = ring.read_word(words, at + backward_tiles.FIRST_TILE)
             batch = 0
-            len_q, len_kv = backward_tiles.read_lengths(words, at)
-            own = (len_q, len_kv, sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9])
-        head = batch * sizes[2] + ring.read_word(words, at + backward_tiles.HEAD_KV) * sizes[3]
-        k_low = k_buffers[0].index(2 * slot).reshape([64, C.wide])
-        k_high = k_buffers[0].index(2 * slot + 1).reshape([64, C.wide])
+            len_q, len_kv = read_lengths(words, at)
+            own = LaunchSizes(len_q, len_kv, *sizes[2:])
+        head = batch * sizes.heads_q + ring.read_word(words, at + backward_tiles.HEAD_KV) * sizes.group
+        k_low, k_high = piece_of(shared.k[0], 2 * slot), piece_of(shared.k[0], 2 * slot + 1)
         walked = begin
-        for _ in range((end - begin) * sizes[3]):
-            place = (head * sizes[TILES_Q] + first_tile + block_of(walked, own, C)).to(gl.int64)
+        for _ in range((end - begin) * sizes.group):
+            place = (head * sizes.tiles_q + first_tile + block_of(walked, own, C)).to(gl.int64)
             sums = dq_fragments + place * (64 * C.columns)
-            ring.await_full(ring_ds, step, DS_STAGES)
-            low = ds_buffers.index(2 * (step % DS_STAGES))
-            high = ds_buffers.index(2 * (step % DS_STAGES) + 1)
+            ring.await_full(shared.ring_ds, step)
+            low = shared.ds.index(2 * (step % stages))
+            high = shared.ds.index(2 * (step % stages) + 1)
             parts: gl.constexpr = C.wide // C.dq_columns
             for part in gl.static_range(parts):
+                some_low, some_high = k_low, k_high
                 if parts > 1:
-                    some_low = k_low.slice(part * C.dq_columns, C.dq_columns, dim=1)
-                    some_high = k_high.slice(part * C.dq_columns, C.dq_columns, dim=1)
-                    dq = _make(low, high, some_low, some_high, False, C)
-                else:
-                    dq = _make(low, high, k_low, k_high, False, C)
+                    some_low = some_low.slice(part * C.dq_columns, C.dq_columns, dim=1)
+                    some_high = some_high.slice(part * C.dq_columns, C.dq_columns, dim=1)
+                none = gl.full([64, C.dq_columns], 0.0, gl.float32, C.dq)
+                dq = _make(low, high, some_low, some_high, none)
                 if part == 0:
-                    _release_queries(step, ring_q, ring_dout, C)
+                    _release_queries(step, shared, C)
                 dq = warpgroup_mma_wait(0, [dq])
                 if part == parts - 1 and C.narrow == 0:
-                    ring.release(ring_ds, step, DS_STAGES)
+                    ring.release(shared.ring_ds, step)
                 _add(sums, dq, C.dq_columns, part * C.dq_columns, row_floats)
                 if part < parts - 1 or C.narrow > 0:
                     ring.await_lanes()  # or the next product is there before all is added, and what is not is copied
             if C.narrow > 0:
-                narrow_low = k_buffers[1].index(2 * slot).reshape([64, C.narrow])
-                narrow_high = k_buffers[1].index(2 * slot + 1).reshape([64, C.narrow])
-                dq = _make(low, high, narrow_low, narrow_high, True, C)
+                none = gl.full([64, C.narrow], 0.0, gl.float32, C.sums[1])
+                narrow_low, narrow_high = piece_of(shared.k[1], 2 * slot), piece_of(shared.k[1], 2 * slot + 1)
+                dq = _make(low, high, narrow_low, narrow_high, none)
                 dq = warpgroup_mma_wait(0, [dq])
-                ring.release(ring_ds, step, DS_STAGES)
+                ring.release(shared.ring_ds, step)
                 _add(sums + 64 * C.wide, dq, C.narrow, 0, 16 * C.narrow)
             step += 1
             walked += 1
             if walked == end:
                 walked = begin
                 head += 1
-        ring.release(ring_k, tile_place, C.k_stages)
+        ring.release(shared.ring_k, tile_place)
         tile_place += 1
-        ring.await_full(ring_k, tile_place, C.k_stages)
+        ring.await_full(shared.ring_k, tile_place)
         first_key = ring.read_word(
             words, tile_place % C.k_stages * backward_tiles.TILE_WORDS + backward_tiles.FIRST_KEY
         )

@@ -1,91 +1,33 @@
-"""Parts of all Gluon kernels of a backward: tiles in shared memory, products left under way, statistics of queries.
-
-`C` are the constants of any of them (`gradient_constants.GradientConstants`).
-"""
+"""Parts of the Gluon kernels of a backward that own keys: queries with their statistics, and dS."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multiattn.triton.kernels.gluon import sequences
-
-# ---------------------------------------------------------------- tiles in shared memory
-
-
-@gluon.jit
-def make_tiles(number: gl.constexpr, maps, C: gl.constexpr):
-    """`number` tiles of 64 rows of head_dim, in a piece or two."""
-    wide = _make_tiles(number, C.wide, maps[0], C)
-    both = (wide, wide)  # the second is not asked for where there is one piece
-    if C.narrow > 0:
-        both = (wide, _make_tiles(number, C.narrow, maps[1], C))
-    return both
+from multiattn.triton.kernels.gluon import ring
+from multiattn.triton.kernels.gluon.scores import pack_weights
+from multiattn.triton.kernels.gluon.tiles import load_tile, tma_load
 
 
 @gluon.jit
-def _make_tiles(number: gl.constexpr, columns: gl.constexpr, map, C: gl.constexpr):
-    if C.packed:
-        tiles = gl.allocate_shared_memory(map.dtype, [number, 1, 1, 1, 64, columns], map.layout)
-    else:
-        tiles = gl.allocate_shared_memory(map.dtype, [number, 1, 1, 64, columns], map.layout)
-    return tiles
+def make_statistics(map, C: gl.constexpr):
+    """Buffers of lse, or of delta, of the queries of each slot of Q."""
+    return gl.allocate_shared_memory(gl.float32, [C.q_stages] + map.block_shape, map.layout)
 
 
 @gluon.jit
-def load_tile(maps, at, head, row, full, buffers, slot, C: gl.constexpr):
-    """Rows of one head by TMA; `full` expects them."""
-    sequences.load_rows(maps[0], at, head, row, 0, full, buffers[0].index(slot), C)
-    if C.narrow > 0:
-        sequences.load_rows(maps[1], at, head, row, C.wide, full, buffers[1].index(slot), C)
-
-
-@gluon.jit
-def read_entry(entries, number):
-    """The tile of an entry: sequence, first row, and `at` of its queries and of its keys."""
-    entry = entries + number * sequences.ENTRY_WORDS
-    at_q = (gl.load(entry + 2), gl.load(entry + 3))
-    return gl.load(entry), gl.load(entry + 1), at_q, (gl.load(entry + 4), gl.load(entry + 5))
-
-
-# ---------------------------------------------------------------- products, left under way
-
-
-@gluon.jit
-def multiply_rows(own, other, C: gl.constexpr):
-    """``[64, 64]``: rows of one tile times those of another."""
-    none = gl.full([64, 64], 0.0, gl.float32, C.scores)
-    sums = warpgroup_mma(own[0], other[0].permute((1, 0)), none, use_acc=False, is_async=True)
-    if C.narrow > 0:
-        sums = warpgroup_mma(own[1], other[1].permute((1, 0)), sums, is_async=True)
-    return sums
-
-
-@gluon.jit
-def add_product(weights, tile, wide, narrow, C: gl.constexpr):
-    """wide[64, wide] and narrow[64, narrow] += weights[64, 64] times a tile, which registers hold in 16 bit."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, C.sums, 2)  # the accumulator's own registers: converting is free
-    wide = warpgroup_mma(gl.convert_layout(weights, operand, assert_trivial=True), tile[0], wide, is_async=True)
-    if C.narrow > 0:
-        operand_narrow: gl.constexpr = gl.DotOperandLayout(0, C.sums_narrow, 2)
-        weights = gl.convert_layout(weights, operand_narrow, assert_trivial=True)
-        narrow = warpgroup_mma(weights, tile[1], narrow, is_async=True)
-    return wide, narrow
-
-
-@gluon.jit
-def await_sums(under_way: gl.constexpr, wide, narrow, C: gl.constexpr):
-    """Until no more than so many products of tiles are under way, and these sums are there."""
-    number: gl.constexpr = under_way * C.groups
-    if C.narrow > 0:
-        wide, narrow = warpgroup_mma_wait(number, [wide, narrow])
-    else:
-        wide = warpgroup_mma_wait(number, [wide])
-    return wide, narrow
-
-
-# ---------------------------------------------------------------- statistics of queries
+def send_queries(q_maps, lines, at, lines_at, head, block, place, shared, C: gl.constexpr):
+    """A tile of Q, with lse in log2 units and delta of its queries: `lines_at` is a batch entry and a first tile."""
+    ring.await_empty(shared.ring_q, place)
+    slot = place % C.q_stages
+    full = shared.ring_q.full.index(slot)
+    mbarrier.expect(full, C.tile_bytes + 2 * 64 * 4)
+    load_tile(q_maps, at, head, block * 64, full, shared.q, slot, C)
+    line = 2 * (lines_at[1] + block)
+    tma_load(lines, [lines_at[0], head, line, 0], full, shared.lse.index(slot))
+    tma_load(lines, [lines_at[0], head, line + 1, 0], full, shared.delta.index(slot))
 
 
 @gluon.jit
@@ -94,3 +36,34 @@ def statistics_of(buffers, slot, C: gl.constexpr):
     flat = buffers.index(slot).reshape([1, 64]).load(C.statistics)
     in_order = flat.reshape([4, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([64])
     return gl.convert_layout(in_order, C.column, assert_trivial=True)
+
+
+@gluon.jit
+def pack_both(weights, moving, like, C: gl.constexpr):
+    """Weights in 16 bit; and what moves with scores, where that is something else."""
+    packed = [pack_weights(weights, like)]
+    if C.has_slope:
+        packed = [packed[0], pack_weights(moving, like)]
+    return packed
+
+
+@gluon.jit
+def make_ds(weights, dp, delta):
+    """``weights * (dp - delta)`` in the 16 bits of weights, two at a time.
+
+    In one piece of PTX, or LLVM unpacks all weights before the loop's end, and each half has a register of its own.
+    """
+    arguments = [weights, dp, delta[None, :]]
+    if weights.dtype == gl.bfloat16:
+        ds = gl.inline_asm_elementwise(
+            "{.reg .f32 a, b, c, d; sub.f32 a, $2, $4; sub.f32 b, $3, $5; shl.b32 c, $1, 16; and.b32 d, $1, 0xffff0000;"
+            " mul.f32 a, a, c; mul.f32 b, b, d; cvt.rn.bf16x2.f32 $0, b, a;}",
+            "=r,r,f,f,f,f", arguments, gl.bfloat16, is_pure=False, pack=2,
+        )  # fmt: skip
+    else:
+        ds = gl.inline_asm_elementwise(
+            "{.reg .f32 a, b, c, d; .reg .b16 l, h; sub.f32 a, $2, $4; sub.f32 b, $3, $5; mov.b32 {l, h}, $1;"
+            " cvt.f32.f16 c, l; cvt.f32.f16 d, h; mul.f32 a, a, c; mul.f32 b, b, d; cvt.rn.f16x2.f32 $0, b, a;}",
+            "=r,r,f,f,f,f", arguments, gl.float16, is_pure=False, pack=2,
+        )  # fmt: skip
+    return ds

@@ -1,21 +1,22 @@
 """Tiles of keys and their walks over queries: which blocks of queries count, and what the mask hides of them.
 
 With ``level = j - (seq_kv - seq_q)`` key j is seen by the queries from ``level - right`` to ``level + left``; under a
-causal mask by those from its level on. `C` is the kernel's `GluonBackwardConstants`, `sizes` its integers as in
-`gradients`. Scores are transposed, on the accumulators of wgmma: ``[64 keys, 64 queries]``.
+causal mask by those from its level on. `C` is the kernel's `GluonBackwardConstants`, `sizes` the tile's `LaunchSizes`.
+Scores are transposed, on the accumulators of wgmma: ``[64 keys, 64 queries]``.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from multiattn.triton import gluon_backward
 from multiattn.triton.kernels.gluon import ring
+from multiattn.triton.kernels.gluon.scores import ZERO, SeenBlocks, keep_within
 
 DS_STAGES = gl.constexpr(gluon_backward.DS_STAGES)
-LEFT, RIGHT, TILES_Q = gl.constexpr(7), gl.constexpr(8), gl.constexpr(9)
-"""Where `sizes` has the bounds of a two-sided mask, and the tiles of queries of a head."""
 LAST = gl.constexpr(2**31 - 1)
 """Beyond every position."""
 
@@ -26,14 +27,33 @@ FIRST_TILE, LEN_Q, LEN_KV, OFFSET_KV = (gl.constexpr(i) for i in range(7, 11))
 TILE_WORDS = gl.constexpr(11)
 
 
+class BackwardShared(NamedTuple):
+    """All of a block's shared memory: rings, what the tiles of the slots of K are, and tiles."""
+
+    ring_k: Any
+    ring_v: Any
+    ring_q: Any
+    """With lse and delta of its queries."""
+    ring_dout: Any
+    ring_ds: Any
+    words: Any
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    ds: Any
+
+
 @gluon.jit
 def query_blocks(first_key, sizes, C: gl.constexpr):
-    """Blocks ``begin, full_begin, full_end, end`` of the queries that see some of 128 keys; at least one.
+    """`SeenBlocks` of the queries that see some of 128 keys; at least one.
 
-    Queries of [full_begin, full_end), which may be none, see all keys. One block is walked over even if all of it is
+    Those of [full_begin, full_end), which may be none, see all keys. One block is walked over even if all of it is
     hidden, so that gradients of keys that nobody sees need no code of their own.
     """
-    seq_q, seq_kv = sizes[0], sizes[1]
+    seq_q, seq_kv = sizes.seq_q, sizes.seq_kv
     tiles = (seq_q + 63) // 64
     begin = 0
     full_begin = 0
@@ -43,9 +63,9 @@ def query_blocks(first_key, sizes, C: gl.constexpr):
         first_seeing = first_key + seq_q - seq_kv
         all_seeing = first_seeing + 127
         if C.two_sided:
-            last_seeing = first_seeing + sizes[LEFT]  # the first key; the last is seen 127 further on
-            first_seeing -= sizes[RIGHT]
-            all_seeing -= sizes[RIGHT]
+            last_seeing = first_seeing + sizes.left  # the first key; the last is seen 127 further on
+            first_seeing -= sizes.right
+            all_seeing -= sizes.right
             full_end = gl.minimum(gl.maximum(last_seeing + 1, 0), seq_q) // 64
             end = (gl.minimum(gl.maximum(last_seeing + 128, 0), seq_q) + 63) // 64
         begin = gl.minimum(gl.maximum(first_seeing, 0), seq_q) // 64
@@ -58,7 +78,7 @@ def query_blocks(first_key, sizes, C: gl.constexpr):
     end = gl.maximum(end, begin + 1)
     if C.descends:
         begin, full_begin, full_end, end = tiles - end, tiles - full_end, tiles - full_begin, tiles - begin
-    return begin, full_begin, full_end, end
+    return SeenBlocks(begin, full_begin, full_end, end)
 
 
 @gluon.jit
@@ -66,30 +86,8 @@ def block_of(walked, sizes, C: gl.constexpr):
     """The block of queries that a walk has at a place."""
     block = walked
     if C.descends:
-        block = (sizes[0] + 63) // 64 - 1 - walked
+        block = (sizes.seq_q + 63) // 64 - 1 - walked
     return block
-
-
-@gluon.jit
-def write_tile(words, at, first_key, head_kv, batch, blocks):
-    """A tile, for all that wait for its K."""
-    begin, full_begin, full_end, end = blocks
-    ring.write_word(words, at + FIRST_KEY, first_key)
-    ring.write_word(words, at + HEAD_KV, head_kv)
-    ring.write_word(words, at + BATCH, batch)
-    ring.write_word(words, at + BEGIN, begin)
-    ring.write_word(words, at + FULL_BEGIN, full_begin)
-    ring.write_word(words, at + FULL_END, full_end)
-    ring.write_word(words, at + END, end)
-
-
-@gluon.jit
-def write_sequence(words, at, first_tile, at_q, at_kv):
-    """The sequence of a packed tile."""
-    ring.write_word(words, at + FIRST_TILE, first_tile)
-    ring.write_word(words, at + LEN_Q, at_q[1])
-    ring.write_word(words, at + LEN_KV, at_kv[1])
-    ring.write_word(words, at + OFFSET_KV, at_kv[0])
 
 
 @gluon.jit
@@ -105,31 +103,27 @@ def mask_weights(weights, first_key, first_query, sizes, C: gl.constexpr):
     One comparison each, from the side of the keys: a thread has two of them. Between two bounds it is of the distance
     from the first query that sees a key, unsigned. See `scores.mask_scores` for why it is PTX.
     """
-    keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, C.scores))  # [64]
+    keys = first_key + gl.arange(0, 64, C.row)  # [64]
     begin = 0 * keys
     if C.banded:
-        begin = keys - (sizes[1] - sizes[0])
+        begin = keys - (sizes.seq_kv - sizes.seq_q)
     if C.two_sided:
-        begin -= sizes[RIGHT]
-    begin = gl.where(keys < sizes[1], begin, LAST)
+        begin -= sizes.right
+    begin = gl.where(keys < sizes.seq_kv, begin, LAST)
     queries = first_query + gl.arange(0, 64, C.column)
     columns = gl.arange(0, 64, C.column)[None, :]
     # A thread has two of every eight queries: of a key what they are compared with is one number, and they constants.
     near = begin[:, None] - first_query - (columns & 6)  # [64, 64]
     on = columns & 57
     if C.two_sided:
-        passed, reach = on - near, sizes[LEFT] + sizes[RIGHT] + 1
-        weights = gl.inline_asm_elementwise(
-            "{.reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, 0f00000000, p;}", "=f,f,r,r",
-            [weights, passed, reach], gl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+        weights = keep_within(weights, on - near, sizes.left + sizes.right + 1, ZERO)
     else:
         weights = gl.inline_asm_elementwise(
             "{.reg .pred p; setp.le.s32 p, $2, $3; selp.f32 $0, $1, 0f00000000, p;}", "=f,f,r,r",
             [weights, near, on], gl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     if C.score is not None:
-        weights = gl.where(queries[None, :] < sizes[0], weights, 0.0)
+        weights = gl.where(queries[None, :] < sizes.seq_q, weights, 0.0)
     return weights
 
 
@@ -139,29 +133,7 @@ def modify(products, first_key, first_query, of_score, sizes, C: gl.constexpr):
     slope = 1.0
     if C.score is not None:
         batch, head, aux = of_score
-        keys = (first_key + gl.arange(0, 64, gl.SliceLayout(1, C.scores)))[:, None]
+        keys = (first_key + gl.arange(0, 64, C.row))[:, None]
         queries = (first_query + gl.arange(0, 64, C.column))[None, :]
-        products, slope = C.score.score_and_slope(products, batch, head, queries, keys, sizes[0], sizes[1], aux)
+        products, slope = C.score.score_and_slope(products, batch, head, queries, keys, sizes.seq_q, sizes.seq_kv, aux)
     return products, slope
-
-
-@gluon.jit
-def make_ds(weights, dp, delta):
-    """``weights * (dp - delta)`` in the 16 bits of weights, two at a time.
-
-    In one piece of PTX, or LLVM unpacks all weights before the loop's end, and each half has a register of its own.
-    """
-    arguments = [weights, dp, delta[None, :]]
-    if weights.dtype == gl.bfloat16:
-        ds = gl.inline_asm_elementwise(
-            "{.reg .f32 a, b, c, d; sub.f32 a, $2, $4; sub.f32 b, $3, $5; shl.b32 c, $1, 16; and.b32 d, $1, 0xffff0000;"
-            " mul.f32 a, a, c; mul.f32 b, b, d; cvt.rn.bf16x2.f32 $0, b, a;}",
-            "=r,r,f,f,f,f", arguments, gl.bfloat16, is_pure=False, pack=2,
-        )  # fmt: skip
-    else:
-        ds = gl.inline_asm_elementwise(
-            "{.reg .f32 a, b, c, d; .reg .b16 l, h; sub.f32 a, $2, $4; sub.f32 b, $3, $5; mov.b32 {l, h}, $1;"
-            " cvt.f32.f16 c, l; cvt.f32.f16 d, h; mul.f32 a, a, c; mul.f32 b, b, d; cvt.rn.f16x2.f32 $0, b, a;}",
-            "=r,r,f,f,f,f", arguments, gl.float16, is_pure=False, pack=2,
-        )  # fmt: skip
-    return ds

@@ -12,6 +12,8 @@ weights; from these the other one knows how far it is, and gives back Q and dO f
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
@@ -19,40 +21,74 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from multiattn.triton.gluon_two_pass import WEIGHT_STAGES as STAGES_OF_WEIGHTS
 from multiattn.triton.kernels.gluon import ring
 from multiattn.triton.kernels.gluon.backward_parts import (
-    add_product,
-    await_sums,
-    load_tile,
-    make_tiles,
-    multiply_rows,
-    read_entry,
+    make_ds,
+    make_statistics,
+    pack_both,
+    send_queries,
     statistics_of,
 )
-from multiattn.triton.kernels.gluon.backward_tiles import make_ds
 from multiattn.triton.kernels.gluon.backward_two_pass import (
     WORDS,
-    expect_tile,
     hide,
     read_sequence,
     read_tile,
-    read_tile_rows,
-    seek,
     store_gradient,
     weigh,
-    write_sequence,
     write_tile,
+)
+from multiattn.triton.kernels.gluon.schedule import LaunchSizes, in_turn, listed_tile, read_entry, tile_after
+from multiattn.triton.kernels.gluon.scores import SeenBlocks
+from multiattn.triton.kernels.gluon.tiles import (
+    add_product,
+    await_sums,
+    load_rows,
+    load_tile,
+    make_tiles,
+    multiply_rows,
+    send_tile,
+    tile_of,
     zero_sums,
 )
-from multiattn.triton.kernels.gluon.producer import in_turn, listed_tile, tile_after
-from multiattn.triton.kernels.gluon.ring import tile_of
-from multiattn.triton.kernels.gluon.scores import pack_weights
 
 WEIGHT_STAGES = gl.constexpr(STAGES_OF_WEIGHTS)
 
 
+class KeysShared(NamedTuple):
+    """All of a block's shared memory: rings, what the tile is, and tiles."""
+
+    ring_k: Any
+    ring_v: Any
+    ring_q: Any
+    """With lse and delta of its queries."""
+    ring_dout: Any
+    ring_w: Any
+    words: Any
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    weights: Any
+    """From the warpgroup of dv to that of dk."""
+
+
+class KeysTile(NamedTuple):
+    """What the 64 keys of both warpgroups are."""
+
+    first_key: Any
+    head_kv: Any
+    batch: Any
+    blocks: Any
+    sizes: Any
+    score_factor: Any
+    aux: Any
+
+
 @gluon.jit
 def _query_blocks(first_key, sizes, C: gl.constexpr):
-    """Blocks ``begin, full_begin, full_end, end`` of queries: those that see any of 64 keys, and those that see all."""
-    seq_q, seq_kv = sizes[0], sizes[1]
+    """`SeenBlocks` of queries: those that see any of 64 keys, and those that see all."""
+    seq_q, seq_kv = sizes.seq_q, sizes.seq_kv
     end = (seq_q + 63) // 64
     begin = 0
     full_begin = 0
@@ -61,97 +97,73 @@ def _query_blocks(first_key, sizes, C: gl.constexpr):
         level = first_key - (seq_kv - seq_q)  # the query whose own key is the first
         reach = 0
         if C.two_sided:
-            reach = sizes[8]
-            full_end = gl.maximum(level + sizes[7] + 1, 0) // 64
-            full_end = gl.where(level + sizes[7] + 1 >= seq_q, end, full_end)
-            end = gl.minimum((gl.maximum(level + 64 + sizes[7], 0) + 63) // 64, end)
+            reach = sizes.right
+            full_end = gl.maximum(level + sizes.left + 1, 0) // 64
+            full_end = gl.where(level + sizes.left + 1 >= seq_q, end, full_end)
+            end = gl.minimum((gl.maximum(level + 64 + sizes.left, 0) + 63) // 64, end)
         begin = gl.maximum(level - reach, 0) // 64
         full_begin = (gl.maximum(level + 63 - reach, 0) + 63) // 64
-    return begin, full_begin, full_end, gl.maximum(begin, end)
+    return SeenBlocks(begin, full_begin, full_end, gl.maximum(begin, end))
 
 
 # ---------------------------------------------------------------- one warp that loads
 
 
 @gluon.jit
-def _load_queries(
-    q_maps, lines, at, lines_at, head, block, place, ring_q, q_buffers, lse_buffers, delta_buffers, C: gl.constexpr
-):
-    """A tile of Q, with lse in log2 units and delta of its queries; these are at a batch entry, from a tile on."""
-    slot = place % C.q_stages
-    ring.await_empty(ring_q, place, C.q_stages)
-    full = ring_q[0].index(slot)
-    mbarrier.expect(full, C.tile_bytes + 2 * 64 * 4)
-    load_tile(q_maps, at, head, block * 64, full, q_buffers, slot, C)
-    line = 2 * (lines_at[1] + block)
-    ring.tma_load(lines, [lines_at[0], head, line, 0], full, lse_buffers.index(slot))
-    ring.tma_load(lines, [lines_at[0], head, line + 1, 0], full, delta_buffers.index(slot))
-
-
-@gluon.jit
 def _send(tile, place, turn, maps, lines, entries, sizes, shared, C: gl.constexpr):
     """K and V of a tile, and Q and dO of all that see its keys. Returns the next place in the rings of these."""
     q_maps, dout_maps, k_maps, v_maps = maps
-    ring_k, ring_v, ring_q, ring_dout, words, k_buffers, v_buffers, q_buffers, dout_buffers, lse, delta = shared
     first_head, within, side_by_side = in_turn(tile, sizes, C)
     any_head = first_head + within % side_by_side
-    group = sizes[3]
-    heads_kv = sizes[2] // group
+    group = sizes.group
+    heads_kv = sizes.heads_q // group
     batch = any_head // heads_kv
     head_kv = any_head % heads_kv
-    first_key = within // side_by_side * 64  # under a causal mask the first ones are seen by the most queries
-    at_q, at_kv, lines_at = batch, batch, (batch, 0)
+    number = within // side_by_side
+    first_key = number * 64  # under a causal mask the first ones are seen by the most queries
+    at_q, at_kv, lines_at, offset = batch, batch, (batch, 0), 0
     if C.packed:
-        batch, first_key, at_q, at_kv = read_entry(entries, within // side_by_side)
-        lines_at = (0, at_q[0] // 64 + batch)
-        len_q, len_kv = at_q[1], at_kv[1]
-        sizes = (len_q, len_kv, sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9])
-    begin, _full_begin, _full_end, end = _query_blocks(first_key, sizes, C)
-    ring.await_empty(ring_k, turn, 1)
-    write_tile(words, 0, first_key, head_kv, batch)
-    if C.packed:
-        write_sequence(words, 0, at_kv[0], lines_at[1], at_q, at_kv)
-    expect_tile(ring_k[0].index(0), C)
-    load_tile(k_maps, at_kv, head_kv, first_key, ring_k[0].index(0), k_buffers, 0, C)
+        batch, first_key, at_q, at_kv = read_entry(entries, number)
+        lines_at, offset = (0, at_q[0] // 64 + batch), at_kv[0]
+        sizes = LaunchSizes(at_q[1], at_kv[1], *sizes[2:])
+    blocks = _query_blocks(first_key, sizes, C)
+    ring.await_empty(shared.ring_k, turn)
+    write_tile(shared.words, 0, first_key, head_kv, batch, offset, lines_at[1], sizes, C)
+    mbarrier.expect(shared.ring_k.full.index(0), C.tile_bytes)
+    load_tile(k_maps, at_kv, head_kv, first_key, shared.ring_k.full.index(0), shared.k, 0, C)
     is_first = 1
     for member in range(group):
         head = head_kv * group + member
-        for block in range(begin, end):
-            _load_queries(q_maps, lines, at_q, lines_at, head, block, place, ring_q, q_buffers, lse, delta, C)
+        for block in range(blocks.begin, blocks.end):
+            send_queries(q_maps, lines, at_q, lines_at, head, block, place, shared, C)
             if is_first > 0:
-                ring.await_empty(ring_v, turn, 1)
-                expect_tile(ring_v[0].index(0), C)
-                load_tile(v_maps, at_kv, head_kv, first_key, ring_v[0].index(0), v_buffers, 0, C)
+                ring.await_empty(shared.ring_v, turn)
+                mbarrier.expect(shared.ring_v.full.index(0), C.tile_bytes)
+                load_tile(v_maps, at_kv, head_kv, first_key, shared.ring_v.full.index(0), shared.v, 0, C)
                 is_first = 0
-            slot = place % C.dout_stages
-            ring.await_empty(ring_dout, place, C.dout_stages)
-            full = ring_dout[0].index(slot)
-            expect_tile(full, C)
-            load_tile(dout_maps, at_q, head, block * 64, full, dout_buffers, slot, C)
+            send_tile(dout_maps, at_q, head, block, shared.ring_dout, place, shared.dout, C)
             place += 1
     if is_first > 0:
-        ring.await_empty(ring_v, turn, 1)
-        mbarrier.arrive(ring_v[0].index(0))
+        ring.await_empty(shared.ring_v, turn)
+        mbarrier.arrive(shared.ring_v.full.index(0))
     return place
 
 
 @gluon.jit
 def _produce(maps, lines, entries, counter, sizes, shared, C: gl.constexpr):
     """Tile after tile."""
-    ring_k, words = shared[0], shared[4]
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-    ring.await_launch_before()
-    total = sizes[4] * sizes[5]
-    tile = listed_tile(gl.program_id(0), entries, counter, total, sizes, C)
+    ring.begin_loading()
+    total = sizes.tiles * sizes.heads
+    tile = listed_tile(gl.program_id(0), entries, counter, sizes, C)
     place = 0
     turn = 0
     while tile < total:
         place = _send(tile, place, turn, maps, lines, entries, sizes, shared, C)
         turn += 1
-        tile = listed_tile(tile_after(tile, counter, total, C), entries, counter, total, sizes, C)
-    ring.await_empty(ring_k, turn, 1)
-    write_tile(words, 0, ring.NO_TILE, 0, 0)
-    mbarrier.arrive(ring_k[0].index(0))
+        tile = listed_tile(tile_after(tile, counter, total, C), entries, counter, sizes, C)
+    ring.await_empty(shared.ring_k, turn)
+    ring.write_words(shared.words, 0, (ring.NO_TILE, 0, 0))
+    mbarrier.arrive(shared.ring_k.full.index(0))
 
 
 # ---------------------------------------------------------------- weights from one warpgroup to the other
@@ -178,197 +190,158 @@ def _positions(block, first_key, C: gl.constexpr):
 
 
 @gluon.jit
-def _must_hide(block, blocks, sizes, C: gl.constexpr):
+def _must_hide(block, tile, C: gl.constexpr):
     """True of a block whose queries do not all see all keys, or may have scores of no query."""
-    found = (block < blocks[1]) | (block >= blocks[2])
+    found = (block < tile.blocks.full_begin) | (block >= tile.blocks.full_end)
     if C.score is not None:
-        found = found | (block * 64 + 64 > sizes[0])
+        found = found | (block * 64 + 64 > tile.sizes.seq_q)
     return found
 
 
-# ---------------------------------------------------------------- the warpgroup of dv
+# ---------------------------------------------------------------- a step of either warpgroup
 
 
 @gluon.jit
-def _weigh(scores, place, block, first_key, blocks, score_factor, of_score, sizes, shared, like, C: gl.constexpr):
+def _make_weights(scores, place, block, head, like, tile, shared, C: gl.constexpr):
     """P^T [64 keys, 64 queries] in 16 bit from scores, which are waited for. To the warpgroup of dk goes what moves
     with them: P^T times the slope of an expression."""
-    _ring_k, _ring_v, _ring_q, _ring_dout, ring_w, _words, _k, _v, _q, _dout, lse_buffers, _delta, sent = shared
-    block_lse = statistics_of(lse_buffers, place % C.q_stages, C)
+    sizes = tile.sizes
+    lse = statistics_of(shared.lse, place % C.q_stages, C)
     scores = warpgroup_mma_wait(0, [scores])
-    queries, keys = _positions(block, first_key, C)
-    weights, moving = weigh(scores, queries, keys, block_lse[None, :], score_factor, of_score, sizes, C)
+    queries, keys = _positions(block, tile.first_key, C)
+    of_score = (tile.batch, head, tile.aux)
+    weights, moving = weigh(scores, queries, keys, lse[None, :], tile.score_factor, of_score, sizes, C)
     if C.banded or C.score is not None:
-        if _must_hide(block, blocks, sizes, C):
+        if _must_hide(block, tile, C):
             weights = hide(weights, queries, keys, sizes, C)
             if C.has_slope:
                 moving = hide(moving, queries, keys, sizes, C)
-    packed = pack_weights(weights, like)
-    packed_moving = packed
-    if C.has_slope:
-        packed_moving = pack_weights(moving, like)
-    ring.await_empty(ring_w, place, WEIGHT_STAGES)
-    sent.index(place % WEIGHT_STAGES).store(_to_chunks(packed_moving))
-    mbarrier.arrive(ring_w[0].index(place % WEIGHT_STAGES))
-    return packed
+    packed = pack_both(weights, moving, like, C)
+    ring.await_empty(shared.ring_w, place)
+    shared.weights.index(place % WEIGHT_STAGES).store(_to_chunks(packed[-1]))
+    mbarrier.arrive(shared.ring_w.full.index(place % WEIGHT_STAGES))
+    return packed[0]
 
 
 @gluon.jit
-def _walk_dv(place, steps, blocks, tile, score_factor, aux, sizes, shared, C: gl.constexpr):
-    """dv of 64 keys; the next step's place."""
-    ring_k, _ring_v, ring_q, ring_dout, _ring_w, _words, k_buffers, _v, q_buffers, dout_buffers, _lse, _delta, _w = (
-        shared
-    )
-    first_key, head_kv, batch = tile
-    head = head_kv * sizes[3]
-    keys = tile_of(k_buffers, 0, C)
+def _make_dscores(dweights, place, block, like, tile, shared, C: gl.constexpr):
+    """dS^T = P^T * (dP^T - delta) in 16 bit, but for the scale; dP is waited for."""
+    ring.await_full(shared.ring_q, place)
+    delta = statistics_of(shared.delta, place % C.q_stages, C)
+    layout: gl.constexpr = _to_chunks(gl.full([64, 64], 0.0, like.dtype, C.scores)).type.layout
+    ring.await_full(shared.ring_w, place)
+    weights = _from_chunks(shared.weights.index(place % WEIGHT_STAGES).load(layout), C)
+    dweights = warpgroup_mma_wait(0, [dweights])
+    ring.release(shared.ring_w, place)
+    if place > 0:  # weights of a step are there, so dv of the one before it is
+        ring.release(shared.ring_dout, place - 1)
+    if C.banded or C.score is not None:
+        if _must_hide(block, tile, C):
+            queries, keys = _positions(block, tile.first_key, C)
+            dweights = hide(dweights, queries, keys, tile.sizes, C)  # 0 times inf would be nan
+    return make_ds(weights, dweights, delta)
+
+
+@gluon.jit
+def _begin_step(rows, place, shared, IS_DV: gl.constexpr, C: gl.constexpr):
+    """Scores of a step, or dP."""
+    if IS_DV:
+        ring.await_full(shared.ring_q, place)
+        products = multiply_rows(rows, tile_of(shared.q, place % C.q_stages), C)
+    else:
+        ring.await_full(shared.ring_dout, place)
+        products = multiply_rows(rows, tile_of(shared.dout, place % C.dout_stages), C)
+    return products
+
+
+@gluon.jit
+def _make_factors(products, place, block, head, like, tile, shared, IS_DV: gl.constexpr, C: gl.constexpr):
+    if IS_DV:
+        factors = _make_weights(products, place, block, head, like, tile, shared, C)
+    else:
+        factors = _make_dscores(products, place, block, like, tile, shared, C)
+    return factors
+
+
+@gluon.jit
+def _add_step(factors, sums, place, shared, IS_DV: gl.constexpr, C: gl.constexpr):
+    """dv += P^T dO, or dk += dS^T Q."""
+    if IS_DV:
+        ring.await_full(shared.ring_dout, place)
+        sums = add_product(factors, tile_of(shared.dout, place % C.dout_stages), sums)
+    else:
+        sums = add_product(factors, tile_of(shared.q, place % C.q_stages), sums)
+    return sums
+
+
+@gluon.jit
+def _walk(place, steps, tile, shared, IS_DV: gl.constexpr, C: gl.constexpr):
+    """dv of 64 keys, or dk but for the scale; the next step's place."""
+    own = shared.ring_k if IS_DV else shared.ring_v
+    rows = tile_of(shared.k if IS_DV else shared.v, 0)
     if C.kv_in_registers:
-        keys = read_tile_rows(keys, C)
-        mbarrier.arrive(ring_k[1].index(0))
-    block = blocks[0]
-    ring.await_full(ring_q, place, C.q_stages)
-    scores = multiply_rows(keys, tile_of(q_buffers, place % C.q_stages, C), C)
-    of_score = (batch, head, aux)
-    weights = _weigh(scores, place, block, first_key, blocks, score_factor, of_score, sizes, shared, keys[0], C)
-    wide, narrow = zero_sums(C)
+        rows = load_rows(rows, C)
+        mbarrier.arrive(own.empty.index(0))
+    block = tile.blocks.begin
+    head = tile.head_kv * tile.sizes.group  # only an expression knows it
+    products = _begin_step(rows, place, shared, IS_DV, C)
+    factors = _make_factors(products, place, block, head, rows[0], tile, shared, IS_DV, C)
+    sums = zero_sums(C)
     for _ in range(steps - 1):
-        ring.await_full(ring_dout, place, C.dout_stages)
-        wide, narrow = add_product(weights, tile_of(dout_buffers, place % C.dout_stages, C), wide, narrow, C)
-        after = place + 1
-        ring.await_full(ring_q, after, C.q_stages)
-        scores = multiply_rows(keys, tile_of(q_buffers, after % C.q_stages, C), C)
-        wide, narrow = await_sums(1, wide, narrow, C)
-        place = after
+        sums = _add_step(factors, sums, place, shared, IS_DV, C)
+        products = _begin_step(rows, place + 1, shared, IS_DV, C)
+        sums = await_sums(1, sums)
+        if not IS_DV:
+            ring.release(shared.ring_q, place)
+        place += 1
         block += 1
         if C.score is not None:
-            head += gl.where(block == blocks[3], 1, 0)
-        block = gl.where(block == blocks[3], blocks[0], block)  # of the next head
-        of_score = (batch, head, aux)
-        weights = _weigh(scores, place, block, first_key, blocks, score_factor, of_score, sizes, shared, keys[0], C)
-    ring.await_full(ring_dout, place, C.dout_stages)
-    wide, narrow = add_product(weights, tile_of(dout_buffers, place % C.dout_stages, C), wide, narrow, C)
+            head += gl.where(block == tile.blocks.end, 1, 0)
+        block = gl.where(block == tile.blocks.end, tile.blocks.begin, block)  # of the next head
+        factors = _make_factors(products, place, block, head, rows[0], tile, shared, IS_DV, C)
+    sums = _add_step(factors, sums, place, shared, IS_DV, C)
     if not C.kv_in_registers:
-        mbarrier.arrive(ring_k[1].index(0))
-    wide, narrow = await_sums(0, wide, narrow, C)
-    return place + 1, wide, narrow
+        mbarrier.arrive(own.empty.index(0))
+    sums = await_sums(0, sums)
+    if not IS_DV:
+        ring.release(shared.ring_q, place)
+    return place + 1, sums
 
 
 @gluon.jit
-def _make_dv(dv, dv_strides, aux, score_factor, sizes, shared, C: gl.constexpr):
-    """Tile after tile."""
-    ring_k, words = shared[0], shared[5]
+def _consume(target, strides, aux, score_factor, grad_factor, sizes, shared, IS_DV: gl.constexpr, C: gl.constexpr):
+    """The warpgroup of dv, or of dk: tile after tile."""
+    words = shared.words
     place = 0
     turn = 0
-    ring.await_full(ring_k, turn, 1)
-    first_key, head, batch = read_tile(words, 0)
+    ring.await_full(shared.ring_k, turn)
+    first_key, head_kv, batch = read_tile(words, 0)
     while first_key != ring.NO_TILE:
-        offset, _first_tile, len_q, len_kv = read_sequence(words, 0, sizes, C)
-        own = (len_q, len_kv, sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9])
+        offset, own = 0, sizes
+        if C.packed:
+            offset, _first_tile, len_q, len_kv = read_sequence(words, 0, C)
+            own = LaunchSizes(len_q, len_kv, *sizes[2:])
+        if not IS_DV:
+            ring.release(shared.ring_k, turn)  # only the tile was read
         blocks = _query_blocks(first_key, own, C)
-        steps = (blocks[3] - blocks[0]) * sizes[3]
-        wide, narrow = zero_sums(C)
+        steps = (blocks.end - blocks.begin) * sizes.group
+        if not IS_DV:
+            ring.await_full(shared.ring_v, turn)
+        sums = zero_sums(C)
         if steps > 0:
-            place, wide, narrow = _walk_dv(
-                place, steps, blocks, (first_key, head, batch), score_factor, aux, own, shared, C
-            )
+            tile = KeysTile(first_key, head_kv, batch, blocks, own, score_factor, aux)
+            place, sums = _walk(place, steps, tile, shared, IS_DV, C)
+        elif IS_DV:
+            mbarrier.arrive(shared.ring_k.empty.index(0))
         else:
-            mbarrier.arrive(ring_k[1].index(0))
-        store_gradient(
-            seek(dv, dv_strides, batch, offset, head, C), dv_strides[2], wide, narrow, 1.0, first_key, len_kv, C
-        )
+            mbarrier.arrive(shared.ring_v.empty.index(0))
+        store_gradient(target, strides, (batch, offset, head_kv, first_key), sums, grad_factor, own.seq_kv, C)
         turn += 1
-        ring.await_full(ring_k, turn, 1)
-        first_key, head, batch = read_tile(words, 0)
-
-
-# ---------------------------------------------------------------- the warpgroup of dk
+        ring.await_full(shared.ring_k, turn)
+        first_key, head_kv, batch = read_tile(words, 0)
 
 
 @gluon.jit
-def _make_dscores(dweights, place, block, first_key, blocks, sizes, shared, like, C: gl.constexpr):
-    """dS^T = P^T * (dP^T - delta) in 16 bit, but for the scale; dP is waited for."""
-    _ring_k, _ring_v, ring_q, ring_dout, ring_w, _words, _k, _v, _q, _dout, _lse, delta_buffers, sent = shared
-    ring.await_full(ring_q, place, C.q_stages)
-    block_delta = statistics_of(delta_buffers, place % C.q_stages, C)
-    layout: gl.constexpr = _to_chunks(gl.full([64, 64], 0.0, like.dtype, C.scores)).type.layout
-    ring.await_full(ring_w, place, WEIGHT_STAGES)
-    weights = _from_chunks(sent.index(place % WEIGHT_STAGES).load(layout), C)
-    dweights = warpgroup_mma_wait(0, [dweights])
-    ring.release(ring_w, place, WEIGHT_STAGES)
-    if place > 0:  # weights of a step are there, so dv of the one before it is
-        ring.release(ring_dout, place - 1, C.dout_stages)
-    if C.banded or C.score is not None:
-        if _must_hide(block, blocks, sizes, C):
-            queries, keys = _positions(block, first_key, C)
-            dweights = hide(dweights, queries, keys, sizes, C)  # 0 times inf would be nan
-    return make_ds(weights, dweights, block_delta)
-
-
-@gluon.jit
-def _walk_dk(place, steps, blocks, first_key, sizes, shared, C: gl.constexpr):
-    """dk of 64 keys, but for the scale; the next step's place."""
-    _ring_k, ring_v, ring_q, ring_dout, _ring_w, _words, _k, v_buffers, q_buffers, dout_buffers, _lse, _delta, _w = (
-        shared
-    )
-    values = tile_of(v_buffers, 0, C)
-    if C.kv_in_registers:
-        values = read_tile_rows(values, C)
-        mbarrier.arrive(ring_v[1].index(0))
-    block = blocks[0]
-    ring.await_full(ring_dout, place, C.dout_stages)
-    dweights = multiply_rows(values, tile_of(dout_buffers, place % C.dout_stages, C), C)
-    dscores = _make_dscores(dweights, place, block, first_key, blocks, sizes, shared, values[0], C)
-    wide, narrow = zero_sums(C)
-    for _ in range(steps - 1):
-        wide, narrow = add_product(dscores, tile_of(q_buffers, place % C.q_stages, C), wide, narrow, C)
-        after = place + 1
-        ring.await_full(ring_dout, after, C.dout_stages)
-        dweights = multiply_rows(values, tile_of(dout_buffers, after % C.dout_stages, C), C)
-        wide, narrow = await_sums(1, wide, narrow, C)
-        ring.release(ring_q, place, C.q_stages)
-        place = after
-        block += 1
-        block = gl.where(block == blocks[3], blocks[0], block)  # of the next head
-        dscores = _make_dscores(dweights, place, block, first_key, blocks, sizes, shared, values[0], C)
-    wide, narrow = add_product(dscores, tile_of(q_buffers, place % C.q_stages, C), wide, narrow, C)
-    if not C.kv_in_registers:
-        mbarrier.arrive(ring_v[1].index(0))
-    wide, narrow = await_sums(0, wide, narrow, C)
-    ring.release(ring_q, place, C.q_stages)
-    return place + 1, wide, narrow
-
-
-@gluon.jit
-def _make_dk(dk, dk_strides, grad_factor, sizes, shared, C: gl.constexpr):
-    """Tile after tile."""
-    ring_k, ring_v, words = shared[0], shared[1], shared[5]
-    place = 0
-    turn = 0
-    ring.await_full(ring_k, turn, 1)
-    first_key, head, batch = read_tile(words, 0)
-    while first_key != ring.NO_TILE:
-        offset, _first_tile, len_q, len_kv = read_sequence(words, 0, sizes, C)
-        own = (len_q, len_kv, sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9])
-        ring.release(ring_k, turn, 1)  # only the tile was read
-        blocks = _query_blocks(first_key, own, C)
-        steps = (blocks[3] - blocks[0]) * sizes[3]
-        ring.await_full(ring_v, turn, 1)
-        wide, narrow = zero_sums(C)
-        if steps > 0:
-            place, wide, narrow = _walk_dk(place, steps, blocks, first_key, own, shared, C)
-        else:
-            mbarrier.arrive(ring_v[1].index(0))
-        store_gradient(
-            seek(dk, dk_strides, batch, offset, head, C), dk_strides[2], wide, narrow, grad_factor, first_key, len_kv, C
-        )
-        turn += 1
-        ring.await_full(ring_k, turn, 1)
-        first_key, head, batch = read_tile(words, 0)
-
-
-@gluon.jit(
-    do_not_specialize=["seq_q", "seq_kv", "heads_q", "group", "tiles", "heads", "together", "left", "right", "tiles_q"]
-)
 def gradients_of_own_keys(
     q_map,  # tensor descriptors, [B, H, S, D] or `ragged`, with blocks [1, 1, 64, wide]
     dout_map,
@@ -386,53 +359,29 @@ def gradients_of_own_keys(
     aux,  # what the expression that modifies scores reads, as its functions have it; None without one
     dk_strides,  # of (batch, head, row), in units of 8 elements
     dv_strides,
-    score_factor,  # scale * log2(e), with its sign; 1 with an expression
-    grad_factor,  # scale, with its sign
-    seq_q,
-    seq_kv,
-    heads_q,
-    group,  # query heads that share one key/value head
-    tiles,  # of one head of keys, or entries of the list
-    heads,  # B * Hkv
-    together,  # heads of keys that run side by side
-    left,  # keys before and after its own that a query sees; None where the mask is not two-sided
-    right,
-    tiles_q,  # tiles of 64 queries of a head, of a packed batch with one that is of none
-    C: gl.constexpr,  # multiattn.triton.kernels.gluon.two_pass_constants.TwoPassConstants
+    factors,  # score: scale * log2(e), with its sign, 1 with an expression; grad: scale, with its sign
+    sizes,  # `LaunchSizes`
+    C: gl.constexpr,  # multiattn.triton.kernels.gluon.constants.TwoPassConstants
 ):
     """One block: a producer, and the two warpgroups."""
-    q_maps, dout_maps, k_maps, v_maps = (q_map, q_narrow), (dout_map, dout_narrow), (k_map, k_narrow), (v_map, v_narrow)
-    sizes = (seq_q, seq_kv, heads_q, group, tiles, heads, together, left, right, tiles_q)
-    k_buffers = make_tiles(1, k_maps, C)
-    v_buffers = make_tiles(1, v_maps, C)
-    q_buffers = make_tiles(C.q_stages, q_maps, C)
-    dout_buffers = make_tiles(C.dout_stages, dout_maps, C)
-    weights = gl.allocate_shared_memory(
-        q_map.dtype, [WEIGHT_STAGES, 4, 128, 8], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    )
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lse_buffers = gl.allocate_shared_memory(gl.float32, [C.q_stages, 1, 1, 1, 64], statistics.layout)
-    delta_buffers = gl.allocate_shared_memory(gl.float32, [C.q_stages, 1, 1, 1, 64], statistics.layout)
-    words = gl.allocate_shared_memory(gl.int32, [WORDS, 1], plain)
-    ring_k = (ring.make_barriers(1, 1), ring.make_barriers(1, 2))
-    ring_v = (ring.make_barriers(1, 1), ring.make_barriers(1, 1))
-    ring_q = (ring.make_barriers(C.q_stages, 1), ring.make_barriers(C.q_stages, 1))
-    ring_dout = (ring.make_barriers(C.dout_stages, 1), ring.make_barriers(C.dout_stages, 1))
-    ring_w = (ring.make_barriers(WEIGHT_STAGES, 1), ring.make_barriers(WEIGHT_STAGES, 1))
-    shared = (
-        ring_k, ring_v, ring_q, ring_dout, ring_w, words, k_buffers, v_buffers, q_buffers, dout_buffers, lse_buffers,
-        delta_buffers, weights,
-    )  # fmt: skip
-    to_load = (
-        ring_k, ring_v, ring_q, ring_dout, words, k_buffers, v_buffers, q_buffers, dout_buffers, lse_buffers,
-        delta_buffers,
-    )  # fmt: skip
+    q_maps, dout_maps = (q_map, q_narrow)[: C.pieces], (dout_map, dout_narrow)[: C.pieces]
+    k_maps, v_maps = (k_map, k_narrow)[: C.pieces], (v_map, v_narrow)[: C.pieces]
+    k, v = make_tiles(1, k_maps), make_tiles(1, v_maps)
+    q, dout = make_tiles(C.q_stages, q_maps), make_tiles(C.dout_stages, dout_maps)
+    of_weights: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    weights = gl.allocate_shared_memory(q_map.dtype, [WEIGHT_STAGES, 4, 128, 8], of_weights)
+    lse, delta = make_statistics(statistics, C), make_statistics(statistics, C)
+    words = ring.make_words(WORDS)
+    ring_k, ring_v = ring.make(1, 2), ring.make(1, 1)
+    ring_q, ring_dout = ring.make(C.q_stages, 1), ring.make(C.dout_stages, 1)
+    ring_w = ring.make(WEIGHT_STAGES, 1)
+    shared = KeysShared(ring_k, ring_v, ring_q, ring_dout, ring_w, words, k, v, q, dout, lse, delta, weights)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_make_dv, (dv, dv_strides, aux, score_factor, sizes, shared, C)),
-            (_make_dk, (dk, dk_strides, grad_factor, sizes, shared, C)),
-            (_produce, ((q_maps, dout_maps, k_maps, v_maps), statistics, key_list, counter, sizes, to_load, C)),
+            (_consume, (dv, dv_strides, aux, factors.score, 1.0, sizes, shared, True, C)),
+            (_consume, (dk, dk_strides, None, None, factors.grad, sizes, shared, False, C)),
+            (_produce, ((q_maps, dout_maps, k_maps, v_maps), statistics, key_list, counter, sizes, shared, C)),
         ],
         [4, 1], [C.consumer_registers, C.producer_registers],
     )  # fmt: skip

@@ -7,193 +7,182 @@ the left operand of dQ += dS K; no warpgroup has anything that another wants. On
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from multiattn.triton.kernels.gluon import ring
-from multiattn.triton.kernels.gluon.backward_parts import (
+from multiattn.triton.kernels.gluon.backward_two_pass import (
+    WORDS,
+    hide,
+    read_sequence,
+    read_tile,
+    store_gradient,
+    weigh,
+    write_tile,
+)
+from multiattn.triton.kernels.gluon.schedule import LaunchSizes, in_turn, listed_tile, read_entry, tile_after
+from multiattn.triton.kernels.gluon.scores import begin_of_keys, end_before, pack_weights, range_of_blocks
+from multiattn.triton.kernels.gluon.tiles import (
     add_product,
     await_sums,
     load_tile,
     make_tiles,
     multiply_rows,
-    read_entry,
-)
-from multiattn.triton.kernels.gluon.backward_two_pass import (
-    WORDS,
-    expect_tile,
-    hide,
-    read_sequence,
-    read_tile,
-    seek,
-    store_gradient,
-    weigh,
-    write_sequence,
-    write_tile,
+    send_tile,
+    tile_of,
     zero_sums,
 )
-from multiattn.triton.kernels.gluon.producer import in_turn, tile_after
-from multiattn.triton.kernels.gluon.ring import tile_of
-from multiattn.triton.kernels.gluon.scores import begin_of_keys, end_before, pack_weights, range_of_blocks
-from multiattn.triton.kernels.gluon.sequences import ENTRY_WORDS
+
+
+class QueriesShared(NamedTuple):
+    """All of a block's shared memory: rings, what the tiles are, and tiles. Q and dO have a slot for each warpgroup."""
+
+    ring_q: Any
+    ring_dout: Any
+    ring_k: Any
+    ring_v: Any
+    words: Any
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
+
+
+class QueriesTile(NamedTuple):
+    """What a warpgroup's 64 queries are."""
+
+    first_query: Any
+    lse: Any
+    delta: Any
+    full: Any
+    """The blocks [begin, end) that all of them see whole."""
+    of_score: Any
+    score_factor: Any
+    sizes: Any
+
 
 # ---------------------------------------------------------------- one warp that loads
-
-
-@gluon.jit
-def _load_keys(maps, at, head_kv, block, place, ring_of, buffers, STAGES: gl.constexpr, C: gl.constexpr):
-    ring.await_empty(ring_of, place, STAGES)
-    full = ring_of[0].index(place % STAGES)
-    expect_tile(full, C)
-    load_tile(maps, at, head_kv, block * C.tile_n, full, buffers, place % STAGES, C)
 
 
 @gluon.jit
 def _send(tile, place, turn, maps, entries, sizes, shared, C: gl.constexpr):
     """Q and dO of both warpgroups, and blocks of keys in order. Returns the next place in the rings of these."""
     q_maps, dout_maps, k_maps, v_maps = maps
-    ring_q, ring_dout, ring_k, ring_v, words, q_buffers, dout_buffers, k_buffers, v_buffers = shared
     first_head, within, side_by_side = in_turn(tile, sizes, C)
     any_head = first_head + within % side_by_side
-    batch = any_head // sizes[2]
-    head = any_head % sizes[2]
-    head_kv = head // sizes[3]
-    first_query = (sizes[4] - 1 - within // side_by_side) * 128  # under a mask the last ones see the most keys
-    at_q, at_kv = batch, batch
+    batch = any_head // sizes.heads_q
+    head = any_head % sizes.heads_q
+    head_kv = head // sizes.group
+    number = within // side_by_side
+    first_query = (sizes.tiles - 1 - number) * 128  # under a mask the last ones see the most keys
+    at_q, at_kv, offset, first_tile = batch, batch, 0, 0
     if C.packed:
-        batch, first_query, at_q, at_kv = read_entry(entries, within // side_by_side)
-        len_q, len_kv = at_q[1], at_kv[1]
-        sizes = (len_q, len_kv, sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9])
+        batch, first_query, at_q, at_kv = read_entry(entries, number)
+        offset, first_tile = at_q[0], at_q[0] // 64 + batch
+        sizes = LaunchSizes(at_q[1], at_kv[1], *sizes[2:])
     begin, end = range_of_blocks(first_query, 128, sizes, C)
     if begin < end:
-        _load_keys(k_maps, at_kv, head_kv, begin, place, ring_k, k_buffers, C.k_stages, C)
+        send_tile(k_maps, at_kv, head_kv, begin, shared.ring_k, place, shared.k, C)
     for warpgroup in gl.static_range(2):
         row = first_query + 64 * warpgroup
-        mbarrier.wait(ring_q[1].index(warpgroup), turn ^ 1)
-        write_tile(words, warpgroup, first_query, head, batch)
-        if C.packed:
-            write_sequence(words, warpgroup, at_q[0], at_q[0] // 64 + batch, at_q, at_kv)
-        full = ring_q[0].index(warpgroup)
-        expect_tile(full, C)
-        load_tile(q_maps, at_q, head, row, full, q_buffers, warpgroup, C)
-        mbarrier.wait(ring_dout[1].index(warpgroup), turn ^ 1)
-        full = ring_dout[0].index(warpgroup)
-        expect_tile(full, C)
-        load_tile(dout_maps, at_q, head, row, full, dout_buffers, warpgroup, C)
+        mbarrier.wait(shared.ring_q.empty.index(warpgroup), turn ^ 1)
+        write_tile(shared.words, warpgroup, first_query, head, batch, offset, first_tile, sizes, C)
+        full = shared.ring_q.full.index(warpgroup)
+        mbarrier.expect(full, C.tile_bytes)
+        load_tile(q_maps, at_q, head, row, full, shared.q, warpgroup, C)
+        mbarrier.wait(shared.ring_dout.empty.index(warpgroup), turn ^ 1)
+        full = shared.ring_dout.full.index(warpgroup)
+        mbarrier.expect(full, C.tile_bytes)
+        load_tile(dout_maps, at_q, head, row, full, shared.dout, warpgroup, C)
     for block in range(begin, end):
-        _load_keys(v_maps, at_kv, head_kv, block, place, ring_v, v_buffers, C.v_stages, C)
+        send_tile(v_maps, at_kv, head_kv, block, shared.ring_v, place, shared.v, C)
         place += 1
         if block + 1 < end:
-            _load_keys(k_maps, at_kv, head_kv, block + 1, place, ring_k, k_buffers, C.k_stages, C)
+            send_tile(k_maps, at_kv, head_kv, block + 1, shared.ring_k, place, shared.k, C)
     return place
 
 
 @gluon.jit
-def _listed(tile, entries, counter, total, sizes, C: gl.constexpr):
-    """`tile`, or in a packed batch the first one from there on whose entry, of 64 queries, begins a tile of 128."""
-    if C.packed:
-        is_listed = 0
-        while is_listed == 0:
-            is_listed = 1
-            if tile < total:
-                _first_head, within, side_by_side = in_turn(tile, sizes, C)
-                entry = entries + within // side_by_side * ENTRY_WORDS
-                is_listed = gl.where((gl.load(entry) >= 0) & (gl.load(entry + 1) % 128 == 0), 1, 0)
-                if is_listed == 0:
-                    tile = tile_after(tile, counter, total, C)
-    return tile
-
-
-@gluon.jit
 def _produce(maps, entries, counter, sizes, shared, C: gl.constexpr):
-    """Tile after tile."""
-    ring_q, words = shared[0], shared[4]
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-    ring.await_launch_before()
-    total = sizes[4] * sizes[5]
-    tile = _listed(gl.program_id(0), entries, counter, total, sizes, C)
+    """Tile after tile. Those of a list are of 64 queries: of two the first has both."""
+    ring.begin_loading()
+    total = sizes.tiles * sizes.heads
+    tile = listed_tile(gl.program_id(0), entries, counter, sizes, C, 128)
     place = 0
     turn = 0
     while tile < total:
         place = _send(tile, place, turn, maps, entries, sizes, shared, C)
         turn ^= 1
-        tile = _listed(tile_after(tile, counter, total, C), entries, counter, total, sizes, C)
+        tile = listed_tile(tile_after(tile, counter, total, C), entries, counter, sizes, C, 128)
     for warpgroup in gl.static_range(2):
-        mbarrier.wait(ring_q[1].index(warpgroup), turn ^ 1)
-        write_tile(words, warpgroup, ring.NO_TILE, 0, 0)
-        mbarrier.arrive(ring_q[0].index(warpgroup))
+        mbarrier.wait(shared.ring_q.empty.index(warpgroup), turn ^ 1)
+        ring.write_words(shared.words, warpgroup * WORDS, (ring.NO_TILE, 0, 0))
+        mbarrier.arrive(shared.ring_q.full.index(warpgroup))
 
 
 # ---------------------------------------------------------------- one block of keys
 
 
 @gluon.jit
-def _make_dscores(
-    scores, dweights, place, block, of_queries, score_factor, of_score, sizes, ring_v, like,
-    C: gl.constexpr,
-):  # fmt: skip
-    """dS = P * (dP - delta) in 16 bit, but for the scale; scores are there, dP is waited for."""
-    first_query, row_lse, row_delta, full_begin, full_end = of_queries
-    queries = (first_query + gl.arange(0, 64, C.row))[:, None]
+def _begin_block(queries, douts, place, shared, C: gl.constexpr):
+    """Products of a block of keys, under way: scores, then dP."""
+    ring.await_full(shared.ring_k, place)
+    scores = multiply_rows(queries, tile_of(shared.k, place % C.k_stages), C)
+    ring.await_full(shared.ring_v, place)
+    return scores, multiply_rows(douts, tile_of(shared.v, place % C.v_stages), C)
+
+
+@gluon.jit
+def _make_dscores(scores, dweights, place, block, like, tile, shared, C: gl.constexpr):
+    """dS = P * (dP - delta) in 16 bit, but for the scale; both products are waited for."""
+    scores = warpgroup_mma_wait(C.pieces, [scores])
+    queries = (tile.first_query + gl.arange(0, 64, C.row))[:, None]
     keys = (block * 64 + gl.arange(0, 64, C.column))[None, :]
-    _weights, moving = weigh(scores, queries, keys, row_lse[:, None], score_factor, of_score, sizes, C)
+    lse, sizes = tile.lse[:, None], tile.sizes
+    _weights, moving = weigh(scores, queries, keys, lse, tile.score_factor, tile.of_score, sizes, C)
     dweights = warpgroup_mma_wait(0, [dweights])
-    ring.release(ring_v, place, C.v_stages)
-    dscores = moving * (dweights - row_delta[:, None])
+    ring.release(shared.ring_v, place)
+    dscores = moving * (dweights - tile.delta[:, None])
     if C.banded or C.ragged:
-        if (block < full_begin) | (block >= full_end):
+        if (block < tile.full[0]) | (block >= tile.full[1]):
             dscores = hide(dscores, queries, keys, sizes, C)
     return pack_weights(dscores, like)
 
 
 @gluon.jit
-def _walk(
-    place, begin, end, of_queries, score_factor, of_score, sizes, shared, warpgroup: gl.constexpr, C: gl.constexpr
-):  # fmt: skip
+def _walk(place, begin, end, tile, shared, warpgroup: gl.constexpr, C: gl.constexpr):
     """dq of 64 queries, but for the scale, of blocks [begin, end) of keys; the next block's place."""
-    ring_q, ring_dout, ring_k, ring_v, _words, q_buffers, dout_buffers, k_buffers, v_buffers = shared
-    queries, douts = tile_of(q_buffers, warpgroup, C), tile_of(dout_buffers, warpgroup, C)
-    ring.await_full(ring_k, place, C.k_stages)
-    scores = multiply_rows(queries, tile_of(k_buffers, place % C.k_stages, C), C)
-    ring.await_full(ring_v, place, C.v_stages)
-    dweights = multiply_rows(douts, tile_of(v_buffers, place % C.v_stages, C), C)
-    scores = warpgroup_mma_wait(C.groups, [scores])
-    dscores = _make_dscores(
-        scores, dweights, place, begin, of_queries, score_factor, of_score, sizes, ring_v, queries[0], C
-    )  # fmt: skip
-    wide, narrow = zero_sums(C)
+    queries, douts = tile_of(shared.q, warpgroup), tile_of(shared.dout, warpgroup)
+    scores, dweights = _begin_block(queries, douts, place, shared, C)
+    dscores = _make_dscores(scores, dweights, place, begin, queries[0], tile, shared, C)
+    sums = zero_sums(C)
     for block in range(begin + 1, end):
         if C.is_crowded:  # no place is negative, which no compiler knows: else registers keep the addresses of Q and dO
             own = warpgroup + (place >> 31)
-            queries, douts = tile_of(q_buffers, own, C), tile_of(dout_buffers, own, C)
-        wide, narrow = add_product(dscores, tile_of(k_buffers, place % C.k_stages, C), wide, narrow, C)
-        after = place + 1
-        ring.await_full(ring_k, after, C.k_stages)
-        scores = multiply_rows(queries, tile_of(k_buffers, after % C.k_stages, C), C)
-        ring.await_full(ring_v, after, C.v_stages)
-        dweights = multiply_rows(douts, tile_of(v_buffers, after % C.v_stages, C), C)
-        wide, narrow = await_sums(2, wide, narrow, C)
-        ring.release(ring_k, place, C.k_stages)
-        place = after
-        scores = warpgroup_mma_wait(C.groups, [scores])
-        dscores = _make_dscores(
-        scores, dweights, place, block, of_queries, score_factor, of_score, sizes, ring_v, queries[0], C
-    )  # fmt: skip
-    wide, narrow = add_product(dscores, tile_of(k_buffers, place % C.k_stages, C), wide, narrow, C)
-    mbarrier.arrive(ring_q[1].index(warpgroup))
-    mbarrier.arrive(ring_dout[1].index(warpgroup))
-    wide, narrow = await_sums(0, wide, narrow, C)
-    ring.release(ring_k, place, C.k_stages)
-    return place + 1, wide, narrow
+            queries, douts = tile_of(shared.q, own), tile_of(shared.dout, own)
+        sums = add_product(dscores, tile_of(shared.k, place % C.k_stages), sums)
+        scores, dweights = _begin_block(queries, douts, place + 1, shared, C)
+        sums = await_sums(2, sums)
+        ring.release(shared.ring_k, place)
+        place += 1
+        dscores = _make_dscores(scores, dweights, place, block, queries[0], tile, shared, C)
+    sums = add_product(dscores, tile_of(shared.k, place % C.k_stages), sums)
+    mbarrier.arrive(shared.ring_q.empty.index(warpgroup))
+    mbarrier.arrive(shared.ring_dout.empty.index(warpgroup))
+    sums = await_sums(0, sums)
+    ring.release(shared.ring_k, place)
+    return place + 1, sums
 
 
 @gluon.jit
-def _skip(number, place, ring_k, ring_v, C: gl.constexpr):
+def _skip(number, place, shared):
     """Blocks that only the other warpgroup sees."""
     for _ in range(number):
-        ring.skip(ring_k, place, C.k_stages)
-        ring.skip(ring_v, place, C.v_stages)
+        ring.skip(shared.ring_k, place)
+        ring.skip(shared.ring_v, place)
         place += 1
     return place
 
@@ -206,7 +195,7 @@ def _full_blocks(first_query, sizes, C: gl.constexpr):
     """Blocks [begin, end) that all of 64 queries see whole."""
     begin = 0
     if C.two_sided:
-        begin = (gl.maximum(begin_of_keys(gl.minimum(first_query + 64, sizes[0]) - 1, sizes, C), 0) + 63) // 64
+        begin = (gl.maximum(begin_of_keys(gl.minimum(first_query + 64, sizes.seq_q) - 1, sizes, C), 0) + 63) // 64
     return begin, end_before(first_query + 1, sizes, C) // 64
 
 
@@ -215,68 +204,54 @@ def _statistics_of(statistics, first_query, head, batch, first_tile, sizes, C: g
     """lse in log2 units and delta of 64 queries, ``[64]``; see `backward_rows.prepare_statistics` for their order."""
     if C.packed:  # which is one batch entry
         batch = 0
-    tile = (batch * sizes[2] + head).to(gl.int64) * sizes[9] + first_tile + first_query // 64
+    tile = (batch * sizes.heads_q + head).to(gl.int64) * sizes.tiles_q + first_tile + first_query // 64
     query = gl.arange(0, 64, C.row)
     place = query // 16 * 16 + query % 8 // 2 * 4 + query // 8 % 2 * 2 + query % 2
-    is_there = (first_query + 0 * query) < sizes[0]
+    is_there = (first_query + 0 * query) < sizes.seq_q
     row_lse = gl.load(statistics + tile * 128 + place, mask=is_there, other=float("inf"))
     return row_lse, gl.load(statistics + tile * 128 + 64 + place, mask=is_there, other=0.0)
 
 
 @gluon.jit
-def _consume(
-    warpgroup: gl.constexpr, dq, statistics, aux, dq_strides, score_factor, grad_factor, sizes, shared, C: gl.constexpr
-):  # fmt: skip
+def _consume(warpgroup: gl.constexpr, dq, statistics, aux, dq_strides, factors, sizes, shared, C: gl.constexpr):
     """A warpgroup: its 64 queries of tile after tile."""
-    ring_q, ring_dout, ring_k, ring_v, words, _q, _dout, _k, _v = shared
     ring.await_launch_before()
     place = 0
     turn = 0
-    mbarrier.wait(ring_q[0].index(warpgroup), turn)
-    tile_query, head, batch = read_tile(words, warpgroup)
+    mbarrier.wait(shared.ring_q.full.index(warpgroup), turn)
+    tile_query, head, batch = read_tile(shared.words, warpgroup)
     while tile_query != ring.NO_TILE:
         first_query = tile_query + 64 * warpgroup
-        offset, first_tile, len_q, len_kv = read_sequence(words, warpgroup, sizes, C)
-        own = (len_q, len_kv, sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9])
-        row_lse, row_delta = _statistics_of(statistics, first_query, head, batch, first_tile, own, C)
+        offset, first_tile, own = 0, 0, sizes
+        if C.packed:
+            offset, first_tile, len_q, len_kv = read_sequence(shared.words, warpgroup, C)
+            own = LaunchSizes(len_q, len_kv, *sizes[2:])
+        lse, delta = _statistics_of(statistics, first_query, head, batch, first_tile, own, C)
         tile_begin, tile_end = range_of_blocks(tile_query, 128, own, C)
         begin, end = tile_begin, tile_end
-        full_begin, full_end = _full_blocks(first_query, own, C)
-        of_queries = (first_query, row_lse, row_delta, full_begin, full_end)
+        full = _full_blocks(first_query, own, C)
         if C.banded:
             begin, end = range_of_blocks(first_query, 64, own, C)
-        if (first_query >= len_q) | (begin >= end):
+        if (first_query >= own.seq_q) | (begin >= end):
             begin = tile_end
             end = tile_end
-        place = _skip(begin - tile_begin, place, ring_k, ring_v, C)
-        mbarrier.wait(ring_dout[0].index(warpgroup), turn)
-        wide, narrow = zero_sums(C)
+        place = _skip(begin - tile_begin, place, shared)
+        mbarrier.wait(shared.ring_dout.full.index(warpgroup), turn)
+        sums = zero_sums(C)
         if begin < end:
-            place, wide, narrow = _walk(
-                place, begin, end, of_queries, score_factor, (batch, head, aux), own, shared, warpgroup, C,
-            )  # fmt: skip
+            tile = QueriesTile(first_query, lse, delta, full, (batch, head, aux), factors.score, own)
+            place, sums = _walk(place, begin, end, tile, shared, warpgroup, C)
         else:
-            mbarrier.arrive(ring_q[1].index(warpgroup))
-            mbarrier.arrive(ring_dout[1].index(warpgroup))
-        place = _skip(tile_end - end, place, ring_k, ring_v, C)
-        store_gradient(
-            seek(dq, dq_strides, batch, offset, head, C),
-            dq_strides[2],
-            wide,
-            narrow,
-            grad_factor,
-            first_query,
-            len_q,
-            C,
-        )
+            mbarrier.arrive(shared.ring_q.empty.index(warpgroup))
+            mbarrier.arrive(shared.ring_dout.empty.index(warpgroup))
+        place = _skip(tile_end - end, place, shared)
+        store_gradient(dq, dq_strides, (batch, offset, head, first_query), sums, factors.grad, own.seq_q, C)
         turn ^= 1
-        mbarrier.wait(ring_q[0].index(warpgroup), turn)
-        tile_query, head, batch = read_tile(words, warpgroup)
+        mbarrier.wait(shared.ring_q.full.index(warpgroup), turn)
+        tile_query, head, batch = read_tile(shared.words, warpgroup)
 
 
-@gluon.jit(
-    do_not_specialize=["seq_q", "seq_kv", "heads_q", "group", "tiles", "heads", "together", "left", "right", "tiles_q"]
-)
+@gluon.jit
 def gradient_of_own_queries(
     q_map,  # tensor descriptors, [B, H, S, D] or `ragged`, with blocks [1, 1, 64, wide]
     dout_map,
@@ -292,38 +267,24 @@ def gradient_of_own_queries(
     counter,  # pointer, int32: 0, and so it is left
     aux,  # what the expression that modifies scores reads, as its functions have it; None without one
     dq_strides,  # of (batch, head, row), in units of 8 elements
-    score_factor,  # scale * log2(e), with its sign; 1 with an expression
-    grad_factor,  # scale, with its sign
-    seq_q,
-    seq_kv,
-    heads_q,
-    group,  # query heads that share one key/value head
-    tiles,  # of one head, or entries of the list
-    heads,  # B * Hq
-    together,  # heads that run side by side
-    left,  # keys before and after its own that a query sees; None where the mask is not two-sided
-    right,
-    tiles_q,  # tiles of 64 queries of a head, of a packed batch with one that is of none
-    C: gl.constexpr,  # multiattn.triton.kernels.gluon.two_pass_constants.TwoPassConstants
+    factors,  # score: scale * log2(e), with its sign, 1 with an expression; grad: scale, with its sign
+    sizes,  # `LaunchSizes`
+    C: gl.constexpr,  # multiattn.triton.kernels.gluon.constants.TwoPassConstants
 ):
     """One block: a producer, and two warpgroups."""
-    q_maps, dout_maps, k_maps, v_maps = (q_map, q_narrow), (dout_map, dout_narrow), (k_map, k_narrow), (v_map, v_narrow)
-    sizes = (seq_q, seq_kv, heads_q, group, tiles, heads, together, left, right, tiles_q)
-    q_buffers = make_tiles(2, q_maps, C)
-    dout_buffers = make_tiles(2, dout_maps, C)
-    k_buffers = make_tiles(C.k_stages, k_maps, C)
-    v_buffers = make_tiles(C.v_stages, v_maps, C)
-    words = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring_q = (ring.make_barriers(2, 1), ring.make_barriers(2, 1))  # one slot of each warpgroup
-    ring_dout = (ring.make_barriers(2, 1), ring.make_barriers(2, 1))
-    ring_k = (ring.make_barriers(C.k_stages, 1), ring.make_barriers(C.k_stages, 2))
-    ring_v = (ring.make_barriers(C.v_stages, 1), ring.make_barriers(C.v_stages, 2))
-    shared = (ring_q, ring_dout, ring_k, ring_v, words, q_buffers, dout_buffers, k_buffers, v_buffers)
+    q_maps, dout_maps = (q_map, q_narrow)[: C.pieces], (dout_map, dout_narrow)[: C.pieces]
+    k_maps, v_maps = (k_map, k_narrow)[: C.pieces], (v_map, v_narrow)[: C.pieces]
+    q, dout = make_tiles(2, q_maps), make_tiles(2, dout_maps)
+    k, v = make_tiles(C.k_stages, k_maps), make_tiles(C.v_stages, v_maps)
+    words = ring.make_words(2 * WORDS)
+    ring_q, ring_dout = ring.make(2, 1), ring.make(2, 1)
+    ring_k, ring_v = ring.make(C.k_stages, 2), ring.make(C.v_stages, 2)
+    shared = QueriesShared(ring_q, ring_dout, ring_k, ring_v, words, q, dout, k, v)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (0, dq, statistics, aux, dq_strides, score_factor, grad_factor, sizes, shared, C)),
-            (_consume, (1, dq, statistics, aux, dq_strides, score_factor, grad_factor, sizes, shared, C)),
+            (_consume, (0, dq, statistics, aux, dq_strides, factors, sizes, shared, C)),
+            (_consume, (1, dq, statistics, aux, dq_strides, factors, sizes, shared, C)),
             (_produce, ((q_maps, dout_maps, k_maps, v_maps), query_list, counter, sizes, shared, C)),
         ],
         [4, 1], [C.consumer_registers, C.producer_registers],

@@ -1,4 +1,4 @@
-"""The constants of the Gluon kernel, and the layouts that follow from them. Only the layouts take Triton."""
+"""The constants of the Gluon kernels, and the layouts that follow from them. Only the layouts take Triton."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 WARPGROUP_ROWS = 64
+TILE_N = 64
+"""Columns of scores in all kernels of gradients."""
 TILE_WORDS = 6
 """Words of shared memory that say what the tile of a slot of Q is."""
 SEQUENCE_WORDS = 3
@@ -13,39 +15,96 @@ SEQUENCE_WORDS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GluonConstants:
-    """Constants of a kernel; it gets them whole, as one constexpr."""
+class HopperConstants:
+    """Constants of any kernel; it gets them whole, as one constexpr."""
 
     banded: bool
     """The mask hides keys."""
     two_sided: bool
     """It has two bounds, which the kernel is given; a causal one is the diagonal."""
-    has_sinks: bool
-    """Each head has one more column: a logit, and no value."""
     ragged: bool
-    """The last block of keys is not full."""
-    scale_sign: int
-    """1, -1 or 0: the sign of the scale."""
+    """The last tile of keys is not full."""
     head_dim: int
     wide: int
     """Columns of head_dim in the first of its pieces, a power of two."""
     narrow: int
     """In the second, which may reach beyond head_dim; 0 where there is none."""
-    tile_n: int
+    packed: bool
+    """Sequences are packed one after another, and tiles are those of a list."""
+    tile_n: int = TILE_N
+    """Columns of scores."""
+    is_persistent: bool = True
+    is_dynamic: bool = True
+    score: Any = None
+    """As in `TileConstants`: of its functions the forward calls `once`, `ahead` and `rest`, a backward
+    `score_and_slope`."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of each piece of head_dim."""
+        return (self.wide, self.narrow) if self.narrow else (self.wide,)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of head_dim, and asynchronous products that one product of tiles takes."""
+        return len(self.widths)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a tile, in all of its pieces."""
+        return self.wide + self.narrow
+
+    @property
+    def scores(self) -> Any:
+        """Layout of scores and weights, ``[64, tile_n]``."""
+        return accumulator(self.tile_n)
+
+    @property
+    def sums(self) -> tuple[Any, ...]:
+        """Layout of each piece of an output or a gradient, ``[64, columns]``."""
+        return tuple(map(accumulator, self.widths))
+
+    @property
+    def row(self) -> Any:
+        """Layout of a number for each row of scores."""
+        from triton.experimental.gluon import language as gl
+
+        return gl.SliceLayout(1, self.scores)
+
+    @property
+    def column(self) -> Any:
+        """Layout of a number for each column of scores."""
+        from triton.experimental.gluon import language as gl
+
+        return gl.SliceLayout(0, self.scores)
+
+
+def accumulator(columns: int) -> Any:
+    """Layout of what wgmma adds to."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+# ---------------------------------------------------------------- the forward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GluonConstants(HopperConstants):
+    """Those of the forward."""
+
+    has_sinks: bool
+    """Each head has one more column: a logit, and no value."""
+    scale_sign: int
+    """1, -1 or 0: the sign of the scale."""
     warpgroups: int
     stages: int
     q_slots: int
-    is_persistent: bool
-    is_dynamic: bool
     pingpong: bool
     lazy_max: bool
     """Not with an expression whose scores of later blocks may be of another size: a bias may hide all of the first."""
-    score: Any = None
-    """As in `TileConstants`: of its functions `once`, `ahead` and `rest` are called."""
     loads_early: bool = False
     """`ahead` is called while products are under way: there are registers for an element beside each score."""
-    packed: bool = False
-    """Sequences are packed one after another, and tiles are those of a list."""
 
     @property
     def tile_m(self) -> int:
@@ -62,31 +121,103 @@ class GluonConstants:
         """The first of those that say where a packed tile's sequence is, and how long."""
         return TILE_WORDS + self.warpgroups
 
-    @property
-    def scores(self) -> Any:
-        """Layout of scores and weights, ``[64, tile_n]``."""
-        return accumulator(self.tile_n)
+
+# ---------------------------------------------------------------- gradients
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientConstants(HopperConstants):
+    """Those of all kernels of gradients."""
+
+    q_stages: int
+    dout_stages: int
+    k_stages: int
+    has_slope: bool
+    """The expression does more than add: its slope differs from 1."""
 
     @property
-    def out(self) -> Any:
-        """Layout of the wide piece of the output, ``[64, wide]``."""
-        return accumulator(self.wide)
+    def tile_bytes(self) -> int:
+        """A tile of 64 rows of head_dim in shared memory."""
+        return 2 * 64 * self.columns
 
     @property
-    def out_narrow(self) -> Any:
-        """Layout of the narrow one."""
-        return accumulator(self.narrow)
-
-    @property
-    def row(self) -> Any:
-        """Layout of a number for each row."""
+    def statistics(self) -> Any:
+        """Layout of numbers of queries as they lie in memory, where the four that a thread wants of 16 are together."""
         from triton.experimental.gluon import language as gl
 
-        return gl.SliceLayout(1, self.scores)
+        registers, lanes = [[0, 1], [0, 2], [0, 16], [0, 32]], [[0, 4], [0, 8], [0, 0], [0, 0], [0, 0]]
+        return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [1, 64])
 
 
-def accumulator(columns: int) -> Any:
-    """Layout of what wgmma adds to."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GluonBackwardConstants(GradientConstants):
+    """Those of the kernel in one pass. Scores are transposed: ``[64 keys, 64 queries]``."""
+
+    k_in_registers: bool
+    early_scores: bool
+    half_dq: bool
+    dq_registers: int
+    key_registers: int
+    descends: bool
+    """Blocks of queries are counted from the last one on."""
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of the wide piece of dQ that are made at a time."""
+        return min(self.wide, 64) if self.half_dq else self.wide
+
+    @property
+    def dq(self) -> Any:
+        """Layout of the columns of dQ that are made at a time, ``[64, dq_columns]``."""
+        return accumulator(self.dq_columns)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TwoPassConstants(GradientConstants):
+    """Those of one of the kernels in two passes."""
+
+    by_keys: bool
+    """Its blocks own keys, not queries."""
+    v_stages: int
+    kv_in_registers: bool
+
+    @property
+    def is_crowded(self) -> bool:
+        """No register is left for what can be computed again."""
+        return self.columns > 192
+
+    @property
+    def consumer_registers(self) -> int:
+        """A thread's of the warpgroups that compute."""
+        return 240 if self.is_crowded and not self.by_keys else 232
+
+    @property
+    def producer_registers(self) -> int:
+        """A thread's of the warp that loads: the three have 504."""
+        return 504 - 2 * self.consumer_registers
+
+    @property
+    def stored(self) -> tuple[Any, ...]:
+        """Layout of a gradient's pieces as they are stored: 16 bytes a thread, exchanged among the four of a row."""
+        return tuple(_stored(columns, 2) for columns in self.widths)
+
+    @property
+    def between(self) -> tuple[Any, ...]:
+        """Half way there: converted in two steps, each is done by shuffles, in one it would take shared memory."""
+        return tuple(_stored(columns, 1) for columns in self.widths)
+
+
+def _stored(columns: int, swaps: int) -> Any:
+    """An accumulator's layout, where so many bits of a thread's place in its row were swapped with bits of a column."""
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+    in_row, in_column = [[0, 2], [0, 4]], [[0, bit] for bit in (8, 16, 32, 64, 128) if bit < columns]
+    for bit in range(min(swaps, len(in_column))):
+        in_row[bit], in_column[bit] = in_column[bit], in_row[bit]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], *in_column, [8, 0]],
+        lane_bases=[*in_row, [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )

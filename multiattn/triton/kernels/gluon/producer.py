@@ -2,113 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multiattn.triton.kernels.gluon import ring, sequences
+from multiattn.triton.kernels.gluon import ring
+from multiattn.triton.kernels.gluon.constants import TILE_WORDS
+from multiattn.triton.kernels.gluon.schedule import LaunchSizes, in_turn, listed_tile, read_entry, tile_after
 from multiattn.triton.kernels.gluon.scores import range_of_blocks
+from multiattn.triton.kernels.gluon.tiles import load_tile, send_tile
 
-ENOUGH_TILES = gl.constexpr(256)
-"""Tiles of one head: twice the SMs of an H200."""
+# Words of shared memory for each slot of Q: what its tile is, and from SPOILED on one for each warpgroup. Behind them,
+# in a packed batch, where its sequence is: first query, queries, keys.
+FIRST_QUERY, HEAD, BATCH, END, EXACT, TILE, SPOILED = (gl.constexpr(i) for i in range(TILE_WORDS + 1))
 
 
-@gluon.jit
-def in_turn(tile, sizes, C: gl.constexpr):
-    """The place in the order of tiles of what is begun as number `tile`.
+class ForwardShared(NamedTuple):
+    """All of a block's shared memory. Q has a ring and a tile for each warpgroup, K and V have a ring together."""
 
-    Returns the first head of its section, its number within the section, and the heads of the section, which run side
-    by side.
-
-    Heads go in sections that share the L2 cache, and under a mask a section runs its longest tiles first. The last one
-    has the heads of two where a head has few tiles: alone, with about as many tiles as there are SMs, its longest ones
-    would end last. In a packed batch the tiles of a head are the entries of the list, the longest first.
-    """
-    tiles, heads, together = sizes[4], sizes[5], sizes[6]
-    before = 0
-    if C.banded or C.packed:
-        ahead = gl.maximum((heads - 1) // together - 1, 0) * together  # heads in the sections before the last two
-        if (tiles < ENOUGH_TILES) & (tile >= ahead * tiles):
-            before = ahead
-            together = heads - ahead
-    rest = tile - before * tiles
-    section = rest // (tiles * together)
-    within = rest - section * tiles * together
-    first_head = before + section * together
-    side_by_side = gl.minimum(together, heads - first_head)
-    return first_head, within, side_by_side
+    ring_q: Any
+    ring_kv: Any
+    verdicts: Any
+    """Barriers of the slots of Q: whether its tile must be done again is known. Only lazy maxima need them."""
+    turns: Any
+    """Barriers of the warpgroups, where they take turns."""
+    words: Any
+    q_buffers: Any
+    kv_buffers: Any
 
 
 @gluon.jit
 def _find(tile, entries, sizes, C: gl.constexpr):
-    """The tile that is begun as number `tile`: its batch entry or sequence, and head; first query; and `at` of its
-    queries and of its keys.
+    """The tile that is begun as number `tile`: batch entry or sequence, head, first query, `at` of queries and keys.
 
-    The last tile of a head ends where its queries do, so that the one that is not whole is the first, which begins
-    before query 0 and under a mask sees the fewest keys.
+    The last tile of a head ends where its queries do, rounded up to those of a warpgroup: the one that is not whole is
+    the first, which begins before query 0 and under a mask sees the fewest keys. A sequence without keys is told as 0:
+    no tensor has an entry for the number of the rows behind all sequences.
     """
     first_head, within, side_by_side = in_turn(tile, sizes, C)
+    number = within // side_by_side
     if C.packed:
-        batch, first_query, at_q, at_kv = sequences.read_entry(entries, within // side_by_side, C)
+        sequence, first_row, at_q, at_kv = read_entry(entries, number)
+        len_q = at_q[1]
+        first_query = first_row + (len_q + 63) // 64 * 64 - (len_q + C.tile_m - 1) // C.tile_m * C.tile_m
+        batch = gl.where(at_kv[1] > 0, sequence, 0)
         head = first_head + within % side_by_side
     else:
-        first_query = (sizes[0] + 63) // 64 * 64 - (1 + within // side_by_side) * C.tile_m
+        first_query = (sizes.seq_q + 63) // 64 * 64 - (1 + number) * C.tile_m
         any_head = first_head + within % side_by_side
-        batch = any_head // sizes[2]
-        head = any_head % sizes[2]
+        batch = any_head // sizes.heads_q
+        head = any_head % sizes.heads_q
         at_q, at_kv = batch, batch
     return batch, head, first_query, at_q, at_kv
-
-
-@gluon.jit
-def _load_pieces(maps, at, head, row, full, buffers, slot, C: gl.constexpr):
-    """Rows of one head, in one piece of head_dim or two."""
-    sequences.load_rows(maps[0], at, head, row, 0, full, buffers[0].index(slot), C)
-    if C.narrow > 0:
-        sequences.load_rows(maps[1], at, head, row, C.wide, full, buffers[1].index(slot), C)
-
-
-@gluon.jit
-def _load_keys(maps, at, head_kv, block, place, ring_kv, buffers, C: gl.constexpr):
-    """A tile of K or V into the ring."""
-    ring.await_empty(ring_kv, place, C.stages)
-    full = ring_kv[0].index(place % C.stages)
-    mbarrier.expect(full, 2 * C.tile_n * (C.wide + C.narrow))
-    _load_pieces(maps, at, head_kv, block * C.tile_n, full, buffers, place % C.stages, C)
-
-
-@gluon.jit
-def tile_after(tile, counter, total, C: gl.constexpr):
-    """The tile that a block does next, `total` or more where there is none.
-
-    Of a dynamic scheduler each is asked for once, and each block asks once in vain. The last to ask leaves the counter
-    as it was found, for the launch that comes next on the stream.
-    """
-    if C.is_dynamic:
-        asked = gl.atomic_add(counter, 1)
-        if asked == total - 1:
-            gl.atomic_add(counter, -total)
-        tile = gl.num_programs(0) + asked
-    elif C.is_persistent:
-        tile += gl.num_programs(0)
-    else:
-        tile = total
-    return tile
-
-
-@gluon.jit
-def listed_tile(tile, entries, counter, total, sizes, C: gl.constexpr):
-    """`tile`, or in a packed batch the first one from there on that the block does and whose entry has a tile."""
-    if C.packed:
-        is_listed = 0
-        while is_listed == 0:
-            is_listed = 1
-            if tile < total:
-                _first_head, within, side_by_side = in_turn(tile, sizes, C)
-                is_listed = sequences.has_tile(entries, within // side_by_side)
-                if is_listed == 0:
-                    tile = tile_after(tile, counter, total, C)
-    return tile
 
 
 @gluon.jit
@@ -119,70 +66,63 @@ def _spoiled_tile(place, verdicts, words, C: gl.constexpr):
     spoiled = 0
     warpgroups: gl.constexpr = C.warpgroups
     for warpgroup in gl.static_range(warpgroups):
-        spoiled += ring.read_word(words, slot * C.words + ring.SPOILED + warpgroup)
+        spoiled += ring.read_word(words, slot * C.words + SPOILED + warpgroup)
     again = ring.NO_TILE
     if spoiled > 0:
-        again = ring.read_word(words, slot * C.words + ring.TILE)
+        again = ring.read_word(words, slot * C.words + TILE)
     return again
 
 
 @gluon.jit
-def _send(tile, exact, q_place, place, q_maps, k_maps, v_maps, entries, sizes, shared, C: gl.constexpr):
+def _send(tile, exact, q_place, place, maps, entries, sizes, shared, C: gl.constexpr):
     """All of a tile: Q, and blocks of keys from the last to the first. Returns the next place in the ring of these."""
-    ring_q, ring_kv, _verdicts, _turns, words, q_buffers, kv_buffers = shared
+    q_maps, k_maps, v_maps = maps
+    ring_q, ring_kv, words, buffers = shared.ring_q, shared.ring_kv, shared.words, shared.kv_buffers
     batch, head, first_query, at_q, at_kv = _find(tile, entries, sizes, C)
     if C.packed:
-        sizes = (at_q[1], at_kv[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8])
-    head_kv = head // sizes[3]
+        sizes = LaunchSizes(at_q[1], at_kv[1], *sizes[2:])
+    head_kv = head // sizes.group
     begin, end = range_of_blocks(first_query, C.tile_m, sizes, C)
     if end > begin:
-        _load_keys(k_maps, at_kv, head_kv, end - 1, place, ring_kv, kv_buffers, C)
+        send_tile(k_maps, at_kv, head_kv, end - 1, ring_kv, place, buffers, C)
         place += 1
 
-    ring.await_empty(ring_q, q_place, C.q_slots)
+    ring.await_empty(ring_q, q_place)
     slot = q_place % C.q_slots
-    ring.write_word(words, slot * C.words + ring.FIRST_QUERY, first_query)
-    ring.write_word(words, slot * C.words + ring.HEAD, head)
-    ring.write_word(words, slot * C.words + ring.BATCH, batch)
-    ring.write_word(words, slot * C.words + ring.END, end)
-    ring.write_word(words, slot * C.words + ring.EXACT, exact)
-    ring.write_word(words, slot * C.words + ring.TILE, tile)
+    ring.write_words(words, slot * C.words, (first_query, head, batch, end, exact, tile))
     if C.packed:
-        sequences.write_sequence(words, slot * C.words, at_q, sizes[1], C)
+        ring.write_words(words, slot * C.words + C.sequence_words, (at_q[0], at_q[1], sizes.seq_kv))
     warpgroups: gl.constexpr = C.warpgroups
     for warpgroup in gl.static_range(warpgroups):
-        ring.write_word(words, slot * C.words + ring.SPOILED + warpgroup, 0)
-    full = ring_q[0].index(slot)
-    mbarrier.expect(full, 2 * C.tile_m * (C.wide + C.narrow))
+        ring.write_word(words, slot * C.words + SPOILED + warpgroup, 0)
+    full = ring_q.full.index(slot)
+    mbarrier.expect(full, 2 * C.tile_m * C.columns)
     for warpgroup in gl.static_range(warpgroups):
         row = first_query + 64 * warpgroup
         if C.packed:
-            row = gl.where(row < 0, sizes[0], row)  # all beyond the end: before its first row are another sequence's
-        _load_pieces(q_maps, at_q, head, row, full, q_buffers, slot * C.warpgroups + warpgroup, C)
+            row = gl.where(row < 0, sizes.seq_q, row)  # all beyond the end: before its first row are another sequence's
+        load_tile(q_maps, at_q, head, row, full, shared.q_buffers, slot * C.warpgroups + warpgroup, C)
 
     for i in range(end - begin - 1):
-        _load_keys(k_maps, at_kv, head_kv, end - 2 - i, place, ring_kv, kv_buffers, C)
-        _load_keys(v_maps, at_kv, head_kv, end - 1 - i, place + 1, ring_kv, kv_buffers, C)
+        send_tile(k_maps, at_kv, head_kv, end - 2 - i, ring_kv, place, buffers, C)
+        send_tile(v_maps, at_kv, head_kv, end - 1 - i, ring_kv, place + 1, buffers, C)
         place += 2
     if end > begin:
-        _load_keys(v_maps, at_kv, head_kv, begin, place, ring_kv, kv_buffers, C)
+        send_tile(v_maps, at_kv, head_kv, begin, ring_kv, place, buffers, C)
         place += 1
     return place
 
 
 @gluon.jit
-def produce(q_maps, k_maps, v_maps, entries, counter, sizes, shared, C: gl.constexpr):
+def produce(maps, entries, counter, sizes, shared, C: gl.constexpr):
     """Tile after tile, until there are none and nothing that was sent must be done again.
 
     The next one is asked for when all of a tile is under way, not before: a tile that waits for its block is one that
     another block could have begun.
     """
-    ring_q, _ring_kv, verdicts, _turns, words, _q_buffers, _kv_buffers = shared
-    # The launch after this one may begin, and what the one before it wrote is there: "Programmatic Dependent Launch".
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-    ring.await_launch_before()
-    total = sizes[4] * sizes[5]
-    tile = listed_tile(gl.program_id(0), entries, counter, total, sizes, C)
+    ring.begin_loading()
+    total = sizes.tiles * sizes.heads
+    tile = listed_tile(gl.program_id(0), entries, counter, sizes, C)
     q_place = 0
     place = 0
     judged = 0  # tiles whose end was waited for; only lazy maxima need that
@@ -191,21 +131,21 @@ def produce(q_maps, k_maps, v_maps, entries, counter, sizes, shared, C: gl.const
         again = ring.NO_TILE
         if C.lazy_max:
             if (judged < q_place) & ((q_place - judged >= C.q_slots) | (tile >= total)):
-                again = _spoiled_tile(judged, verdicts, words, C)
+                again = _spoiled_tile(judged, shared.verdicts, shared.words, C)
                 judged += 1
         exact = gl.where(again != ring.NO_TILE, 1, 0)
         if (exact > 0) | (tile < total):
             sent = gl.where(exact > 0, again, tile)
-            place = _send(sent, exact, q_place, place, q_maps, k_maps, v_maps, entries, sizes, shared, C)
+            place = _send(sent, exact, q_place, place, maps, entries, sizes, shared, C)
             q_place += 1
             if exact == 0:
                 tile = tile_after(tile, counter, total, C)
-                tile = listed_tile(tile, entries, counter, total, sizes, C)
+                tile = listed_tile(tile, entries, counter, sizes, C)
         elif C.lazy_max:
             is_open = gl.where(judged < q_place, 1, 0)
         else:
             is_open = 0
-    ring.await_empty(ring_q, q_place, C.q_slots)
+    ring.await_empty(shared.ring_q, q_place)
     slot = q_place % C.q_slots
-    ring.write_word(words, slot * C.words + ring.END, ring.NO_TILE)
-    mbarrier.arrive(ring_q[0].index(slot))
+    ring.write_word(shared.words, slot * C.words + END, ring.NO_TILE)
+    mbarrier.arrive(shared.ring_q.full.index(slot))

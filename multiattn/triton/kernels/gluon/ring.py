@@ -1,31 +1,30 @@
 """Rings of shared memory between the producer and the consumers: who waits for what, and where a tile lives.
 
-One ring has tiles of K and V in the order of their use: K of a block, then V of the block before it. The other has Q,
-and what the tile of queries is, in words. Every slot has two mbarriers: *full*, which TMA completes, and *empty*, at
-which each consumer warpgroup arrives when it is done. A place in a ring is counted from its beginning: slot and phase
-follow from it.
+Every slot of a ring has two mbarriers: *full*, which TMA completes, and *empty*, at which each consumer warpgroup
+arrives when it is done. A place in a ring is counted from its beginning: slot and phase follow from it. One ring of the
+forward has tiles of K and V in the order of their use: K of a block, then V of the block before it.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-
-from multiattn.triton.kernels.gluon.constants import TILE_WORDS
-
-# Triton 3.6 has the long names, 3.9 the short ones; between them both.
-tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 NO_TILE = gl.constexpr(-1)
-"""In place of the end of a tile's blocks: there are no more tiles."""
+"""In a word of a slot: there are no more tiles."""
 
 WARPGROUP_THREADS = gl.constexpr(128)
 
-# Words of shared memory for each slot of Q: what its tile is, and from SPOILED on one for each warpgroup.
-FIRST_QUERY, HEAD, BATCH, END, EXACT, TILE, SPOILED = (gl.constexpr(i) for i in range(TILE_WORDS + 1))
+
+class Ring(NamedTuple):
+    """The mbarriers of each slot."""
+
+    full: Any
+    empty: Any
 
 
 @gluon.jit
@@ -42,36 +41,34 @@ def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(buffers, slot, C: gl.constexpr):
-    """A warpgroup's tile ``[64, head_dim]`` in shared memory, in a piece or two."""
-    wide = buffers[0].index(slot).reshape([64, C.wide])
-    both = (wide, wide)
-    if C.narrow > 0:
-        both = (wide, buffers[1].index(slot).reshape([64, C.narrow]))
-    return both
+def make(slots: gl.constexpr, consumers: gl.constexpr, producers: gl.constexpr = 1):
+    """A ring of so many slots, whose phases so many arrivals complete."""
+    return Ring(make_barriers(slots, producers), make_barriers(slots, consumers))
 
 
 @gluon.jit
-def await_full(ring, place, SLOTS: gl.constexpr):
+def await_full(ring, place):
     """Until a slot has what belongs at `place`."""
-    mbarrier.wait(ring[0].index(place % SLOTS), (place // SLOTS) & 1)
+    slots: gl.constexpr = ring.full.shape[0]
+    mbarrier.wait(ring.full.index(place % slots), (place // slots) & 1)
 
 
 @gluon.jit
-def await_empty(ring, place, SLOTS: gl.constexpr):
+def await_empty(ring, place):
     """Until nobody needs what was in the slot of `place` before."""
-    mbarrier.wait(ring[1].index(place % SLOTS), ((place // SLOTS) & 1) ^ 1)
+    slots: gl.constexpr = ring.empty.shape[0]
+    mbarrier.wait(ring.empty.index(place % slots), ((place // slots) & 1) ^ 1)
 
 
 @gluon.jit
-def release(ring, place, SLOTS: gl.constexpr):
+def release(ring, place):
     """A warpgroup is done with what is at `place`.
 
     Triton puts a barrier of the warpgroup before an arrival, so all of its threads have read the slot, its words too,
     when one of them arrives; the producer waits for that phase before it writes there. racecheck does not carry the
     order from that thread to the others, and reports the words.
     """
-    mbarrier.arrive(ring[1].index(place % SLOTS))
+    mbarrier.arrive(ring.empty.index(place % ring.empty.shape[0]))
 
 
 @gluon.jit
@@ -87,10 +84,10 @@ def arrive_each(barrier):
 
 
 @gluon.jit
-def skip(ring, place, SLOTS: gl.constexpr):
+def skip(ring, place):
     """A tile that only other warpgroups have a use for."""
-    await_full(ring, place, SLOTS)
-    release(ring, place, SLOTS)
+    await_full(ring, place)
+    release(ring, place)
 
 
 @gluon.jit
@@ -100,9 +97,25 @@ def await_launch_before():
 
 
 @gluon.jit
+def begin_loading():
+    """The launch after this one may begin, and what the one before it wrote is there: Programmatic Dependent Launch."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    await_launch_before()
+
+
+@gluon.jit
 def await_lanes():
     """Until all lanes of a warp are here: ptxas has nothing before it that stands behind."""
     gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+# ---------------------------------------------------------------- words
+
+
+@gluon.jit
+def make_words(number: gl.constexpr):
+    """Numbers in shared memory, by which the producer tells the others what a tile is."""
+    return gl.allocate_shared_memory(gl.int32, [number, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -115,3 +128,10 @@ def read_word(words, at):
 def write_word(words, at, value):
     """A number for others to read, who wait for the phase that the writer completes afterwards."""
     words.index(at).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+
+
+@gluon.jit
+def write_words(words, at, values):
+    """One after another from `at` on."""
+    for i in gl.static_range(len(values)):
+        write_word(words, at + i, values[i])

@@ -1,17 +1,17 @@
 """Scores and weights of the Gluon kernel: which blocks and scores count, and the softmax in the log2 domain.
 
 With ``level = i + seq_kv - seq_q`` query i sees the keys from ``level - left`` to ``level + right``; under a causal
-mask those up to its level. `C` is the kernel's `GluonConstants`, `sizes` its integers as in `attention_forward`. Scores
-are on the accumulators of wgmma, ``[64, tile_n]``. Inline PTX stands where Gluon's lowering takes more instructions.
+mask those up to its level. `C` is the kernel's `GluonConstants`, `sizes` the tile's `LaunchSizes`. Scores are on the
+accumulators of wgmma, ``[64, tile_n]``. Inline PTX stands where Gluon's lowering takes more instructions.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LEFT, RIGHT = gl.constexpr(7), gl.constexpr(8)
-"""Where `sizes` has the bounds of a two-sided mask."""
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
@@ -24,21 +24,30 @@ so is its reciprocal."""
 # ---------------------------------------------------------------- the mask
 
 
+class SeenBlocks(NamedTuple):
+    """Blocks [begin, end) that a tile sees some of, those of [full_begin, full_end) whole."""
+
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+
+
 @gluon.jit
 def begin_of_keys(queries, sizes, C: gl.constexpr):
     """The first key that a query sees under a two-sided mask; negative where that is beyond the first of all."""
-    return queries + (sizes[1] - sizes[0]) - sizes[LEFT]
+    return queries + (sizes.seq_kv - sizes.seq_q) - sizes.left
 
 
 @gluon.jit
 def end_of_keys(queries, sizes, C: gl.constexpr):
     """The first key that a query does not see, nor any after it."""
-    seq_q, seq_kv = sizes[0], sizes[1]
+    seq_q, seq_kv = sizes.seq_q, sizes.seq_kv
     end = 0 * queries + seq_kv
     if C.banded:
         end = queries + 1 + (seq_kv - seq_q)
         if C.two_sided:
-            end += sizes[RIGHT]
+            end += sizes.right
         end = gl.minimum(end, seq_kv)
     return end
 
@@ -46,12 +55,12 @@ def end_of_keys(queries, sizes, C: gl.constexpr):
 @gluon.jit
 def end_before(query, sizes, C: gl.constexpr):
     """The same of the query before `query`, within 0 and seq_kv."""
-    seq_q, seq_kv = sizes[0], sizes[1]
+    seq_q, seq_kv = sizes.seq_q, sizes.seq_kv
     end = seq_kv
     if C.banded:
         end = query + seq_kv - seq_q
         if C.two_sided:
-            end += sizes[RIGHT]
+            end += sizes.right
         end = gl.minimum(gl.maximum(end, 0), seq_kv)
     return end
 
@@ -62,15 +71,15 @@ def range_of_blocks(first_query, queries, sizes, C: gl.constexpr):
     begin = 0
     if C.two_sided:
         begin = gl.maximum(begin_of_keys(gl.maximum(first_query, 0), sizes, C), 0) // C.tile_n
-    end = end_before(gl.minimum(first_query + queries, sizes[0]), sizes, C)
+    end = end_before(gl.minimum(first_query + queries, sizes.seq_q), sizes, C)
     return begin, (end + C.tile_n - 1) // C.tile_n
 
 
 @gluon.jit
 def blocks_to_see(first_query, tile_begin, tile_end, exact_tile, sizes, C: gl.constexpr):
-    """Blocks ``begin, full_begin, first_exact, end`` of a warpgroup, of those that its tile has.
+    """`SeenBlocks` of a warpgroup, of those that its tile has.
 
-    Blocks from `first_exact` on are masked and their maxima exact. They are those that some query does not see to the
+    Blocks from `full_end` on are masked and their maxima exact. They are those that some query does not see to the
     end, and of a lazy maximum also the one with the last key of the first query, so that every row's maximum is that of
     a real score; all, where a tile is done again. Of the rest those before `full_begin` have keys before some query's
     first one.
@@ -85,16 +94,38 @@ def blocks_to_see(first_query, tile_begin, tile_end, exact_tile, sizes, C: gl.co
     if first_query < 0:
         begin = tile_begin
         end = tile_begin
-    first_exact = all_see // C.tile_n
+    full_end = all_see // C.tile_n
     if C.lazy_max:
-        first_exact = gl.maximum(all_see - 1, 0) // C.tile_n
+        full_end = gl.maximum(all_see - 1, 0) // C.tile_n
         if exact_tile > 0:
-            first_exact = 0
+            full_end = 0
     if C.two_sided:
-        last_begin = begin_of_keys(gl.minimum(first_query + 64, sizes[0]) - 1, sizes, C)
+        last_begin = begin_of_keys(gl.minimum(first_query + 64, sizes.seq_q) - 1, sizes, C)
         full_begin = (gl.maximum(last_begin, 0) + C.tile_n - 1) // C.tile_n
-        first_exact = gl.maximum(first_exact, begin)
-    return begin, full_begin, first_exact, end
+        full_end = gl.maximum(full_end, begin)
+    return SeenBlocks(begin, full_begin, full_end, end)
+
+
+MINUS_INF, ZERO = gl.constexpr("0fFF800000"), gl.constexpr("0f00000000")
+"""Numbers in PTX."""
+
+
+@gluon.jit
+def keep_within(values, passed, reach, HIDDEN: gl.constexpr):
+    """Values where ``0 <= passed < reach``, else HIDDEN: one unsigned comparison."""
+    return gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, " + HIDDEN + ", p;}", "=f,f,r,r",
+        [values, passed, reach], gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def keep_where(values, TEST: gl.constexpr, number, HIDDEN: gl.constexpr):
+    """Values where a number stands to 0 as TEST says, else HIDDEN."""
+    return gl.inline_asm_elementwise(
+        "{.reg .pred p; setp." + TEST + ".s32 p, $2, 0; selp.f32 $0, $1, " + HIDDEN + ", p;}", "=f,f,r",
+        [values, number], gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -106,28 +137,19 @@ def mask_scores(scores, first_query, first_key, sizes, AT_BEGIN: gl.constexpr, A
     """
     queries = first_query + gl.arange(0, 64, C.row)
     if C.two_sided:  # a row after the last query sees what that does: lazy weights without a maximum would overflow
-        queries = gl.minimum(queries, sizes[0] - 1)
+        queries = gl.minimum(queries, sizes.seq_q - 1)
     begin = queries
     if AT_BEGIN:
         begin = begin_of_keys(queries, sizes, C)  # [64]
     end = end_of_keys(queries, sizes, C)
-    keys = first_key + gl.arange(0, C.tile_n, gl.SliceLayout(0, C.scores))  # [tile_n]
+    keys = first_key + gl.arange(0, C.tile_n, C.column)  # [tile_n]
     passed = keys[None, :] - begin[:, None]  # [64, tile_n]
     if AT_BEGIN and AT_END:
-        scores = gl.inline_asm_elementwise(
-            "{.reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p;}", "=f,f,r,r",
-            [scores, passed, (end - begin)[:, None]], gl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+        scores = keep_within(scores, passed, (end - begin)[:, None], MINUS_INF)
     elif AT_BEGIN:
-        scores = gl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ge.s32 p, $2, 0; selp.f32 $0, $1, 0fFF800000, p;}", "=f,f,r",
-            [scores, passed], gl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+        scores = keep_where(scores, "ge", passed, MINUS_INF)
     elif AT_END:
-        scores = gl.inline_asm_elementwise(
-            "{.reg .pred p; setp.gt.s32 p, $2, 0; selp.f32 $0, $1, 0fFF800000, p;}", "=f,f,r",
-            [scores, end[:, None] - keys[None, :]], gl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+        scores = keep_where(scores, "gt", end[:, None] - keys[None, :], MINUS_INF)
     return scores
 
 
@@ -143,7 +165,7 @@ def _queries_from(first_query, C: gl.constexpr):
 
 @gluon.jit
 def _keys_from(first_key, C: gl.constexpr):
-    return (first_key + gl.arange(0, C.tile_n, gl.SliceLayout(0, C.scores)))[None, :]
+    return (first_key + gl.arange(0, C.tile_n, C.column))[None, :]
 
 
 @gluon.jit
@@ -154,8 +176,8 @@ def score_tile(first_query, of_score, sizes, C: gl.constexpr):
         # Rows before the first of all are those of whole warpgroups, and are not used: any others are read for them.
         queries = _queries_from(gl.maximum(first_query, 0), C)  # [64, 1]
         if C.packed:  # rows behind all sequences are no positions that a tensor has room for
-            queries = gl.where(sizes[1] > 0, queries, 0)
-        aux = aux + C.score.once(batch, head, queries, 0, sizes[0], sizes[1], aux)
+            queries = gl.where(sizes.seq_kv > 0, queries, 0)
+        aux = aux + C.score.once(batch, head, queries, 0, sizes.seq_q, sizes.seq_kv, aux)
     return batch, head, aux
 
 
@@ -165,7 +187,7 @@ def score_block(first_query, first_key, of_score, sizes, C: gl.constexpr):
     batch, head, aux = of_score
     if C.score.ahead is not None:
         queries, keys = _queries_from(first_query, C), _keys_from(first_key, C)  # [64, 1], [1, tile_n]
-        aux = aux + C.score.ahead(batch, head, queries, keys, sizes[0], sizes[1], aux)
+        aux = aux + C.score.ahead(batch, head, queries, keys, sizes.seq_q, sizes.seq_kv, aux)
     return batch, head, aux
 
 
@@ -177,7 +199,7 @@ def modify(scores, first_query, first_key, of_score, sizes, C: gl.constexpr):
             of_score = score_block(first_query, first_key, of_score, sizes, C)
         batch, head, aux = of_score
         queries, keys = _queries_from(first_query, C), _keys_from(first_key, C)  # [64, 1], [1, tile_n]
-        (scores,) = C.score.rest(scores, batch, head, queries, keys, sizes[0], sizes[1], aux)
+        (scores,) = C.score.rest(scores, batch, head, queries, keys, sizes.seq_q, sizes.seq_kv, aux)
     return scores
 
 
