@@ -101,14 +101,6 @@ def pack(x, packed, hidden):
         "{.reg .b32 t; mov.b32 t, $1; add.rn.bf16x2 $0, t, t;}", "=r,r", [halves], gl.bfloat16, is_pure=True, pack=2
     )
     gl.store(packed + rows * 64 + columns, doubled)
-    swapped = gl.inline_asm_elementwise(
-        "{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, l};}", "=r,r", [halves], gl.bfloat16, is_pure=True, pack=2
-    )
-    gl.store(packed + 64 * 64 + rows * 64 + columns, swapped)
-    loaded = gl.inline_asm_elementwise(
-        "ld.global.nc.b32 $0, [$1];", "=r,l", [x + rows * 64 + columns], gl.float32, is_pure=False, pack=1
-    )
-    gl.store(hidden + 64 * 64 + rows * 64 + columns, loaded)
     seen = gl.inline_asm_elementwise(
         "{.reg .pred p; setp.lt.u32 p, $2, 5; selp.f32 $0, $1, 0fFF800000, p;}", "=f,f,r", [tile, columns - rows],
         gl.float32, is_pure=True, pack=1,
@@ -187,10 +179,6 @@ def multiply(a, b, out, KIND: gl.constexpr):
 @gluon.jit
 def write_rows(buffer, there, FIRST: gl.constexpr, KIND: gl.constexpr):
     buffer.slice(FIRST, 8).store(gl.full([8, 32], FIRST, gl.float32, TILE))
-    if KIND == "barrier":
-        gl.inline_asm_elementwise("bar.sync 3, 256; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-    if KIND == "barrier of too many":
-        gl.inline_asm_elementwise("bar.sync 3, 384; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
     if KIND == "each thread arrives":
         fence_async_shared()
     if (KIND == "each thread arrives") | (KIND == "each thread arrives, but no fence"):

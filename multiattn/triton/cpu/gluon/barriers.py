@@ -1,4 +1,4 @@
-"""mbarriers as PTX defines them, and its barriers by number."""
+"""mbarriers as PTX defines them."""
 
 from __future__ import annotations
 
@@ -136,50 +136,3 @@ def wait(mbarrier: View, phase: Any, pred: Any = True, deps: Any = ()) -> None:
     """Until the phase of a parity has ended."""
     if pred:
         barrier_at(mbarrier).wait(int(plain(phase)))
-
-
-# ---------------------------------------------------------------- barriers by number
-
-
-class NamedBarrier:
-    """``bar.sync`` and ``bar.arrive``: ends when so many threads are there."""
-
-    def __init__(self, number: int, threads: int) -> None:
-        self.number, self.threads = number, threads
-        self.there = 0
-        self.turns = 0
-        self.seen: Clock = {}
-        self.arriving: Clock = {}
-
-    def __str__(self) -> str:
-        return f"barrier {self.number} ({self.there} of {self.threads} threads are there)"
-
-    def arrive(self) -> None:
-        """All threads of the current partition."""
-        who = partition()
-        self.there += 32 * who.warps
-        if self.there > self.threads:
-            raise BarrierError(f"{who.name} is one too many at {self}")
-        who.release(self.arriving)
-        if self.there == self.threads:
-            self.there = 0
-            self.turns += 1
-            join(self.seen, self.arriving)
-
-    def sync(self) -> None:
-        """The same, and then until all are there."""
-        turn = self.turns
-        self.arrive()
-        running().wait(lambda: self.turns > turn, lambda: str(self))
-        join(partition().clock, self.seen)
-
-
-def named(number: int, threads: int) -> NamedBarrier:
-    """The barrier of a number; of how many threads all must agree on."""
-    barriers = running().named
-    found: NamedBarrier = barriers.setdefault(number, NamedBarrier(number, threads))
-    if found.threads != threads:
-        if found.there:
-            raise BarrierError(f"barrier {number}: got {threads} threads; others wait for {found.threads}")
-        found.threads = threads
-    return found

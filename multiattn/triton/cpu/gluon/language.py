@@ -48,20 +48,6 @@ def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
     return Value(torch.full(shape, number.data, dtype=STORAGE[dtype]), dtype, layout)
 
 
-def _zeros(shape: Any, dtype: Any, layout: Any = None) -> Any:
-    return _full(shape, 0, dtype, layout)
-
-
-def _full_like(input: Any, value: Any, shape: Any = None, dtype: Any = None, layout: Any = None) -> Any:
-    return _full(shape or input.shape, value, dtype or input.dtype, layout or input.layout)
-
-
-def _broadcast(input: Any, other: Any) -> tuple[Value, Value]:
-    values.common_layout(input, other)
-    shape = values.broadcast_shape(input.shape, other.shape)
-    return values.broadcast_to(input, shape), values.broadcast_to(other, shape)
-
-
 def _convert_layout(value: Any, layout: Any, assert_trivial: Any = False) -> Value:
     """The same block in registers of another layout."""
     value, layout = needs_block(value), plain(layout)
@@ -70,11 +56,6 @@ def _convert_layout(value: Any, layout: Any, assert_trivial: Any = False) -> Val
     if plain(assert_trivial) and not layouts.is_trivial(value.dtype, value.shape, value.layout, layout):
         raise LayoutError(f"conversion from {value.layout} to {layout} is not trivial")
     return Value(data, value.dtype, layout, value.memory)
-
-
-def _set_auto_layout(value: Any, layout: Any) -> Value:
-    value = needs_block(value)
-    return Value(value.data, value.dtype, plain(layout))
 
 
 # ---------------------------------------------------------------- elements
@@ -88,7 +69,7 @@ def _are_numbers(x: Any, y: Any) -> bool:
     return not isinstance(plain(x), Value) and not isinstance(plain(y), Value)
 
 
-def _extreme(name: str, of_nan: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+def _extreme(name: str) -> Callable[..., Value]:
     def choose(x: Any, y: Any, propagate_nan: Any = None) -> Value:
         result: Value = _operation(name)(x, y)
         if propagate_nan is not None and "ALL" in str(plain(propagate_nan)):
@@ -103,24 +84,12 @@ def _abs(x: Any) -> Value:
     return Value(abs(x.data), x.dtype, x.layout)
 
 
-def _fma(x: Any, y: Any, z: Any) -> Value:
-    return made(binary("add", binary("mul", lift(x), y), z))
-
-
 def _fdiv(x: Any, y: Any, ieee_rounding: Any = False) -> Value:
     return made(binary("truediv", lift(x), y))
 
 
 def _fmod(x: Any, y: Any) -> Value:
     return made(binary("mod", lift(x), y))
-
-
-def _cdiv(x: Any, y: Any) -> Any:
-    return (x + (y - 1)) // y
-
-
-def _clamp(x: Any, min: Any, max: Any, propagate_nan: Any = None) -> Value:
-    return made(binary("minimum", binary("maximum", x, min), max))
 
 
 # ---------------------------------------------------------------- reductions
@@ -161,21 +130,11 @@ def _largest(data: torch.Tensor, axis: int) -> torch.Tensor:
     return found
 
 
-def _max(input: Any, axis: Any = None, return_indices: Any = False, keep_dims: Any = False, **_: Any) -> Value:
-    return _extremes(input, axis, return_indices, keep_dims, _largest)
-
-
-def _min(input: Any, axis: Any = None, return_indices: Any = False, keep_dims: Any = False, **_: Any) -> Value:
-    return _extremes(input, axis, return_indices, keep_dims, lambda data, at: -_largest(-data, at))
-
-
-def _extremes(input: Any, axis: Any, return_indices: Any, keep_dims: Any, function: Any) -> Value:
-    if plain(return_indices):
-        raise NotImplementedError("the interpreter of Gluon has no return_indices")
+def _max(input: Any, axis: Any = None, keep_dims: Any = False) -> Value:
     x = needs_block(input)
     if x.dtype == gl.bfloat16:
         x = x.to(gl.float32)
-    return _reduced(x, axis, keep_dims, function, x.dtype)
+    return _reduced(x, axis, keep_dims, _largest, x.dtype)
 
 
 # ---------------------------------------------------------------- the block of threads
@@ -198,64 +157,30 @@ def _warp_specialize(functions_and_args: Any, worker_num_warps: Any, worker_num_
     return running().specialize(functions_and_args, warps)
 
 
-def _static_assert(condition: Any, message: Any = "") -> None:
-    if not plain(condition):
-        raise GluonError(f"static_assert: {plain(message)}")
-
-
-def _device_assert(condition: Any, message: Any = "", mask: Any = None) -> None:
-    condition = lift(condition)
-    if not (bool((condition.data != 0).all()) if condition.is_block else bool(condition)):
-        raise GluonError(f"device_assert: {plain(message)}")
-
-
-def _print(*args: Any, **_: Any) -> None:
-    print(*args)
-
-
 def _same(value: Any, *_: Any, **__: Any) -> Any:
     return plain(value)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _range(*bounds: Any, **_: Any) -> range:
     return range(*(int(plain(it)) for it in bounds))
 
 
+_OF_FLOATS = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "floor", "ceil", "sin", "cos")
+
 PARTS: dict[str, Any] = {
-    "constexpr": _same, "static_range": _range, "range": _range, "static_assert": _static_assert,
-    "device_assert": _device_assert, "static_print": _print, "device_print": _print, "barrier": _nothing,
-    "thread_barrier": _nothing, "debug_barrier": _nothing, "assume": _nothing,
-    "multiple_of": _same, "max_contiguous": _same, "max_constancy": _same,
-    "arange": _arange, "full": _full, "zeros": _zeros, "full_like": _full_like,
-    "zeros_like": lambda input, **more: _full_like(input, 0, **more),
-    "convert_layout": _convert_layout, "set_auto_layout": _set_auto_layout, "to_tensor": lift,
-    "expand_dims": values.expand_dims, "reshape": values.reshape, "permute": values.permute, "join": values.join,
-    "split": values.split, "broadcast": _broadcast,
-    "cast": lambda input, dtype, fp_downcast_rounding=None, bitcast=False: values.cast(input, dtype, bitcast=bitcast),
-    "where": values.select, "add": _operation("add"), "sub": _operation("sub"), "mul": _operation("mul"),
-    "maximum": _extreme("maximum", torch.maximum), "minimum": _extreme("minimum", torch.minimum), "clamp": _clamp,
-    "abs": _abs, "fma": _fma, "fdiv": _fdiv, "div_rn": _fdiv, "cdiv": _cdiv, "fmod": _fmod,
-    "exp": functools.partial(unary, torch.exp), "exp2": functools.partial(unary, torch.exp2),
-    "log": functools.partial(unary, torch.log), "log2": functools.partial(unary, torch.log2),
-    "sqrt": functools.partial(unary, torch.sqrt), "sqrt_rn": functools.partial(unary, torch.sqrt),
-    "rsqrt": functools.partial(unary, torch.rsqrt), "floor": functools.partial(unary, torch.floor),
-    "ceil": functools.partial(unary, torch.ceil), "sin": functools.partial(unary, torch.sin),
-    "cos": functools.partial(unary, torch.cos), "erf": functools.partial(unary, torch.erf),
-    "sum": _sum, "max": _max, "min": _min,
-    "load": tensors.load, "store": tensors.store, "atomic_cas": tensors.compare_and_swap,
-    **{f"atomic_{name}": functools.partial(tensors.update, name) for name in ("add", "and", "or", "xor", "xchg")},
-    **{f"atomic_{name}": functools.partial(tensors.update, f"{name}imum") for name in ("max", "min")},
+    "constexpr": _same, "static_range": _range, "range": _range,
+    "arange": _arange, "full": _full, "convert_layout": _convert_layout, "to_tensor": lift,
+    "cast": values.cast, "where": values.select,
+    "maximum": _extreme("maximum"), "minimum": _extreme("minimum"),
+    "abs": _abs, "div_rn": _fdiv, "fmod": _fmod,
+    **{name: functools.partial(unary, getattr(torch, name)) for name in _OF_FLOATS},
+    "sqrt_rn": functools.partial(unary, torch.sqrt),
+    "sum": _sum, "max": _max,
+    "load": tensors.load, "store": tensors.store, "atomic_add": tensors.atomic_add,
     "allocate_shared_memory": memory.allocate_shared_memory, "inline_asm_elementwise": ptx.inline_asm_elementwise,
     "program_id": _program_id, "num_programs": _num_programs, "num_warps": lambda: partition().warps,
-    "num_ctas": lambda: 1, "warp_specialize": _warp_specialize,
+    "warp_specialize": _warp_specialize,
 }  # fmt: skip
-values.METHODS.update(
-    {name: PARTS[name] for name in ("sum", "max", "min", "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "floor")}
-)
 OF_HOPPER: dict[str, Any] = {
     "fence_async_shared": memory.fence_async_shared, "warpgroup_mma": wgmma.warpgroup_mma,
     "warpgroup_mma_wait": wgmma.warpgroup_mma_wait, "warpgroup_mma_init": lambda value: value,

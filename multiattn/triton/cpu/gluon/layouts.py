@@ -79,24 +79,6 @@ def permuted(layout: Any, shape: Shape, order: Shape) -> Any:
 
 
 @functools.cache
-def joined(layout: Any, shape: Shape) -> Any:
-    """The layout of two blocks side by side in a new last dimension."""
-
-    def ask() -> Any:
-        one = _register_tensor(layout, shape)
-        return _compiler().join(one, one).type.layout
-
-    return _asked(f"join of {list(shape)} with {layout}", ask)
-
-
-@functools.cache
-def split(layout: Any, shape: Shape) -> Any:
-    """The layout of either half of a last dimension of two."""
-    ask = lambda: _compiler().split(_register_tensor(layout, shape))[0].type.layout  # noqa: E731
-    return _asked(f"split of {list(shape)} with {layout}", ask)
-
-
-@functools.cache
 def is_trivial(dtype: Any, shape: Shape, layout: Any, to: Any) -> bool:
     """True if registers need not move to be in another layout."""
     value = _register_tensor(layout, shape, dtype)
@@ -146,22 +128,6 @@ def elements_of_threads(layout: Any, shape: Shape) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------- shared memory
-
-
-def is_in_order(layout: Any, shape: Shape) -> bool:
-    """True if it is known that a buffer's elements lie in the order of their indices, the last one first.
-
-    Dimensions before those of a layout are of buffers one after another. The compiler is not asked: it ends the process
-    for some layouts.
-    """
-    if isinstance(layout, gl.NVMMASharedLayout):
-        is_one_row = math.prod(shape[len(shape) - layout.rank : -1]) == 1
-        return is_one_row and layout.swizzle_byte_width == 0 and not layout.transposed
-    return (
-        isinstance(layout, gl.SwizzledSharedLayout)
-        and layout.max_phase == 1
-        and list(layout.order) == list(reversed(range(len(layout.order))))
-    )
 
 
 @functools.cache

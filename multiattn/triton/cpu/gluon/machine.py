@@ -84,8 +84,6 @@ class Machine:
         """Writes to shared memory that TMA and wgmma cannot see yet."""
         self.memories: list[Any] = []
         """The tensors that the kernel was given."""
-        self.named: dict[int, Any] = {}
-        """PTX's own barriers, by number."""
         self.numbers = itertools.count()
         self.failure: BaseException | None = None
 

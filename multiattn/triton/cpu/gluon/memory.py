@@ -171,23 +171,6 @@ class View:
         self.part = buffer.part(data)
         self._made: dict[Any, View] = {}
 
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes_per_cta(self) -> int:
-        """Bytes."""
-        return self.numel * int(self.dtype.primitive_bitwidth) // 8
-
-    @property
-    def type(self) -> Any:
-        """As Gluon has it."""
-        from triton.experimental.gluon.language import _core
-
-        return _core.shared_memory_descriptor_type(self.dtype, list(self.shape), self.layout, list(self.shape))
-
     # ------------------------------------------------------------ views
 
     def index(self, index: Any) -> View:
@@ -226,27 +209,6 @@ class View:
             layout = layouts.shared_reshaped(self.layout, self.dtype, self.shape, key[1])
             self._made[key] = View(self.buffer, self.data.view(key[1]), layout)
         return self._made[key]
-
-    def reinterpret(self, dtype: Any = None, shape: Any = None, layout: Any = None) -> View:
-        """The same bytes in another shape and layout; not here where they would be other elements, or out of order."""
-        dtype, layout = plain(dtype) or self.dtype, plain(layout) or self.layout
-        shape = self.shape if shape is None else sizes(shape)
-        if dtype != self.dtype or math.prod(shape) != self.numel or not self.data.is_contiguous():
-            raise NotImplementedError(
-                f"the interpreter of Gluon has no reinterpret of {self.buffer} as {dtype} {shape}"
-            )
-        if not (layouts.is_in_order(self.layout, self.shape) and layouts.is_in_order(layout, shape)):
-            raise NotImplementedError(f"the interpreter of Gluon has no reinterpret from {self.layout} to {layout}")
-        key = ("reinterpret", shape, layout)
-        if key not in self._made:
-            self._made[key] = View(self.buffer, self.data.view(shape), layout)
-        return self._made[key]
-
-    _reinterpret = reinterpret
-    """Its name in Triton 3.6."""
-
-    def _keep_alive(self) -> None:
-        """Nothing ever dies."""
 
     # ------------------------------------------------------------ registers
 

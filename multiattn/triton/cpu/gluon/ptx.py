@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from multiattn.plan.support import OutOfBoundsError
-from multiattn.triton.cpu.gluon import barriers, layouts, memory
+from multiattn.triton.cpu.gluon import layouts
 from multiattn.triton.cpu.gluon.errors import GluonError, LayoutError
 from multiattn.triton.cpu.gluon.machine import running
 from multiattn.triton.cpu.gluon.values import STORAGE, Shape, Value, broadcast_shape, common_layout, lift, plain
@@ -27,8 +27,6 @@ class Statement(NamedTuple):
 
     opcode: str
     operands: tuple[str, ...]
-    guard: str
-    """A predicate, with ! before it where it must be false; empty where there is none."""
 
 
 @functools.cache
@@ -38,13 +36,10 @@ def _parsed(text: str) -> tuple[Statement, ...]:
         text = text[1:].rpartition("}")[0]
     found = []
     for statement in text.split(";"):
-        guard, words = "", statement.strip()
-        if words.startswith("@"):
-            guard, _, words = words[1:].partition(" ")
-        opcode, _, rest = words.strip().partition(" ")
+        opcode, _, rest = statement.strip().partition(" ")
         if opcode and opcode != ".reg":
             operands = tuple(it.strip() for it in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]]+", rest) if it.strip())
-            found.append(Statement(opcode, operands, guard))
+            found.append(Statement(opcode, operands))
     return tuple(found)
 
 
@@ -68,7 +63,6 @@ class _Threads:
 
     def __init__(self, registers: dict[str, Any], lanes: Shape) -> None:
         self.registers, self.lanes = registers, lanes
-        self.guard: torch.Tensor | None = None
 
     def read(self, name: str, kind: str) -> torch.Tensor:
         """A register's or a literal's bits as numbers of a type; of a packed type ``[..., 2]``."""
@@ -86,13 +80,11 @@ class _Threads:
 
     def predicate(self, name: str) -> torch.Tensor:
         """A predicate."""
-        found: torch.Tensor = self.registers[name.lstrip("!")]
-        return ~found if name.startswith("!") else found
+        found: torch.Tensor = self.registers[name]
+        return found
 
     def write(self, name: str, value: Any) -> None:
-        """A register, where the guard is true."""
-        if self.guard is not None and name in self.registers:
-            value = torch.where(self.guard, value, self.registers[name].view(value.dtype))
+        """A register."""
         self.registers[name] = value
 
     def run(self, instruction: Statement) -> None:
@@ -101,7 +93,6 @@ class _Threads:
         run = INSTRUCTIONS.get(base)
         if run is None:
             raise NotImplementedError(f"PTX: the interpreter of Gluon has no {instruction.opcode}")
-        self.guard = self.predicate(instruction.guard) if instruction.guard else None
         run(self, parts, instruction.operands)
 
 
@@ -139,10 +130,7 @@ def _selp(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> N
 
 def _mov(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
     target, source = operands
-    if source.startswith("{"):  # the first one is the lower half
-        halves = torch.broadcast_tensors(*(threads.read(it, "b16") for it in _names(source)))
-        threads.write(target, _pack(torch.stack(halves, -1)))
-    elif target.startswith("{"):
+    if target.startswith("{"):  # the first one is the lower half
         halves = threads.read(source, "b32").contiguous().unsqueeze(-1).view(torch.int16).unbind(-1)
         for name, half in zip(_names(target), halves, strict=True):
             threads.write(name, half)
@@ -185,27 +173,20 @@ def _of(function: Callable[..., torch.Tensor]) -> Callable[[_Threads, Sequence[s
     return run
 
 
-def _shifted(function: Callable[..., torch.Tensor]) -> Callable[[_Threads, Sequence[str], Sequence[str]], None]:
-    def run(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
-        value = _unsigned(threads.read(operands[1], parts[-1]), parts[-1].replace("b", "u"))
-        result = function(value, threads.read(operands[2], "u32"))
-        threads.write(operands[0], result.to(_TYPES[parts[-1]]))
-
-    return run
+def _shl(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
+    threads.write(operands[0], threads.read(operands[1], parts[-1]) << threads.read(operands[2], "u32"))
 
 
-# ---------------------------------------------------------------- memory and barriers
+# ---------------------------------------------------------------- memory
 
 
 def _address(threads: _Threads, text: str) -> _Pointers:
-    name, _, offset = text.strip("[] ").partition("+")
-    found = threads.registers.get(name.strip())
+    found = threads.registers.get(text.strip("[] "))
     if isinstance(found, torch.Tensor) and found.dtype == torch.int64:
         found = _pointed_to(found)
     if not isinstance(found, _Pointers):
         raise GluonError(f"PTX: {text} is no pointer to a tensor")
-    size = found.memory.flat.element_size()
-    return _Pointers(found.memory, found.places + int(offset or 0) // size)
+    return found
 
 
 def _pointed_to(addresses: torch.Tensor) -> _Pointers:
@@ -228,8 +209,6 @@ def _red(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> No
         raise GluonError(f"PTX: red.{'.'.join(parts)} of {len(values)} registers")
     data = torch.stack(torch.broadcast_tensors(*(threads.read(it, kind) for it in values)), -1)
     data = data.flatten(places.dim())  # of a packed type each register has two
-    active = torch.ones(places.shape, dtype=torch.bool) if threads.guard is None else threads.guard
-    places, data = places[active], data[active]
     if data.dtype != memory_.flat.dtype:
         raise GluonError(f"PTX: red.{'.'.join(parts)} to a tensor of {memory_.dtype}")
     size = memory_.flat.element_size()
@@ -240,48 +219,14 @@ def _red(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> No
     memory_.flat.index_put_((places,), data, accumulate=True)
 
 
-def _ld(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
-    if "global" not in parts or threads.guard is not None or operands[0].startswith("{"):
-        raise NotImplementedError(f"PTX: the interpreter of Gluon has no ld.{'.'.join(parts)}")
-    memory_, places = _address(threads, operands[1])
-    if memory_.flat.element_size() != _TYPES[parts[-1]].itemsize:
-        raise GluonError(f"PTX: ld.{'.'.join(parts)} from a tensor of {memory_.dtype}")
-    memory_.check(places, None, "ld")
-    threads.write(operands[0], memory_.flat[places])
-
-
-def _bar(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
-    if "warp" in parts:  # the threads of a partition are one
-        return
-    parts = [it for it in parts if it not in ("cta", "aligned", "all")]
-    if parts not in (["sync"], ["arrive"]) or len(operands) != 2:
-        raise NotImplementedError(f"PTX: the interpreter of Gluon has no bar.{'.'.join(parts)} of {operands}")
-    number, count = (int(threads.read(it, "u32").reshape(-1)[0]) for it in operands)
-    barrier = barriers.named(number, count)
-    barrier.sync() if parts == ["sync"] else barrier.arrive()
-
-
-def _fence(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
-    if parts[:2] == ["proxy", "async"]:
-        memory.fence_async_shared()
-
-
 def _nothing(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
-    """Nothing to do here."""
+    """Nothing to do here: the threads of a warp are one, and programs run one after another."""
 
 
 INSTRUCTIONS: dict[str, Callable[[_Threads, Sequence[str], Sequence[str]], None]] = {
-    "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt,
-    "add": _of(operator.add), "sub": _of(operator.sub), "mul": _of(operator.mul), "neg": _of(operator.neg),
-    "fma": _of(lambda x, y, z: x * y + z), "mad": _of(lambda x, y, z: x * y + z), "abs": _of(torch.abs),
-    "max": _of(lambda x, y: torch.fmax(x, y) if x.is_floating_point() else torch.maximum(x, y)),
-    "min": _of(lambda x, y: torch.fmin(x, y) if x.is_floating_point() else torch.minimum(x, y)),
-    "and": _of(operator.and_), "or": _of(operator.or_), "xor": _of(operator.xor), "not": _of(torch.bitwise_not),
-    "shl": _shifted(operator.lshift), "shr": _shifted(operator.rshift),
-    "tanh": _of(torch.tanh), "ex2": _of(torch.exp2), "lg2": _of(torch.log2), "rcp": _of(torch.reciprocal),
-    "sqrt": _of(torch.sqrt), "rsqrt": _of(torch.rsqrt),
-    "ld": _ld, "red": _red, "bar": _bar, "barrier": _bar, "fence": _fence,
-    "griddepcontrol": _nothing, "membar": _nothing, "nanosleep": _nothing,
+    "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt, "shl": _shl,
+    "add": _of(operator.add), "sub": _of(operator.sub), "mul": _of(operator.mul), "and": _of(operator.and_),
+    "tanh": _of(torch.tanh), "red": _red, "bar": _nothing, "griddepcontrol": _nothing,
 }  # fmt: skip
 _EFFECTS = ("red",)
 """Instructions that every thread does, whoever has the same elements."""
@@ -345,22 +290,16 @@ def inline_asm_elementwise(asm: Any, constraints: Any, args: Any, dtype: Any, is
     pack = pack if layout is not None else 1
     has_effect = any(it.opcode.startswith(_EFFECTS) for it in instructions)
     lanes = _Lanes(layout, shape, pack, by_thread=has_effect and layout is not None)
-    dtypes = [plain(it) for it in (dtype if isinstance(dtype, tuple | list) else (dtype,))]
-
-    outputs = [pack // _per_register(it.primitive_bitwidth, pack) for it in dtypes]
-    names = iter(f"${number}" for number in range(1000))
-    written = [[next(names) for _ in range(number)] for number in outputs]
-    registers: dict[str, Any] = {}
-    for value in values:
-        registers |= {next(names): it for it in _registers(value, lanes)}
+    outputs = pack // _per_register(dtype.primitive_bitwidth, pack)
+    inputs = [it for value in values for it in _registers(value, lanes)]
+    registers = {f"${number}": it for number, it in enumerate(inputs, outputs)}
     allowed = [it.strip() for it in constraints.split(",") if it.strip() and not it.strip().startswith("~")]
-    if (sum(it.startswith("=") for it in allowed), len(allowed)) != (sum(outputs), sum(outputs) + len(registers)):
-        raise GluonError(f"PTX: got constraints {constraints}; allowed {sum(outputs)} outputs, {len(registers)} inputs")
+    if (sum(it.startswith("=") for it in allowed), len(allowed)) != (outputs, outputs + len(inputs)):
+        raise GluonError(f"PTX: got constraints {constraints}; allowed {outputs} outputs, {len(inputs)} inputs")
     threads = _Threads(registers, lanes.lanes[:-1])
     for instruction in instructions:
         threads.run(instruction)
-    results = tuple(_result(threads, names_of, it, lanes, layout) for names_of, it in zip(written, dtypes, strict=True))
-    return results if isinstance(dtype, tuple | list) else results[0]
+    return _result(threads, [f"${number}" for number in range(outputs)], dtype, lanes, layout)
 
 
 def _registers(value: Value, lanes: _Lanes) -> list[Any]:

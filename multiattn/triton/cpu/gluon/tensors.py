@@ -18,7 +18,6 @@ from multiattn.triton.cpu.gluon.values import (
     STORAGE,
     Shape,
     Value,
-    binary,
     cast,
     common_layout,
     dtype_of,
@@ -49,15 +48,9 @@ class Memory:
         """To the first element."""
         return Value(0, gl.pointer_type(self.dtype), None, self)
 
-    def cast_pointer(self, pointer: Value, dtype: Any) -> Value:
-        """A pointer as a number, or to elements of another type of the same size."""
-        size = self.flat.element_size()
-        if dtype in (gl.int64, gl.uint64):
-            return Value(self.address + pointer.data * size, dtype, pointer.layout)
-        if not dtype.is_ptr() or STORAGE[dtype.element_ty].itemsize != size:
-            raise NotImplementedError(f"the interpreter of Gluon has no {dtype} of a pointer to {self.dtype}")
-        other = Memory(self.flat.view(STORAGE[dtype.element_ty]), self.address)
-        return Value(pointer.data, dtype, pointer.layout, other)
+    def address_of(self, pointer: Value) -> Value:
+        """A pointer as a number."""
+        return Value(self.address + pointer.data * self.flat.element_size(), gl.int64, pointer.layout)
 
     def check(self, places: torch.Tensor | int, active: torch.Tensor | None, access: str) -> None:
         """OutOfBoundsError where an active lane is outside."""
@@ -154,34 +147,18 @@ def store(pointer: Any, value: Any, mask: Any = None, **hints: Any) -> None:
     memory.flat[places[lanes]] = data[lanes].to(memory.flat.dtype)
 
 
-def update(name: str, pointer: Any, value: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Value:
-    """An atomic operation. Returns what was there before."""
+def atomic_add(pointer: Any, value: Any, mask: Any = None) -> Value:
+    """An atomic sum. Returns what was there before."""
     pointer, memory = _pointer(pointer)
     places, data, lanes = _elements(pointer, value, mask)
     memory.check(places, lanes, "atomic")
     element, flat = pointer.dtype.element_ty, memory.flat
     before = torch.zeros(places.shape, dtype=STORAGE[element])
     before[lanes] = flat[places[lanes]].to(before.dtype)
-    if name == "add":
-        flat.index_put_((places[lanes],), data[lanes].to(flat.dtype), accumulate=True)
-    else:
-        for place, item in zip(places[lanes].tolist(), data[lanes], strict=True):
-            old = Value(flat[place].item(), element)
-            new = item if name == "xchg" else binary(name, old, Value(item.item(), element)).data
-            flat[place] = new
+    flat.index_put_((places[lanes],), data[lanes].to(flat.dtype), accumulate=True)
     if not pointer.is_block:
         return Value(before[0].item(), element)
     return Value(before.reshape(pointer.shape), element, pointer.layout)
-
-
-def compare_and_swap(pointer: Any, expected: Any, value: Any, sem: Any = None, scope: Any = None) -> Value:
-    """An atomic exchange where the element is what was expected."""
-    if _pointer(pointer)[0].is_block:
-        raise NotImplementedError("the interpreter of Gluon has no atomic_cas of blocks")
-    old = load(pointer)
-    if bool(old == expected):
-        store(pointer, value)
-    return old
 
 
 # ---------------------------------------------------------------- tensor maps

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from multiattn.triton.cpu.gluon import barriers
 from multiattn.triton.cpu.gluon.errors import GluonError
 from multiattn.triton.cpu.gluon.machine import partition, running
@@ -39,8 +37,8 @@ class _Load:
 class _Store:
     """A tile on its way from shared memory, which it reads at some time before the partition has waited."""
 
-    def __init__(self, target: MappedTensor, at: list[int], source: View, add: str | None) -> None:
-        self.source, self.add = source, add
+    def __init__(self, target: MappedTensor, at: list[int], source: View) -> None:
+        self.source = source
         what = "store by TMA"
         self.elements, self.inside = target.box(at, f"TMA {what}")
         source.part.check_seen(partition(), f"a {what}", by_tensor_core=True)
@@ -48,30 +46,12 @@ class _Store:
 
     def end(self) -> None:
         """It is done."""
-        data = self.source.data[self.inside]
-        if self.add is None:
-            self.elements.copy_(data)
-        elif self.add == "add":
-            self.elements.add_(data)
-        else:
-            self.elements.copy_({"max": torch.maximum, "min": torch.minimum}[self.add](self.elements, data))
+        self.elements.copy_(self.source.data[self.inside])
         self.source.part.end_read(self.read)
 
 
-def async_load(
-    tensor_desc: MappedTensor,
-    coord: Any,
-    barrier: View,
-    result: View,
-    pred: Any = True,
-    multicast: Any = False,
-    **_: Any,
-) -> None:
+def async_load(tensor_desc: MappedTensor, coord: Any, barrier: View, result: View) -> None:
     """Begin to load a box to shared memory."""
-    if plain(multicast):
-        raise NotImplementedError("the interpreter of Gluon has no multicast")
-    if not pred:
-        return
     at = tensor_desc.coordinates(coord)
     tensor_desc.check(result, "TMA load")
     machine = running()
@@ -79,38 +59,14 @@ def async_load(
     machine.step()
 
 
-def _begin_store(tensor_desc: MappedTensor, coord: Any, src: View, add: str | None) -> None:
+def async_store(tensor_desc: MappedTensor, coord: Any, src: View, *_: Any, **__: Any) -> None:
+    """Begin to store a box from shared memory."""
     at = tensor_desc.coordinates(coord)
     tensor_desc.check(src, "TMA store")
     if min(at) < 0:
         raise GluonError(f"TMA store: got coordinates {at}; allowed none before the tensor, an illegal instruction")
-    partition().stores.append(_Store(tensor_desc, at, src, add))
+    partition().stores.append(_Store(tensor_desc, at, src))
     running().step()
-
-
-def async_store(tensor_desc: MappedTensor, coord: Any, src: View, *_: Any, **__: Any) -> None:
-    """Begin to store a box from shared memory."""
-    _begin_store(tensor_desc, coord, src, None)
-
-
-def async_atomic_add(tensor_desc: MappedTensor, coord: Any, src: View) -> None:
-    """Begin to add it to what is there."""
-    _begin_store(tensor_desc, coord, src, "add")
-
-
-def async_atomic_max(tensor_desc: MappedTensor, coord: Any, src: View) -> None:
-    """Begin to raise what is there."""
-    _begin_store(tensor_desc, coord, src, "max")
-
-
-def async_atomic_min(tensor_desc: MappedTensor, coord: Any, src: View) -> None:
-    """Begin to lower what is there."""
-    _begin_store(tensor_desc, coord, src, "min")
-
-
-def async_reduce(kind: Any, tensor_desc: MappedTensor, coord: Any, src: View, **_: Any) -> None:
-    """One of these by name."""
-    _begin_store(tensor_desc, coord, src, str(plain(kind)))
 
 
 def store_wait(pendings: Any, read_only: Any = True) -> None:

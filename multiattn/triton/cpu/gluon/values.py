@@ -23,18 +23,16 @@ Number = bool | int | float
 
 STORAGE: dict[Any, torch.dtype] = {
     gl.int1: torch.bool, gl.int8: torch.int8, gl.int16: torch.int16, gl.int32: torch.int32, gl.int64: torch.int64,
-    gl.uint8: torch.int64, gl.uint16: torch.int64, gl.uint32: torch.int64,
+    gl.uint8: torch.int64,
     gl.float16: torch.float16, gl.bfloat16: torch.bfloat16, gl.float32: torch.float32, gl.float64: torch.float64,
 }  # fmt: skip
-"""The torch dtype that has a block's elements; unsigned ones are in wider integers."""
+"""The torch dtype that has a block's elements; unsigned bytes are in wider integers."""
 DTYPES: dict[torch.dtype, Any] = {
     torch.bool: gl.int1, torch.int8: gl.int8, torch.int16: gl.int16, torch.int32: gl.int32, torch.int64: gl.int64,
     torch.uint8: gl.uint8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32,
     torch.float64: gl.float64,
 }  # fmt: skip
 """The type of a caller's tensor's elements."""
-METHODS: dict[str, Callable[..., Any]] = {}
-"""Functions of the language that are also methods of a Value, by name; the language has them."""
 
 
 class Value:
@@ -89,13 +87,9 @@ class Value:
                 raise GluonError(f"index: got {item}; allowed None and :")
         return result
 
-    def to(self, dtype: Any, fp_downcast_rounding: Any = None, bitcast: bool = False) -> Value:
+    def to(self, dtype: Any) -> Value:
         """The same value in another type."""
-        if fp_downcast_rounding not in (None, "rtne"):
-            raise NotImplementedError(f"fp_downcast_rounding: got {fp_downcast_rounding}; allowed rtne")
-        return cast(self, dtype, bitcast=bitcast)
-
-    cast = to
+        return cast(self, dtype)
 
     def reshape(self, *shape: Any) -> Value:
         """The same elements in another shape, in the layout that follows."""
@@ -105,26 +99,11 @@ class Value:
         """The dimensions in another order."""
         return permute(self, *order)
 
-    def trans(self, *order: Any) -> Value:
-        """The last two dimensions exchanged, or all as `order` says."""
-        return permute(self, *(order or (*range(len(self.shape) - 2), len(self.shape) - 1, len(self.shape) - 2)))
-
-    T = property(trans)
-
-    def split(self) -> tuple[Value, Value]:
-        """The two halves of a last dimension of two."""
-        return split(self)
-
     def __neg__(self) -> Value:
         return made(binary("mul", self, -1) if self.dtype.is_floating() else binary("sub", 0, self))
 
     def __invert__(self) -> Value:
         return made(binary("xor", self, True if self.dtype == gl.int1 else -1))
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in METHODS:
-            raise AttributeError(f"the interpreter of Gluon has no method {name}")
-        return lambda *args, **kwargs: METHODS[name](self, *args, **kwargs)
 
 
 def _define(name: str, swapped: bool) -> Callable[[Value, Any], Any]:
@@ -191,8 +170,6 @@ def _common(x: Any, y: Any, name: str) -> Any:
         widest = max(floats, key=lambda it: it.primitive_bitwidth)
         mixed = len(floats) == 2 and widest.primitive_bitwidth == 16
         dtype = gl.float32 if mixed else widest
-    elif a.primitive_bitwidth == b.primitive_bitwidth:
-        dtype = a if not a.is_int_signed() else b  # the unsigned one
     else:
         dtype = max((a, b), key=lambda it: it.primitive_bitwidth)
     if name == "truediv" and not dtype.is_floating():
@@ -200,13 +177,6 @@ def _common(x: Any, y: Any, name: str) -> Any:
     if dtype.name == "int1" and name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift"):
         return gl.int32
     return dtype
-
-
-_IN_WIDER = ("uint8", "uint16", "uint32")
-
-
-def _bits(dtype: Any) -> tuple[int, bool]:
-    return dtype.primitive_bitwidth, dtype.is_int_signed()
 
 
 def _wrapped(number: Any, dtype: Any) -> Any:
@@ -217,14 +187,9 @@ def _wrapped(number: Any, dtype: Any) -> Any:
         return ctypes.c_float(number).value
     if dtype.is_floating():
         return torch.tensor(float(number), dtype=STORAGE[dtype]).item()
-    bits, signed = _bits(dtype)
+    bits = dtype.primitive_bitwidth
     number = int(number) & ((1 << bits) - 1)
-    return number - (1 << bits) if signed and number >> (bits - 1) else number
-
-
-def _in_range(data: torch.Tensor, dtype: Any) -> torch.Tensor:
-    """Elements of an unsigned type, after arithmetic in a wider one."""
-    return data & ((1 << dtype.primitive_bitwidth) - 1) if dtype.name in _IN_WIDER else data
+    return number - (1 << bits) if number >> (bits - 1) else number
 
 
 # ---------------------------------------------------------------- arithmetic
@@ -280,7 +245,7 @@ def binary(name: str, x: Any, y: Any) -> Any:
         a, b = _operand(x, dtype), _operand(y, dtype)
         if name in _NEEDS_TENSORS:
             a, b = (torch.as_tensor(it, dtype=STORAGE[dtype]) for it in (a, b))
-        return Value(_in_range(function(a, b), result), result, layout)
+        return Value(function(a, b), result, layout)
     a, b = lift(x, dtype).data, lift(y, dtype).data
     if dtype.is_floating():
         function = _OF_TENSORS.get(name) or getattr(operator, name)
@@ -315,15 +280,9 @@ def common_layout(*values: Any) -> Any:
 
 
 def _moved(name: str, pointer: Value, by: Any, is_second: bool) -> Value:
-    """A pointer some elements on; or two pointers compared."""
+    """A pointer some elements on."""
     if isinstance(by, Value) and by.memory is not None:
-        if by.memory is not pointer.memory:
-            raise GluonError("pointers into different tensors meet")
-        a, b = (by.data, pointer.data) if is_second else (pointer.data, by.data)
-        layout = common_layout(pointer, by)
-        if name not in _COMPARISONS:
-            raise GluonError(f"{name} of two pointers")
-        return Value(getattr(operator, name)(a, b), gl.int1, layout)
+        raise GluonError(f"{name} of two pointers")
     if name not in ("add", "sub") or (name == "sub" and is_second) or dtype_of(by).is_floating():
         raise GluonError(f"{name} of a pointer and {dtype_of(by)}")
     layout = common_layout(pointer, by)
@@ -341,46 +300,35 @@ def unary(function: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Value:
     return Value(function(torch.tensor(x.data, dtype=STORAGE[x.dtype])).item(), x.dtype)
 
 
-def cast(x: Any, dtype: Any, *, bitcast: bool = False) -> Value:
-    """The value in another type, rounded to nearest even, integers towards zero; or its bits."""
+def cast(x: Any, dtype: Any) -> Value:
+    """The value in another type, rounded to nearest even, integers towards zero."""
     x, dtype = lift(x), plain(dtype)
     if x.dtype.name == dtype.name:
         return made(x)
     if x.memory is not None:
-        return made(x.memory.cast_pointer(x, dtype))
-    if not x.is_block and not bitcast:
+        if dtype != gl.int64:
+            raise NotImplementedError(f"the interpreter of Gluon has no {dtype} of a pointer")
+        return made(x.memory.address_of(x))
+    if not x.is_block:
         number = x.data
         is_number = not isinstance(number, float) or math.isfinite(number)
         return Value(_wrapped(number, dtype) if is_number or dtype.is_floating() else 0, dtype)
-    data = x.data if x.is_block else torch.tensor(x.data, dtype=STORAGE[x.dtype])
-    if bitcast:
-        data = data.view(STORAGE[dtype])
-    elif dtype == gl.int1:
-        data = data != 0
-    else:
-        data = _in_range(data.to(STORAGE[dtype]), dtype)
-    return Value(data, dtype, x.layout) if x.is_block else Value(data.item(), dtype)
+    return Value(x.data != 0 if dtype == gl.int1 else x.data.to(STORAGE[dtype]), dtype, x.layout)
 
 
 def select(condition: Any, x: Any, y: Any) -> Value:
     """x where the condition is true, else y."""
     condition, x, y = plain(condition), plain(x), plain(y)
     layout = common_layout(condition, x, y)
-    if isinstance(x, Value) and x.memory is not None:
-        if not isinstance(y, Value) or y.memory is not x.memory:
-            raise GluonError("where: pointers into different tensors meet")
-        a, b, dtype, memory = x.data, y.data, x.dtype, x.memory
-    else:
-        dtype, memory = _common(x, y, "where"), None
-        a, b = _operand(x, dtype), _operand(y, dtype)
+    dtype = _common(x, y, "where")
+    a, b = _operand(x, dtype), _operand(y, dtype)
     if layout is None:
-        chosen = a if condition else b
-        return Value(chosen if memory is not None else _wrapped(chosen, dtype), dtype, None, memory)
+        return Value(_wrapped(a if condition else b, dtype), dtype)
+    a, b = (torch.as_tensor(it, dtype=STORAGE[dtype]) for it in (a, b))
     if not isinstance(condition, Value) or not condition.is_block:
-        a, b = torch.broadcast_tensors(*(torch.as_tensor(it, dtype=STORAGE.get(dtype, torch.int64)) for it in (a, b)))
-        return Value(a if condition else b, dtype, layout, memory)
-    a, b = (torch.as_tensor(it, dtype=STORAGE.get(dtype, torch.int64)) for it in (a, b))
-    return Value(torch.where(condition.data != 0, a, b), dtype, layout, memory)
+        a, b = torch.broadcast_tensors(a, b)
+        return Value(a if condition else b, dtype, layout)
+    return Value(torch.where(condition.data != 0, a, b), dtype, layout)
 
 
 # ---------------------------------------------------------------- shapes
@@ -425,30 +373,6 @@ def permute(x: Any, *order: Any) -> Value:
     return Value(x.data.permute(order), x.dtype, layouts.permuted(x.layout, x.shape, order), x.memory)
 
 
-def join(x: Any, y: Any) -> Value:
-    """Two blocks side by side in a new last dimension."""
-    x, y = needs_block(x), needs_block(y)
-    dtype = _common(x, y, "join")
-    layout = common_layout(x, y)
-    a, b = torch.broadcast_tensors(cast(x, dtype).data, cast(y, dtype).data)
-    return Value(torch.stack((a, b), -1), dtype, layouts.joined(layout, tuple(a.shape)))
-
-
-def split(x: Any) -> tuple[Value, Value]:
-    """The two halves of a last dimension of two."""
-    x = needs_block(x)
-    layout = layouts.split(x.layout, x.shape)
-    return Value(x.data[..., 0], x.dtype, layout), Value(x.data[..., 1], x.dtype, layout)
-
-
 def broadcast_shape(*shapes: Shape) -> Shape:
     """The shape that blocks of one rank have together."""
     return tuple(max(them) if min(them) else 0 for them in zip(*(it for it in shapes if it), strict=True))
-
-
-def broadcast_to(x: Any, shape: Shape) -> Value:
-    """Dimensions of size 1 repeated."""
-    x = needs_block(x)
-    if len(shape) != len(x.shape):
-        raise LayoutError(f"broadcast of {list(x.shape)} to {list(shape)}: ranks differ")
-    return Value(x.data.expand(shape), x.dtype, x.layout, x.memory)
