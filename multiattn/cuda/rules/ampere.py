@@ -207,8 +207,8 @@ TWO_PASS_RULES: tuple[Rule[BackwardConfig], ...] = (
 )
 
 # ---------------------------------------------------------------- few queries
-# Measured rows are of one query in bf16: 27 cells of heads, batch and pages at each head_dim, N of 1k and 8k, graph replay
-# over caches that together pass L2.
+# Measured rows are of one query in bf16: 27 cells of heads, batch and pages at each head_dim, N of 1k and 8k, graph
+# replay over caches that together pass L2.
 
 _GUESS_OTHERS = COMPILED + "Hopper's tiles, with rings that fit"
 _EMULATED_TEAMS = "emulated: two teams of warps with two tiles of keys"
