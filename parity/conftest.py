@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from multiattn.plan.backend import BACKENDS, Direction
-from parity.cases import suite
-from parity.launch import has_turn, waits_for_night
+from parity.case import Case
+from parity.cases import is_cross_fed, suite
+from parity.launch import dealt, has_turn, waits_for_night
+from parity.results import Contender
 from parity.run import VARIANTS, Variants, contenders_of, feeders_of
+
+QUICKEST = "cutile"
+"""Its interpreter takes the least time."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,10 +55,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 pytest.param(
                     case, who, feeder, marks=mine, id=f"{case}-{str(who).removesuffix(' backward')}-fed_by_{feeder}"
                 )
-                for feeder in feeders_of(case, who.backend, backends, device)
+                for feeder in _feeders(case, who, backends, device)
             ]
     names = ("case", "contender", "fed_by") if is_backward else ("case", "contender")
     metafunc.parametrize(names, params)
+
+
+def _feeders(case: Case, who: Contender, backends: Sequence[str], device: torch.device) -> tuple[str, ...]:
+    """Who feeds a backward: on a CPU the quickest forward, if any does; `CROSS_FED` has the cases of all others."""
+    is_one = is_cross_fed(case, device) and not who.turn
+    if device.type != "cpu" or is_one or QUICKEST not in backends:
+        return feeders_of(case, who.backend, backends, device)
+    return (QUICKEST if dealt(QUICKEST, "forward").plan(case, 0) is not None else who.backend,)
 
 
 def _variants(config: pytest.Config) -> Variants:

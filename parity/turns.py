@@ -34,8 +34,8 @@ SIZES = tuple(
 )
 """Problems that sweeps are asked for; a config that fits none of them is no way."""
 SMALL: Mapping[str, tuple[int, int]] = {
-    "tile_m": (4, 16),
-    "tile_n": (4, 16),
+    "tile_m": (2, 16),
+    "tile_n": (2, 16),
     "heads_together": (4, 3),
     "stages": (2, 3),
     "stream_k": (32, 5),

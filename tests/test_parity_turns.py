@@ -68,5 +68,5 @@ def test_a_deal_is_the_same_each_time():
 def test_a_small_way_differs_from_its_config_in_tiles_alone():
     (rule, *_) = find_variant(registry.get("cuda"), "two_pass", "backward").rules
     small = turns.smaller(rule.config, ("tile_n",))
-    assert (small.tile_n, small.dq.tile_n) == (max(rule.config.tile_n // 4, 16), max(rule.config.dq.tile_n // 4, 16))
+    assert (small.tile_n, small.dq.tile_n) == (rule.config.tile_n // 2, rule.config.dq.tile_n // 2)
     assert (small.tile_m, small.dq.tile_m) == (rule.config.tile_m, rule.config.dq.tile_m)
