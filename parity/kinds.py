@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from parity.case import CacheCase, Case
+from parity.case import PLANTED, CacheCase, Case
 
 
 def is_slow(case: Case) -> bool:
@@ -38,8 +38,10 @@ def code_kinds_of(case: Case) -> Iterator[str]:
         yield "padded head_dim"
     if case.layout.offset % 8 or case.layout.row_pad % 8:
         yield "unaligned"
-    if case.values in ("inf_v", "nan_v", "ascending", "descending"):
+    if case.values in ("ascending", "descending"):
         yield f"values: {case.values}"
+    elif case.values in PLANTED:
+        yield "values of no number" if case.values.endswith("_v") else "scores of no number"
     if case.cache is not None:
         page = case.cache.page
         yield f"cache {'dense' if page is None else 'by rows' if page % 8 else 'by boxes' if page < 64 else 'by tiles'}"

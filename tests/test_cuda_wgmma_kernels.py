@@ -43,31 +43,6 @@ def run_wgmma(config, **sizes):
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    ("config", "sizes"),
-    [
-        (replace(EMULATED, pingpong=True, q_slots=3), {"seq_q": 500, "seq_kv": 90, "causal": True}),
-        (replace(CONFIG, q_slots=2, tma_store=False), {"head_dim": 40, "causal": True, "seq_q": 70}),
-        (replace(CONFIG, stages=3, scheduler="static", q_in_registers=True), {"head_dim": 40, "scale": -0.2}),
-        (replace(CONFIG, tile_n=48, scheduler="one_tile", lazy_max=True, tma_store=False), {"seq_q": 70, "scale": 0.0}),
-        (replace(CONFIG, cluster=2, scheduler="static", lazy_max=True, pingpong=True), {"seq_q": 500, "causal": True}),
-        (replace(CONFIG, cluster=2, scheduler="one_tile", tile_n=48, stages=3), {"head_dim": 136, "scale": -0.2}),
-        (
-            replace(CONFIG, tile_n=32, stages=3, q_in_registers=True, lazy_max=True, tma_store=False),
-            {"head_dim": 256, "causal": True, "seq_q": 170},
-        ),
-    ],
-    ids=str,
-)
-def test_a_launcher_computes_attention(config, sizes):
-    """Its maps, its counter and its grid: what the kernel does with them, parity asks of every problem."""
-    plan, launch, counts = run_wgmma(config, **sizes)
-    assert not launch.counter.any()  # as the next launch on a stream wants it
-    tiles = config.query_tiles(plan.problem) * 2 * 4
-    assert counts.blocks == (2 if config.is_persistent else tiles)
-
-
-@on_cpu
 @pytest.mark.parametrize(("cluster", "blocks"), [(1, 1 + 3 + 4), (2, 1 + 1 + 4 + 4)])
 def test_what_is_short_of_a_tile_is_the_first_which_sees_the_fewest_keys(cluster, blocks):
     """512 queries in tiles of 192: these end at 128, 320 and 512. A cluster loads for the last of its two."""

@@ -53,21 +53,6 @@ def test_keys_selected_among_other_sequences_are_refused():
     torch.testing.assert_close(model(rows, position_ids=POSITIONS[None], **given).logits, torch.cat(parts, 1))
 
 
-@pytest.mark.parametrize("name", ["GptOss", "Llama"])
-@pytest.mark.parametrize("cached", [False, True])
-def test_sequences_that_positions_pack_are_apart(name, cached):
-    """Each by itself is the truth; gpt-oss makes its masks without positions, and a window counts inside of each."""
-    model = decoder(name)
-    rows = tokens()
-
-    def logits(model):
-        if model.config._attn_implementation == "eager":
-            return [torch.cat([model(it, use_cache=False).logits for it in rows.split([FIRST, LENGTH - FIRST], 1)], 1)]
-        return [model(rows, position_ids=POSITIONS.expand(BATCH, -1), use_cache=cached).logits]
-
-    check(model, logits)
-
-
 def test_rows_may_pack_different_sequences():
     model, rows = decoder("GptOss"), tokens()
     positions = torch.stack((POSITIONS, torch.arange(5, 5 + LENGTH)))
