@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +11,11 @@ from gradient_checks import make_tensors, run
 
 from multiattn import Problem
 from multiattn.cuda import BACKEND
-from multiattn.cuda.backward_mma import BackwardConfig, QueryConfig
 from multiattn.cuda.cpu import host
 from multiattn.cuda.cpu.host import CpuLauncher
 from multiattn.cuda.instances import kernels_of
 from multiattn.operands import Operands
-from multiattn.plan.arch import ARCHS, CPU
+from multiattn.plan.arch import CPU
 from multiattn.plan.backend import make_plan
 
 VARIANTS = {variant.name: variant for variant in BACKEND.backward.variants}
@@ -91,30 +89,3 @@ def test_no_ldmatrix_has_a_bank_conflict(variant):
     assert set(launcher.counts) == {kernel.name for kernel in kernels_of(plan)}
     assert sum(counts.ldmatrix for counts in launcher.counts.values()) > 0
     assert all(counts.bank_conflicts == 0 for counts in launcher.counts.values())
-
-
-DQ = QueryConfig(tile_m=16 * 2, tile_n=16, warps=2, stages=1)
-
-
-KEYS = BackwardConfig(tile_m=64, tile_n=128, warps=8, stages=2)
-
-
-@pytest.mark.parametrize(
-    ("variant", "config", "arch", "allowed"),
-    [
-        ("atomic", replace(KEYS, dq=DQ), "sm90", "dq=None"),
-        ("two_pass", KEYS, "sm90", "a QueryConfig as dq"),
-        ("atomic", replace(KEYS, tile_m=40), "sm90", "tile_m in multiples of 16"),
-        ("atomic", replace(KEYS, tile_n=96), "sm90", "tile_n in multiples of 16 per pair of warps"),
-        ("atomic", replace(KEYS, warps=6, tile_n=48), "sm90", "2, 4, 8, 16"),
-        ("atomic", replace(KEYS, stages=3), "sm90", "1, 2"),
-        ("atomic", replace(KEYS, wide=True), "sm80", "sm90 and later"),
-        ("atomic", replace(KEYS, tile_n=256), "sm90", "232448 bytes a block on sm90"),
-        ("two_pass", replace(KEYS, dq=replace(DQ, tile_m=48)), "sm90", "dq: tile_m in multiples of 16 per warp"),
-        ("two_pass", replace(KEYS, dq=replace(DQ, stages=3)), "sm90", "1, 2"),
-    ],
-)
-def test_a_config_that_cannot_run_is_refused_with_what_can(variant, config, arch, allowed):
-    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=128)
-    reasons = VARIANTS[variant].fits(problem, ARCHS[arch], config)
-    assert any(allowed in reason.allowed for reason in reasons), reasons

@@ -38,28 +38,6 @@ def cached(page: int | None = 64, *, head_dim: int = 128, group: int = 8, querie
 
 
 @pytest.mark.parametrize(
-    ("changed", "got", "allowed"),
-    [
-        ({"tile_m": 96}, "tile_m=96", "64, 128, 192"),
-        ({"tile_n": 72}, "tile_n=72", "multiples of 16"),
-        ({"stages": 2}, "stages=2", "3 to 16"),
-        ({"splits": 300}, "splits=300", "1 to 256"),
-        ({"tile_m": 64, "pingpong": True}, "pingpong with tile_m=64", "128, 192"),
-        ({"tile_n": 240, "stages": 3}, "244 registers", "up to 208 with 2 warpgroups"),
-        ({"tile_n": 192, "stages": 3, "q_in_registers": True}, "with 208 registers for all else", "up to 188"),
-        ({"stages": 16}, "295424 bytes", "232448 bytes a block on sm90"),
-        ({"gathers": True, "tile_m": 192}, "gathers with tile_m=192", "64, 128"),
-        ({"gathers": True, "tile_n": 144, "stages": 3}, "gathers with tile_n=144", "up to 128"),
-    ],
-    ids=str,
-)
-def test_a_config_that_no_kernel_is_made_for_says_why(changed, got, allowed):
-    reasons = replace(CONFIG, **changed).why_not(cached(192 if changed.get("tile_n", 64) > 128 else 64), SM90)
-    assert {reason.code for reason in reasons} == {"config"}
-    assert any(got in reason.got and allowed in reason.allowed for reason in reasons)
-
-
-@pytest.mark.parametrize(
     ("page", "tile_n", "rows"), [(None, 128, 128), (256, 128, 128), (64, 128, 64), (16, 128, 16), (48, 128, 16)]
 )
 def test_a_box_is_what_no_page_and_no_tile_ends_within(page, tile_n, rows):
@@ -122,11 +100,6 @@ def test_pages_that_tma_cannot_walk_are_gathered(page):
     assert plan.config.gathers
     (reason,) = replace(plan.config, gathers=False).why_not(cached(page), SM90)
     assert (reason.code, reason.got, reason.allowed) == ("page", f"pages of {page} keys", "multiples of 8")
-
-
-def test_pages_that_are_more_boxes_than_lanes_are_a_reason():
-    (reason,) = replace(CONFIG, tile_n=80).why_not(cached(8, head_dim=256), SM90)
-    assert (reason.code, reason.got) == ("page", "40 boxes for 80 keys in pages of 8")
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

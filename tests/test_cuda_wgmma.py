@@ -31,32 +31,6 @@ from multiattn.problem import Problem
 # ---------------------------------------------------------------- configs
 
 
-@pytest.mark.parametrize(
-    ("changed", "got", "allowed"),
-    [
-        ({"tile_m": 96}, "tile_m=96", "128, 192"),
-        ({"tile_n": 72}, "tile_n=72", "multiples of 16"),
-        ({"tile_n": 272}, "tile_n=272", "from 16 to 256"),
-        ({"cluster": 3, "scheduler": "static"}, "cluster=3", "1, 2"),
-        ({"cluster": 2}, "scheduler=dynamic with cluster=2", "one_tile, static"),
-        ({"stages": 2}, "stages=2", "3 to 16"),
-        ({"scheduler": "random"}, "scheduler=random", "one_tile, static, dynamic"),
-        ({"q_slots": 4}, "q_slots=4", "1, 2, 3"),
-        ({"tile_n": 256}, "224 registers", "up to 208 with 2 warpgroups"),
-        ({"tile_n": 224, "q_in_registers": True}, "q_in_registers with 200 registers for all else", "up to 192"),
-        ({"tile_m": 192, "tile_n": 160}, "152 registers", "up to 144 with 3 warpgroups"),
-        ({"tile_n": 48, "stages": 16}, "459264 bytes", "232448 bytes a block on sm90"),
-    ],
-    ids=str,
-)
-def test_a_config_that_no_kernel_is_made_for_says_why(changed, got, allowed):
-    head_dim = 256 if changed.get("stages") == 16 else 64
-    (reason,) = replace(CONFIG, **changed).why_not(problem_of(head_dim), SM90)
-    assert reason.code == "config"
-    assert got in reason.got
-    assert allowed in reason.allowed
-
-
 def test_a_config_of_another_kernel_is_a_reason():
     other = CudaConfig(tile_m=64, tile_n=32, warps=4, stages=2)
     assert make_plan(BACKEND, problem_of(), SM90, config=other, probe=False).variant == SPLIT_Q.name

@@ -98,27 +98,6 @@ def test_a_section_of_large_groups_has_tiles_for_all_blocks(heads_q, heads_kv, b
 # ---------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "config", "allowed"),
-    [
-        (128, PLAIN, "half_dq"),
-        (128, replace(HALVES, v_in_registers=True), "up to 176"),
-        (96, KEPT, "up to 152"),
-        (96, EARLY, "up to 176"),
-        (72, replace(PLAIN, early_scores=True), "half_dq"),
-        (128, replace(HALVES_BY_TMA, k_stages=2), "232448 bytes a block on sm90"),
-        (64, replace(KEPT, tile_m=32), "64"),
-        (64, replace(KEPT, tile_n=64), "128"),
-        (64, replace(KEPT, k_stages=3), "1, 2"),
-        (64, replace(KEPT, q_stages=1), "2 to 8"),
-        (128, replace(HALVES, q_stages=6), "232448 bytes a block on sm90"),
-    ],
-)
-def test_a_config_that_cannot_run_is_refused_with_what_can(head_dim, config, allowed):
-    reasons = config.why_not(problem_of(head_dim), SM90)
-    assert any(allowed in reason.allowed for reason in reasons), reasons
-
-
 def test_tensors_that_a_tensor_map_cannot_walk_are_refused():
     problem = Problem.contiguous(
         batch=1, heads_q=1, seq_q=RAGGED_ROWS + 1, head_dim=64, batching=Batching.packed(1), dtype="bf16"

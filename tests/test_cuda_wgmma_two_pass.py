@@ -131,28 +131,6 @@ def test_it_is_the_deterministic_one_and_the_one_for_wide_heads():
 # ---------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "config", "allowed"),
-    [
-        (256, KEPT, "up to 208"),
-        (200, KEPT, "D up to 192"),
-        (208, KEPT, "D up to 192"),
-        (192, replace(PLAIN, tile_m=32), "64"),
-        (192, replace(PLAIN, tile_n=128), "64"),
-        (192, replace(PLAIN, q_stages=1), "2 to 8"),
-        (192, replace(PLAIN, dout_stages=9), "2 to 8"),
-        (192, replace(PLAIN, k_stages=1), "2 to 8"),
-        (192, replace(PLAIN, v_stages=0), "1 to 8"),
-        (192, replace(AHEAD, dp_late=True), "one of them"),
-        (256, replace(PLAIN, q_stages=3), "232448 bytes a block on sm90"),
-        (256, replace(PLAIN, v_stages=2), "232448 bytes a block on sm90"),
-    ],
-)
-def test_a_config_that_cannot_run_is_refused_with_what_can(head_dim, config, allowed):
-    reasons = config.why_not(problem_of(head_dim), SM90)
-    assert any(allowed in reason.allowed for reason in reasons), reasons
-
-
 def test_tensors_that_a_tensor_map_cannot_walk_are_refused():
     problem = Problem.contiguous(
         batch=1, heads_q=1, seq_q=RAGGED_ROWS + 1, head_dim=192, batching=Batching.packed(1), dtype="bf16"

@@ -80,25 +80,6 @@ def test_64_bits_where_a_gradient_needs_them(variant):
     assert all(launch.is_64bit for launch in launches_of(plan_of(variant, broadcast, arch=ARCHS["sm90"])))
 
 
-# ---------------------------------------------------------------- rules
-
-
-WRONG_FIELDS = ("tile_m=48", "occupancy=0", "latency=11")
-WRONG_DQ_FIELDS = ("dq_tile_n=8", "dq_num_worker_warps=16", "dq_heads_together=0")
-
-
-@pytest.mark.parametrize(
-    ("variant", "wrong"),
-    [*itertools.product(VARIANTS, WRONG_FIELDS), *itertools.product(TWO_KERNELS, WRONG_DQ_FIELDS)],
-)
-def test_configs_that_cannot_be(variant, wrong):
-    name, value = wrong.split("=")
-    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
-    config = config_of(variant, **{"tile_m": 64, "tile_n": 64, name: int(value)})
-    (reason,) = find_variant(BACKEND, variant, "backward").fits(problem, ARCHS["sm90"], config)
-    assert (reason.code, reason.got) == ("config", wrong)
-
-
 # ---------------------------------------------------------------- compiled
 
 

@@ -11,7 +11,6 @@ from multiattn.cutile.decode import (
     MERGE_ELEMENTS,
     MERGE_FEW,
     PARTS_ENOUGH,
-    SplitKeysConfig,
     merge_grid,
     merged_rows,
     merged_together,
@@ -19,7 +18,7 @@ from multiattn.cutile.decode import (
 )
 from multiattn.cutile.families import launches_of, own_areas_of
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import find_variant, get, make_plan, plan_variant
+from multiattn.plan.backend import get, make_plan
 from multiattn.sequences import Batching, area_layouts
 
 pytest.importorskip("cuda.tile")
@@ -172,21 +171,6 @@ def test_blocks_fill_the_chip_unless_the_caller_says_how_many():
 )  # fmt: skip
 def test_pages_are_loaded_whole_where_that_pays(page, arch, rows):
     assert page_rows_of(problem_of(page=page, seq_kv=960 * 4), ARCHS[arch], 64) == rows
-
-
-@pytest.mark.parametrize(
-    ("change", "got", "allowed"),
-    [
-        ({"tile_m": 256}, "tile_m=256", "powers of two from 16 to 128"),
-        ({"tile_n": 8}, "tile_n=8", "powers of two from 16 to 256"),
-        ({"latency": 0}, "latency=0", "1 to 10"),
-        ({"splits": 300}, "splits=300", "0 to 256"),
-    ],
-)
-def test_configs_that_cannot_be(change, got, allowed):
-    config = SplitKeysConfig(**{"tile_m": 16, "tile_n": 64, **change})
-    reasons = plan_variant(BACKEND, find_variant(BACKEND, "split_keys"), problem_of(), ARCHS["sm90"], config)
-    assert [(reason.code, reason.got, reason.allowed) for reason in reasons] == [("config", got, allowed)]
 
 
 def code_of(problem):

@@ -7,7 +7,7 @@ import torch
 
 from multiattn import Problem, explain, fmha
 from multiattn.plan.arch import GRID_MAX, by_name
-from multiattn.triton.plain import TritonConfig, smem_bytes
+from multiattn.triton.plain import TritonConfig
 from multiattn.triton.plain_forward import why_not_fit
 
 SM90 = by_name("sm90")
@@ -41,16 +41,6 @@ def test_descriptors_are_chosen_where_there_can_be_any():
     assert not plan.config.descriptors
     (reason,) = why_not_fit(plan.problem, plan.arch, replace(plan.config, descriptors=True))
     assert reason.code == "alignment"
-
-
-def test_a_config_that_does_not_fit_is_a_reason():
-    problem = problem_of(head_dim=256)
-    large = TritonConfig(tile_m=128, tile_n=128, warps=8, stages=4)
-    assert smem_bytes(problem, SM90, large) > SM90.smem_per_block
-    assert [reason.code for reason in why_not_fit(problem, SM90, large)] == ["config"]
-    odd = TritonConfig(tile_m=48, tile_n=8, warps=3, stages=0)
-    got = [reason.got for reason in why_not_fit(problem, SM90, odd)]
-    assert got == ["tile_m=48", "tile_n=8", "warps=3", "stages=0"]
 
 
 def test_a_grid_that_is_too_large_is_a_reason():

@@ -85,14 +85,3 @@ def test_two_passes_agree_to_the_last_bit():
     ways = config, replace(config, heads_together=1), replace(config, descriptors=True)
     first, *others = (run(*tensors, variant="two_pass", config=how, causal=True) for how in ways)
     assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
-
-
-def test_a_config_that_does_not_fit_is_a_reason():
-    problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=256)
-    for name in ("atomic", "two_pass"):
-        (reason,) = VARIANTS[name].fits(problem, by_name("sm90"), config_of(name, (128, 128, 8, 3)))
-        assert "shared memory" in reason.got
-    (reason,) = VARIANTS["two_pass"].fits(
-        problem, by_name("sm90"), config_of("two_pass", (16, 32, 4, 1), (24, 16, 4, 1))
-    )
-    assert (reason.got, reason.allowed) == ("tile_m=24", "powers of two from 16 to 256")

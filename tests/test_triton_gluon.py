@@ -77,24 +77,6 @@ def test_pieces_cover_head_dim_with_few_columns_to_spare():
         assert wide + narrow - head_dim < max(16, head_dim / 3)
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"tile_m": 64}, "tile_m=64; allowed 128, 192"),
-        ({"tile_n": 96}, "tile_n=96; allowed 16, 32, 64, 128, 256"),
-        ({"stages": 1}, "stages=1; allowed 2 to 16"),
-        ({"scheduler": "lpt"}, "scheduler=lpt; allowed one_tile, static, dynamic"),
-        ({"q_slots": 0}, "q_slots=0; allowed 1, 2, 3"),
-        ({"stages": 9}, "; allowed 232448 bytes a block on sm90"),
-        ({"tile_m": 192, "tile_n": 128}, "160 registers for output, scores and weights"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_a_reason(config, reason):
-    fine = GluonConfig(tile_m=128, tile_n=128, stages=4, q_slots=2)
-    assert why_not_fit(problem(), SM90, fine) == ()
-    assert any(reason in str(it) for it in why_not_fit(problem(), SM90, replace(fine, **config)))
-
-
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_a_sweep_tries_the_schedulers_and_what_may_not_pay(head_dim):
     found = BACKEND.forward.candidates(VARIANT, problem(head_dim, causal=True), SM90)

@@ -66,21 +66,6 @@ def test_the_same_bits_are_asked_of_another_variant():
     assert found.variant != VARIANT.name
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"tile_m": 128}, "tile_m=128; allowed 64"),
-        ({"tile_n": 64}, "tile_n=64; allowed 128"),
-        ({"q_stages": 2}, "q_stages=2; allowed 3 to 8"),
-        ({"q_stages": 6}, "; allowed 232448 bytes a block on sm90"),
-        ({"early_scores": True}, "256 registers for gradients, scores and weights"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_a_reason(config, reason):
-    plan = plan_of()
-    assert any(reason in str(it) for it in why_not_fit(plan.problem, SM90, replace(plan.config, **config)))
-
-
 # ---------------------------------------------------------------- its small kernels
 
 

@@ -89,30 +89,6 @@ def test_it_promises_the_same_bits():
     assert found.variant == VARIANT.name
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"tile_m": 128}, "tile_m=128; allowed 64"),
-        ({"tile_n": 128}, "tile_n=128; allowed 64"),
-        ({"q_stages": 1}, "q_stages=1; allowed 2 to 8"),
-        ({"v_stages": 0}, "v_stages=0; allowed 1 to 8"),
-        ({"k_stages": 8}, "; allowed 232448 bytes a block on sm90"),
-        ({"q_stages": 6, "dout_stages": 8}, "; allowed 232448 bytes a block on sm90"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_a_reason(config, reason):
-    plan = plan_of()
-    assert any(reason in str(it) for it in why_not_fit(plan.problem, SM90, replace(plan.config, **config)))
-
-
-def test_k_and_v_are_in_registers_only_where_there_is_room():
-    """A gradient of D=256 takes 128 registers of a thread, and K would take 64 more."""
-    for head_dim, fits in ((192, True), (200, False), (256, False)):
-        plan = plan_of(head_dim)
-        reasons = why_not_fit(plan.problem, SM90, replace(plan.config, kv_in_registers=True))
-        assert (not reasons) is fits
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_a_sweep_tries_what_fits_and_the_rule_first(head_dim):
     plan = plan_of(head_dim)

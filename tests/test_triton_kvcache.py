@@ -161,15 +161,6 @@ def test_a_merge_takes_all_parts_at_once(splits):
     assert parts * lines * MERGED_COLUMNS <= 8192, "more elements than registers"
 
 
-def test_a_config_that_does_not_fit_is_a_reason():
-    problem = plan_of().problem
-    odd = TritonSplitConfig(tile_m=8, tile_n=48, warps=3, stages=0, splits=257, blocks_per_sm=0)
-    got = [reason.got for reason in why_not_fit(problem, SM90, odd)]
-    assert got == ["tile_m=8", "tile_n=48", "warps=3", "stages=0", "splits=257", "blocks_per_sm=0"]
-    (large,) = why_not_fit(problem, SM90, split_tiles(64, 256, 4, 3))
-    assert "bytes of shared memory" in large.got
-
-
 # ---------------------------------------------------------------- compiled code
 
 TARGET = make_backend(GPUTarget("cuda", 90, 32))
