@@ -144,6 +144,9 @@ class Scores(NamedTuple):
     block_mask: BlockMask | None
 
 
+_SCORES, _PLAIN = frozenset(Scores._fields), Scores(None, None, None, None, None)
+
+
 def names_of(options: type) -> frozenset[str]:
     """The names of a TypedDict."""
     return frozenset(options.__annotations__)
@@ -177,11 +180,16 @@ def settled(options: Mapping[str, Any]) -> tuple[Options, Scores]:
         variant=given("variant"),
         deterministic=given("deterministic"),
     )
-    scores = Scores(given("softcap"), given("alibi_slopes"), given("bias"), given("score_mod"), given("block_mask"))
-    return asked, scores
+    return asked, _PLAIN if _SCORES.isdisjoint(options) else Scores(*map(given, Scores._fields))
 
 
 def dense_call(operands: Operands, options: Mapping[str, Any]) -> tuple[Operands, Options]:
     """The operands and options of a call of `fmha` of these tensors. TypeError or ValueError, naming what came."""
     asked, scores = settled(options)
-    return with_score(operands._replace(sinks=options.get("sinks")), asked, *scores)
+    return with_score(with_sinks(operands, options), asked, *scores)
+
+
+def with_sinks(operands: Operands, options: Mapping[str, Any]) -> Operands:
+    """The operands with the sinks of a call; a call without any pays nothing for them."""
+    sinks = options.get("sinks")
+    return operands if sinks is None else operands._replace(sinks=sinks)

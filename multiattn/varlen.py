@@ -15,7 +15,7 @@ from multiattn.plain import plain
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend, autocast, differentiate
 from multiattn.sequences import CU_SEQLENS, Batching, Indices
-from multiattn.signatures import PackedOptions, names_of, settled, takes
+from multiattn.signatures import PackedOptions, names_of, settled, takes, with_sinks
 from multiattn.validate import not_a_tensor
 from multiattn.validate.sequences import check_lengths, check_packing
 
@@ -198,7 +198,7 @@ def packed_call(
 ) -> tuple[Operands, Options]:
     """The operands and options of a call of `fmha_varlen`. TypeError or ValueError, naming what came."""
     asked, (softcap, alibi_slopes, bias, score_mod, block_mask) = settled(options)
-    operands = pack(q, k, v, lengths, block_mask)._replace(sinks=options.get("sinks"))
+    operands = with_sinks(pack(q, k, v, lengths, block_mask), options)
     return with_packing(operands, asked, lengths, softcap, alibi_slopes, bias, score_mod)
 
 
