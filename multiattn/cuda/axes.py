@@ -124,7 +124,7 @@ TILED = Axes(warps="split_kv", share="kv", tiling="qkv", swizzle=ALL)
 
 
 def _points() -> Iterator[Axes]:
-    """What the points are, from the bottom up.
+    """Yield the points from the bottom up.
 
     Each legal way to divide the work and the memory, with nothing swizzled and with all, so that each step up an axis
     is one from point to point; the steps between, of the two ways that are offered; and sums in fp16 where

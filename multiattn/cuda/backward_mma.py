@@ -31,7 +31,7 @@ WIDE_SINCE = (9, 0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProductConfig(Config):
-    """What the kernels of dk and dv and of dq have both; warps split the rows that a block owns."""
+    """Fields of the kernels of dk and dv and of dq; warps split the rows that a block owns."""
 
     warps: int = limited(one_of(2, 4, 8, 16))
     stages: int = limited(one_of(1, 2))
@@ -230,7 +230,7 @@ def rows_launch(entry: str, problem: Problem, *, adds_dq: bool, wide: bool) -> P
 def backward_numbers(
     problem: Problem, config: Config, row_tile: int, own_tile: int | None, sections_kv: int
 ) -> dict[str, Any]:
-    """What kernels of a backward are told: of tiles of rows, of the kernel of dk and dv, and of one of dq."""
+    """Numbers that kernels of a backward are told: tiles of rows, of the kernel of dk and dv, and of one of dq."""
     return {
         "heads_q_all": problem.batch * problem.heads_q,
         "heads_kv_all": problem.batch * problem.heads_kv,

@@ -74,7 +74,7 @@ class HopperBackwardConfig(WgmmaFamilyConfig):
         return PlannedLaunch(kernel=kernel, blocks=query_tiles(problem, rows))
 
     def sectioned_numbers(self, plan: Plan, row_tile: int, own_tile: int | None, shares: int = 1) -> dict[str, Any]:
-        """What kernels of a backward are told where persistent blocks take tiles of keys, in so many shares."""
+        """Numbers that kernels are told where persistent blocks take tiles of keys, in so many shares."""
         tiles = tiles_of(plan.problem, plan.problem.seq_kv, self.tile_n)
         sections_kv = kv_heads_of_section(plan.problem, plan.arch, tiles_of_head=tiles, shares=shares)
         return backward_numbers(plan.problem, self, row_tile, own_tile, sections_kv)
@@ -95,7 +95,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
     k_in_registers: bool = False
     """K is read into registers once a tile, for the scores, or by wgmma from shared memory in each step."""
     v_in_registers: bool = False
-    """The same of V, for dP."""
+    """V is read into registers once a tile, for dP."""
 
     half_dq: bool = False
     """dQ is made 64 columns at a time, which takes half of the registers."""

@@ -83,7 +83,7 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
         return rows * row_bytes(problem) + weights + statistics + BARRIER_BYTES
 
     def dq_smem_bytes(self, problem: Problem) -> int:
-        """The same for the kernel of dq."""
+        """Dynamic shared memory of a block of the kernel of dq, which asserts it, too."""
         rows = 2 * QUERY_TILE + (self.k_stages + self.v_stages) * self.tile_n
         return rows * row_bytes(problem) + BARRIER_BYTES
 

@@ -1,4 +1,4 @@
-"""What the forwards for few queries share: keys are divided into parts, and a kernel merges what these leave."""
+"""Shared by the forwards for few queries: keys are divided into parts, and a kernel merges what these leave."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DecodeConfig(FamilyConfig):
         return row_tiles(problem, self.tile_m) * self.splits
 
     def areas(self, problem: Problem) -> dict[str, int]:
-        """What parts leave: none with one split."""
+        """Partial sums that parts leave: none with one split."""
         if self.splits <= 1:
             return {}
         sizes = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)

@@ -70,7 +70,7 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
         return self.tile_n if page is None else math.gcd(page, self.tile_n)
 
     def box_rows(self, problem: Problem) -> Mapping[str, int]:
-        """Of K and of V."""
+        """Boxes of K and V have as many keys."""
         return {} if self.gathers else dict.fromkeys(("k", "v"), self.keys_of_box(problem))
 
     def settled(self, problem: Problem, arch: Arch) -> SplitWgmmaConfig:

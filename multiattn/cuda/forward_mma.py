@@ -243,7 +243,7 @@ def _places_of_q(axes: Axes) -> tuple[str, ...]:
 
 
 def forward_numbers(problem: Problem, tiles: int) -> dict[str, Any]:
-    """What forwards that own queries are told of so many tiles of a head."""
+    """Numbers that forwards that own queries are told, of so many tiles of a head."""
     heads, section = problem.batch * problem.heads_q, heads_side_by_side(problem)
     return {"tiles": tiles, "heads": heads, "heads_per_section": section}
 

@@ -75,7 +75,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
         return self.scheduler != "one_tile"
 
     def box_rows(self, problem: Problem) -> Mapping[str, int]:
-        """Of q in a packed batch those of a warpgroup."""
+        """Rows of a tile; in a packed batch q has boxes of a warpgroup's rows."""
         q, kv = self.tile_m if problem.packing is None else WARPGROUP_ROWS, self.tile_n // self.cluster
         return {"q": q, "k": kv, "v": kv, **({"out": WARPGROUP_ROWS} if self.tma_store else {})}
 

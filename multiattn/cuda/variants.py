@@ -40,7 +40,7 @@ _capability = partial(
 _wgmma_capability = partial(
     Capability, arches=("sm90", "cpu"), alignment=VECTOR_BYTES, masks=KINDS, sinks=True, packing=True
 )
-"""The same of kernels with wgmma."""
+"""The capability of kernels with wgmma."""
 
 _BLOCKS = {points.SPLIT_Q: 32, points.TILED: 64}
 """The blocks of a block mask by the points that take one: two warps have 16 rows each, four share 16 keys each."""

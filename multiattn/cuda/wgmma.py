@@ -1,4 +1,4 @@
-"""What families with wgmma and TMA share: the sizes of warpgroups and panels, and tensors as TMA sees them.
+"""Shared by families with wgmma and TMA: the sizes of warpgroups and panels, and tensors as TMA sees them.
 
 Pure Python: no tensor map is encoded here.
 """

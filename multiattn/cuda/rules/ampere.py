@@ -172,7 +172,7 @@ def _both(keys: BackwardConfig, tile_m: int, tile_n: int, warps: int, stages: in
 
 
 def _atomic_of(arches: tuple[str, ...], wide: bool) -> tuple[Rule[BackwardConfig], ...]:
-    """Those of `arches` that are not measured, and add dq up in one way."""
+    """Rules of those `arches` that add dq up in one way; none is measured."""
     chosen = {big: tuple(it for it in arches if it in big and (it in _WIDE) == wide) for big in (_BIG, _SMALL)}
     return (
         _rule(chosen[_BIG], 64, _keys(64, 64, 4, 2, wide=wide), COMPILED + "the best of H200"),
