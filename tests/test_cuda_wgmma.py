@@ -120,7 +120,9 @@ def test_kernels_of_different_configs_have_different_names_and_types():
     kernels.append(launches_of(plan_of(problem_of()))[0].kernel)
     assert len({kernel.name for kernel in kernels}) == len({kernel.traits for kernel in kernels}) == len(FLIPPED) + 1
     assert kernels[-1].name == "forward_wgmma_bf16_d64_full_128x64_s4_q1_dynamic"
-    shape = "multiattn::WgmmaShape<2, 1, 64, 4, 1, 0, false, false, true, multiattn::Scheduler::DYNAMIC>"
+    numbers = ".warpgroups = 2, .cluster = 1, .tile_n = 64, .stages = 4, .q_slots = 1, .kept_steps = 0"
+    flags = ".pingpong = false, .lazy_max = false, .tma_store = true, .scheduler = multiattn::Scheduler::DYNAMIC"
+    shape = f"multiattn::WgmmaConfig{{{numbers}, {flags}}}"
     assert kernels[-1].traits == f"multiattn::WgmmaTraits<multiattn::bf16, 64, multiattn::Band::NONE, false, {shape}>"
     assert (kernels[-1].target(SM90), launches_of(plan_of(problem_of()))[0].is_persistent) == ("sm_90a", True)
 

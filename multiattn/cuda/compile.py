@@ -22,7 +22,7 @@ from multiattn.plan.toolchain import version_of
 from multiattn.progress import compiling
 from multiattn.run import ahead, cache
 
-_STANDARD = "c++17"
+_STANDARD = "c++20"
 
 
 def cubin_path(kernel: Instance, arch: Arch) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 
 from multiattn.cuda.decode import DecodeConfig, paging_of
 from multiattn.cuda.family import NO_FLAGS
-from multiattn.cuda.naming import cpp_list
+from multiattn.cuda.naming import cpp_value
 from multiattn.cuda.source import Instance, SplitWgmmaParams
 from multiattn.cuda.wgmma import (
     BARRIER_BYTES,
@@ -136,14 +136,21 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
         paging, rows = paging_of(problem), self.keys_of_box(problem)
         keys = {"NONE": "dense", "ENTRIES": "entries", "ANY": "pages"}[paging]
         keys += "_gathered" if self.gathers else str(rows) * (paging == "ANY")
-        numbers = (self.warpgroups, 1, self.tile_n, self.stages, 1, self.kept_steps(problem))
-        shape = cpp_list(*numbers, self.pingpong, self.lazy_max, False, "multiattn::Scheduler::ONE_TILE")
+        config = cpp_value(
+            "WgmmaConfig",
+            warpgroups=self.warpgroups,
+            tile_n=self.tile_n,
+            stages=self.stages,
+            kept_steps=self.kept_steps(problem),
+            pingpong=self.pingpong,
+            lazy_max=self.lazy_max,
+        )
         options = f"{'_qregisters' * self.q_in_registers}{'_pingpong' * self.pingpong}{'_lazymax' * self.lazy_max}"
         sizes = f"{self.tile_m}x{self.tile_n}_s{self.stages}_{keys}{options}{'_sinks' * problem.has_sinks}"
         return wgmma_kernel(
             plan,
             "WgmmaTraits",
-            (problem.has_sinks, f"multiattn::WgmmaShape<{shape}>"),
+            (problem.has_sinks, config),
             entry="forward_wgmma",
             sizes=sizes,
             rows=f"multiattn::Grouped<multiattn::Paging::{paging}, {rows}>",

@@ -8,7 +8,7 @@ from typing import Any
 
 from multiattn.cuda.family import NO_FLAGS, padded, tiles_of
 from multiattn.cuda.forward_mma import forward_numbers
-from multiattn.cuda.naming import cpp_list
+from multiattn.cuda.naming import cpp_value
 from multiattn.cuda.source import PlannedLaunch, WgmmaParams
 from multiattn.cuda.wgmma import (
     BARRIER_BYTES,
@@ -143,13 +143,23 @@ class WgmmaConfig(WgmmaFamilyConfig):
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """One kernel."""
         problem = plan.problem
-        numbers = (self.warpgroups, self.cluster, self.tile_n, self.stages, self.q_slots, self.kept_steps(problem))
-        scheduler = f"multiattn::Scheduler::{self.scheduler.upper()}"
-        shape = cpp_list(*numbers, self.pingpong, self.lazy_max, self.tma_store, scheduler)
+        config = cpp_value(
+            "WgmmaConfig",
+            warpgroups=self.warpgroups,
+            cluster=self.cluster,
+            tile_n=self.tile_n,
+            stages=self.stages,
+            q_slots=self.q_slots,
+            kept_steps=self.kept_steps(problem),
+            pingpong=self.pingpong,
+            lazy_max=self.lazy_max,
+            tma_store=self.tma_store,
+            scheduler=f"multiattn::Scheduler::{self.scheduler.upper()}",
+        )
         kernel = wgmma_kernel(
             plan,
             "WgmmaTraits",
-            (problem.has_sinks, f"multiattn::WgmmaShape<{shape}>"),
+            (problem.has_sinks, config),
             entry="forward_wgmma",
             sizes=f"{self._name()}{'_sinks' * problem.has_sinks}",
             header="forward_wgmma.cuh",

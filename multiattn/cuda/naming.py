@@ -95,6 +95,11 @@ def traits_type(template: str, problem: Problem, *arguments: int | bool | str) -
     return f"multiattn::{template}<multiattn::{problem.dtype}, {cpp_list(*arguments)}>"
 
 
+def cpp_value(template: str, **fields: int | bool | str) -> str:
+    """An aggregate of C++ whose fields have names."""
+    return f"multiattn::{template}{{{', '.join(f'.{name} = {cpp_list(it)}' for name, it in fields.items())}}}"
+
+
 def cpp_list(*arguments: int | bool | str) -> str:
     """Template arguments: True is true in C++, a string what it says."""
     return ", ".join(str(it).lower() if isinstance(it, bool) else str(it) for it in arguments)

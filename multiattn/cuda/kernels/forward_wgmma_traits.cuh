@@ -18,19 +18,18 @@ enum class Scheduler {
   DYNAMIC,   // a block for every SM: a free block takes the next tile from a counter
 };
 
-template <int WARPGROUPS_, int CLUSTER_, int TILE_N_, int STAGES_, int Q_SLOTS_, int KEPT_STEPS_, bool PINGPONG_,
-          bool LAZY_MAX_, bool TMA_STORE_, Scheduler SCHEDULER_>
-struct WgmmaShape {
-  static constexpr int WARPGROUPS = WARPGROUPS_;  // that compute; one more loads
-  static constexpr int CLUSTER = CLUSTER_;        // blocks that share tiles of K and V, each loads a part
-  static constexpr int TILE_N = TILE_N_;
-  static constexpr int STAGES = STAGES_;    // tiles of K and V in shared memory, together
-  static constexpr int Q_SLOTS = Q_SLOTS_;  // tiles of Q
-  static constexpr int KEPT_STEPS = KEPT_STEPS_;  // of a wgmma's 16 columns of Q, from the first on: read into registers once
-  static constexpr bool PINGPONG = PINGPONG_;  // warpgroups take turns at the tensor cores
-  static constexpr bool LAZY_MAX = LAZY_MAX_;  // weights before the maximum is known; see forward_wgmma_softmax.cuh
-  static constexpr bool TMA_STORE = TMA_STORE_;  // the output leaves through Q's tile
-  static constexpr Scheduler SCHEDULER = SCHEDULER_;
+// What of the constants is the config's.
+struct WgmmaConfig {
+  int warpgroups;   // that compute; one more loads
+  int cluster = 1;  // blocks that share tiles of K and V, each loads a part
+  int tile_n;
+  int stages;       // tiles of K and V in shared memory, together
+  int q_slots = 1;  // tiles of Q
+  int kept_steps;   // of a wgmma's 16 columns of Q, from the first on: read into registers once
+  bool pingpong;    // warpgroups take turns at the tensor cores
+  bool lazy_max;    // weights before the maximum is known; see forward_wgmma_softmax.cuh
+  bool tma_store = false;  // the output leaves through Q's tile
+  Scheduler scheduler = Scheduler::ONE_TILE;
 };
 
 template <bool GROUPED>
@@ -42,50 +41,55 @@ struct PlainParams<true> {
   using Type = SplitWgmmaParams;
 };
 
-template <class Element, int HEAD_DIM, Band BAND, bool HAS_SINKS_, class S, class Score = NoScore, class Blocked = NoBlockMask>
-struct WgmmaTraits : S, Walks<Element, HEAD_DIM, BAND, typename PlainParams<IS_GROUPED<Blocked>>::Type, Score, Blocked> {
+template <class Element, int HEAD_DIM, Band BAND, bool HAS_SINKS_, WgmmaConfig C, class Score = NoScore,
+          class Blocked = NoBlockMask>
+struct WgmmaTraits : Walks<Element, HEAD_DIM, BAND, typename PlainParams<IS_GROUPED<Blocked>>::Type, Score, Blocked> {
   static constexpr bool HAS_SINKS = HAS_SINKS_;  // each head has one more key, without a value
+  static constexpr int WARPGROUPS = C.warpgroups, CLUSTER = C.cluster, TILE_N = C.tile_n, STAGES = C.stages;
+  static constexpr int Q_SLOTS = C.q_slots, KEPT_STEPS = C.kept_steps;
+  static constexpr bool PINGPONG = C.pingpong, LAZY_MAX = C.lazy_max, TMA_STORE = C.tma_store;
+  static constexpr Scheduler SCHEDULER = C.scheduler;
   static constexpr bool GROUPED = IS_GROUPED<Blocked>;  // rows are of several heads, and a block has a part of their keys
 
   static constexpr int WARPGROUP_ROWS = 64;  // of one wgmma
-  static constexpr int TILE_M = WARPGROUP_ROWS * S::WARPGROUPS;
-  static constexpr int THREADS = WARPGROUP * (S::WARPGROUPS + 1);
-  static constexpr int CONSUMER_WARPS = 4 * S::WARPGROUPS;
-  static constexpr int DOT_STEPS = (HEAD_DIM + 15) / 16, KEY_STEPS = S::TILE_N / 16;  // of a wgmma's 16
+  static constexpr int TILE_M = WARPGROUP_ROWS * WARPGROUPS;
+  static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
+  static constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
+  static constexpr int DOT_STEPS = (HEAD_DIM + 15) / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma's 16
 
   static constexpr Paging PAGING = PAGING_OF<Blocked>;
   static constexpr bool IS_PAGED = PAGING == Paging::ANY;
-  static constexpr int BOX_ROWS = GROUPED ? BOX_ROWS_OF<Blocked> : S::TILE_N / S::CLUSTER;  // keys that come by TMA at a time
+  static constexpr int BOX_ROWS = GROUPED ? BOX_ROWS_OF<Blocked> : TILE_N / CLUSTER;  // keys that come by TMA at a time
   static constexpr bool GATHERS = BOX_ROWS == 0;  // one by one, by all warps of the warpgroup that loads
   static constexpr bool CLEARS = GROUPED && !GATHERS;  // boxes of a cache bring more than keys
   static constexpr int LOADING_WARPS = GATHERS ? WARPGROUP / WARP : 1;
   // An SM's 64 Ki registers, by multiples of 8; loading takes few. One warpgroup that computes has enough without.
-  static constexpr bool MOVES_REGISTERS = S::WARPGROUPS > 1;
-  static constexpr int PRODUCER_REGISTERS = S::WARPGROUPS == 3 ? 32 : GATHERS ? 56 : 40;
-  static constexpr int CONSUMER_REGISTERS = S::WARPGROUPS == 3 ? 160 : GATHERS ? 224 : 232;
+  static constexpr bool MOVES_REGISTERS = WARPGROUPS > 1;
+  static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : GATHERS ? 56 : 40;
+  static constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : GATHERS ? 224 : 232;
 
   using TileQ = PanelTile<TILE_M, HEAD_DIM>;
-  using TileKV = PanelTile<S::TILE_N, HEAD_DIM>;
-  static constexpr int KV_AT = S::Q_SLOTS * TileQ::BYTES;
-  static constexpr int BARRIERS_AT = KV_AT + S::STAGES * TileKV::BYTES;
+  using TileKV = PanelTile<TILE_N, HEAD_DIM>;
+  static constexpr int KV_AT = Q_SLOTS * TileQ::BYTES;
+  static constexpr int BARRIERS_AT = KV_AT + STAGES * TileKV::BYTES;
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
   static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "head_dim: multiples of 8 up to 256");
-  static_assert(S::WARPGROUPS >= (GROUPED ? 1 : 2) && S::WARPGROUPS <= 3, "tile_m: 128, 192, of groups also 64");
-  static_assert(S::CLUSTER == 1 || S::CLUSTER == 2, "cluster: 1, 2");
+  static_assert(WARPGROUPS >= (GROUPED ? 1 : 2) && WARPGROUPS <= 3, "tile_m: 128, 192, of groups also 64");
+  static_assert(CLUSTER == 1 || CLUSTER == 2, "cluster: 1, 2");
   static_assert(BOX_ROWS % 8 == 0, "a block loads whole groups of 8 rows, in which the swizzle repeats");
-  static_assert(S::CLUSTER == 1 || !IS_PACKED<Blocked>, "in a packed batch a cluster's tiles are of several sequences");
-  static_assert(S::CLUSTER == 1 || S::SCHEDULER != Scheduler::DYNAMIC, "a cluster's blocks take their tiles together");
-  static_assert(S::TILE_N % 16 == 0 && S::TILE_N >= 16 && S::TILE_N <= 256, "tile_n: multiples of 16 up to 256");
-  static_assert(S::STAGES >= 3 && S::STAGES <= 16, "stages: 3 to 16");
-  static_assert(S::Q_SLOTS >= 1 && S::Q_SLOTS <= 3, "q_slots: 1 to 3");
-  static_assert(!S::LAZY_MAX || !HAS_SCORE<Score>, "lazy_max: for plain scores");
-  static_assert(S::KEPT_STEPS >= 0 && S::KEPT_STEPS <= DOT_STEPS, "q_in_registers: up to all of Q");
-  static_assert(!S::PINGPONG || S::WARPGROUPS > 1, "pingpong: of two warpgroups or three");
-  static_assert(!GROUPED || (S::CLUSTER == 1 && S::Q_SLOTS == 1 && !S::TMA_STORE && S::SCHEDULER == Scheduler::ONE_TILE),
+  static_assert(CLUSTER == 1 || !IS_PACKED<Blocked>, "in a packed batch a cluster's tiles are of several sequences");
+  static_assert(CLUSTER == 1 || SCHEDULER != Scheduler::DYNAMIC, "a cluster's blocks take their tiles together");
+  static_assert(TILE_N % 16 == 0 && TILE_N >= 16 && TILE_N <= 256, "tile_n: multiples of 16 up to 256");
+  static_assert(STAGES >= 3 && STAGES <= 16, "stages: 3 to 16");
+  static_assert(Q_SLOTS >= 1 && Q_SLOTS <= 3, "q_slots: 1 to 3");
+  static_assert(!LAZY_MAX || !HAS_SCORE<Score>, "lazy_max: for plain scores");
+  static_assert(KEPT_STEPS >= 0 && KEPT_STEPS <= DOT_STEPS, "q_in_registers: up to all of Q");
+  static_assert(!PINGPONG || WARPGROUPS > 1, "pingpong: of two warpgroups or three");
+  static_assert(!GROUPED || (CLUSTER == 1 && Q_SLOTS == 1 && !TMA_STORE && SCHEDULER == Scheduler::ONE_TILE),
                 "rows of groups are no box, and a block has one tile of them");
-  static_assert(!GATHERS || (S::WARPGROUPS < 3 && S::TILE_N <= WARPGROUP), "gathers: for two warpgroups, a lane for each key");
-  static_assert(!CLEARS || S::TILE_N * TileKV::PANELS <= WARP * BOX_ROWS, "a lane for each box of a tile");
+  static_assert(!GATHERS || (WARPGROUPS < 3 && TILE_N <= WARPGROUP), "gathers: for two warpgroups, a lane for each key");
+  static_assert(!CLEARS || TILE_N * TileKV::PANELS <= WARP * BOX_ROWS, "a lane for each box of a tile");
 };
 
 // A tile of queries: where it starts (negative: it has rows without a query), its head, the number of its batch entry or
