@@ -25,31 +25,6 @@ def equal(got, want):
 
 
 @pytest.mark.parametrize("backend", RUNNING)
-@pytest.mark.parametrize("queries", [1, 3])
-def test_each_sequence_is_a_call_by_itself(backend, queries):
-    (q, k, v), rest = dense((33, 5, 7, 40), queries)
-    out, lse = multiattn.fmha_kvcache(q, k, v, **rest, causal=True, backend=backend, return_lse=True)
-    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
-    for entry, length in enumerate(rest["seqlens_kv"].tolist()):
-        own = (q[entry, None], k[entry, None, :, :length], v[entry, None, :, :length])
-        alone, its_lse = multiattn.fmha(*own, causal=True, return_lse=True)
-        torch.testing.assert_close(out[entry], alone[0], atol=1e-2, rtol=1e-2)
-        torch.testing.assert_close(lse[entry], its_lse[0])
-
-
-@pytest.mark.parametrize("backend", RUNNING)
-def test_pages_and_packed_queries_are_what_dense_ones_are(backend):
-    (q, k_pages, v_pages), rest = paged(queries=(1, 1, 1))
-    table, lengths = rest["page_table"], rest["seqlens_kv"]
-    k, v = (it[table.long()].transpose(1, 2).flatten(2, 3) for it in (k_pages, v_pages))
-    out, lse = multiattn.fmha_kvcache(q, k_pages, v_pages, **rest, backend=backend, return_lse=True)
-    want = multiattn.fmha_kvcache(q[:, :, None], k, v, seqlens_kv=lengths, backend=backend, return_lse=True)
-    torch.testing.assert_close(out, want[0][:, :, 0], atol=1e-2, rtol=1e-2)
-    torch.testing.assert_close(lse.T, want[1][:, :, 0])
-    assert out.is_contiguous()
-
-
-@pytest.mark.parametrize("backend", RUNNING)
 def test_a_page_may_be_in_two_sequences(backend):
     (q, k, v), rest = paged((33, 20), (1, 1))
     rest["page_table"][1, 0] = rest["page_table"][0, 0]
