@@ -7,8 +7,7 @@ import torch
 
 from multiattn import Problem, explain, fmha
 from multiattn.plan.arch import GRID_MAX, by_name
-from multiattn.triton.plain import TritonConfig
-from multiattn.triton.plain_forward import why_not_fit
+from multiattn.triton.plain import TritonConfig, why_not_fit
 
 SM90 = by_name("sm90")
 

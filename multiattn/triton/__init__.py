@@ -13,7 +13,7 @@ from multiattn.plan.backend import Backend, Direction, Launcher, Op, Plan, Varia
 from multiattn.plan.ladder import rung_variants
 from multiattn.plan.support import Reason
 from multiattn.plan.toolchain import probe_gpu, probe_release, version_of
-from multiattn.triton import decode, gluon_backward, gluon_forward, gluon_two_pass, plain, plain_backward, plain_forward
+from multiattn.triton import decode, gluon_backward, gluon_forward, gluon_two_pass, plain, plain_backward
 from multiattn.triton.families import candidates
 from multiattn.triton.hashing import hashing
 from multiattn.triton.ladder import STEPS
@@ -61,73 +61,59 @@ _ON_HOPPER = replace(
 _HOPPER_BACKWARD = replace(_ON_HOPPER, score_gradients=False)
 
 
-def _backward_variant(name: str) -> Variant:
-    one_pass = name == "atomic"
-    return Variant(
-        name=name,
-        summary="one pass over the keys, dq summed up in any order" if one_pass else "dq, then dk and dv",
-        capability=plain.CAPABILITY,
-        config_type=plain_backward.FAMILY.config,
-        rules=rules_of(name),
-        flags=(("one_pass", one_pass),),
-        deterministic=not one_pass,
-        workspace=plain_backward.FAMILY.workspace,
-        fits=functools.partial(plain_backward.why_not_fit, one_pass=one_pass),
-    )
-
-
 _FORWARD = (
-    Variant(
-        name=decode.VARIANT,
+    decode.FAMILY.variant(
+        decode.VARIANT,
+        rules=rules_of(decode.VARIANT),
         summary="decode: query heads that share keys are rows of one tile, keys divided among blocks, parts merged by "
         "a second kernel",
         capability=replace(plain.CAPABILITY, block_masks=0, packing=False, caches=True),
-        config_type=decode.FAMILY.config,
-        rules=rules_of(decode.VARIANT),
-        workspace=decode.FAMILY.workspace,
-        settle=decode.settle,
-        fits=decode.why_not_fit,
     ),
-    Variant(
-        name=gluon_forward.VARIANT,
+    gluon_forward.FAMILY.variant(
+        gluon_forward.VARIANT,
+        rules=rules_of(gluon_forward.VARIANT),
         summary="Gluon for Hopper: a warp that loads by TMA, warpgroups that compute by wgmma",
         capability=_ON_HOPPER,
-        config_type=gluon_forward.FAMILY.config,
-        rules=rules_of(gluon_forward.VARIANT),
-        workspace=gluon_forward.FAMILY.workspace,
-        fits=gluon_forward.why_not_fit,
     ),
     *rung_variants(
         STEPS,
-        plain_forward.FAMILY.config,
+        plain.FAMILY.config,
         capability_of=lambda step: plain.CAPABILITY,
         rules_of=rules_of,
-        fits=plain_forward.why_not_fit,
-        workspace=plain_forward.FAMILY.workspace,
+        fits=plain.why_not_fit,
+        workspace=plain.FAMILY.workspace,
     ),
 )
 _BACKWARD = (  # Gluon's first, then two passes: the faster ones where both were measured
-    Variant(
-        name=gluon_backward.VARIANT,
+    gluon_backward.FAMILY.variant(
+        gluon_backward.VARIANT,
+        rules=rules_of(gluon_backward.RULES),
         summary="Gluon for Hopper, one pass over the keys: warpgroups of keys, one of dq, which is summed up in any "
         "order, a warp that loads by TMA",
         capability=replace(_HOPPER_BACKWARD, head_dim_max=gluon_backward.HEAD_DIM_MAX),
-        config_type=gluon_backward.FAMILY.config,
-        rules=rules_of(gluon_backward.RULES),
         deterministic=False,
-        workspace=gluon_backward.FAMILY.workspace,
-        fits=gluon_backward.why_not_fit,
     ),
-    Variant(
-        name=gluon_two_pass.VARIANT,
+    gluon_two_pass.FAMILY.variant(
+        gluon_two_pass.VARIANT,
+        rules=rules_of(gluon_two_pass.RULES),
         summary="Gluon for Hopper: dq, then dk and dv, each by two warpgroups and a warp that loads by TMA",
         capability=_HOPPER_BACKWARD,
-        config_type=gluon_two_pass.FAMILY.config,
-        rules=rules_of(gluon_two_pass.RULES),
-        workspace=gluon_two_pass.FAMILY.workspace,
-        fits=gluon_two_pass.why_not_fit,
     ),
-    *map(_backward_variant, plain_backward.VARIANTS),
+    *(
+        plain_backward.FAMILY.variant(
+            name,
+            rules=rules_of(name),
+            summary=summary,
+            capability=plain.CAPABILITY,
+            flags=(("one_pass", one_pass),),
+            deterministic=not one_pass,
+            fits=functools.partial(plain_backward.why_not_fit, one_pass=one_pass),
+        )
+        for name, one_pass, summary in (
+            ("two_pass", False, "dq, then dk and dv"),
+            ("atomic", True, "one pass over the keys, dq summed up in any order"),
+        )
+    ),
 )
 
 

@@ -313,5 +313,7 @@ FAMILY = TritonFamily(
     tables=_tables,
     tiles=lambda config: (0, 0),
     areas=areas_of,
+    fits=why_not_fit,
+    settle=settle,
     candidates=_candidates,
 )

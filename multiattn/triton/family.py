@@ -17,6 +17,7 @@ from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import COUNTER_BYTES
+from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.sequences import CU_SEQLENS
 from multiattn.triton.kernels.constants import ListConstants
@@ -56,7 +57,7 @@ class TritonLaunch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TritonFamily:
-    """One room of the house. What fits and what is settled is a function for `multiattn.plan.backend.Variant`."""
+    """One room of the house."""
 
     config: type[Config]
     kernels: Mapping[str, str]
@@ -67,6 +68,9 @@ class TritonFamily:
     """The rows of the tiles of queries and of keys that a packed launch is given lists of; 0 for those it is not."""
     areas: Callable[[Problem, Any], Areas] = lambda problem, config: {}
     """Memory that a launch takes beside its operands, by name, without those lists; a `COUNTER` is 0 at first."""
+    fits: Callable[..., tuple[Reason, ...]]
+    """`Variant.fits`, but for further arguments that a variant binds."""
+    settle: Callable[[Problem, Arch, Any], Config] = lambda problem, arch, config: config
     candidates: Callable[[Variant, Problem, Arch], Iterable[Config]]
     """Configs worth timing; those that do not fit are left out by the caller."""
     flag: Callable[[Plan], bool] = lambda plan: False
@@ -76,6 +80,11 @@ class TritonFamily:
     is_gluon: bool = False
     is_emitted: bool = False
     """The loader of emitted kernels can launch it, where nothing is packed: it is one kernel."""
+
+    def variant(self, name: str, **more: Any) -> Variant:
+        """A variant of the family."""
+        own: dict[str, Any] = {"workspace": self.workspace, "settle": self.settle, "fits": self.fits, **more}
+        return Variant(name=name, config_type=self.config, **own)
 
     def all_areas(self, problem: Problem, config: Any) -> Areas:
         """The areas of a launch, with the lists of a packed batch."""

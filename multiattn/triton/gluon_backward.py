@@ -329,6 +329,7 @@ FAMILY = TritonFamily(
     tables=_tables,
     tiles=lambda config: (config.tile_m, config.tile_n),
     areas=areas_of,
+    fits=why_not_fit,
     candidates=_candidates,
     flag=has_end,
     flag_name="ragged",

@@ -264,6 +264,7 @@ FAMILY = TritonFamily(
     tables=_tables,
     tiles=lambda config: (config.tile_m, 0),
     areas=lambda problem, config: COUNTER if config.counts else {},
+    fits=why_not_fit,
     candidates=_candidates,
     flag=lambda plan: has_end(plan) and not plan.problem.is_banded,
     flag_name="ragged",

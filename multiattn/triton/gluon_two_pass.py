@@ -162,6 +162,7 @@ FAMILY = TritonFamily(
     tables=_tables,
     tiles=lambda config: (config.tile_m, config.tile_n),
     areas=lambda problem, config: {**statistics_area(problem), **COUNTER},
+    fits=why_not_fit,
     candidates=_candidates,
     flag=has_end,
     flag_name="ragged",

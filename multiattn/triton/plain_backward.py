@@ -189,6 +189,7 @@ FAMILY = TritonFamily(
     tables=_tables,
     tiles=lambda config: (0 if config.dq is None else config.dq.tile_m, config.tile_n),
     areas=_areas,
+    fits=why_not_fit,
     candidates=_candidates,
     flag=_is_far,
 )
