@@ -37,7 +37,7 @@ def areas_of(plan: Plan) -> Areas:
 
 def assumed_of(plan: Plan) -> Assumed:
     """The fewest assumptions that code can make for the tensors of a Plan."""
-    return Assumed(alignment=plan.problem.alignment, flag=family_of(plan).flag(plan))
+    return Assumed(alignment=plan.problem.alignment, flag=family_of(plan).flag(plan.problem, plan.config))
 
 
 def tables_of(

@@ -21,7 +21,7 @@ from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.sequences import CU_SEQLENS
 from multiattn.triton.kernels.constants import ListConstants
-from multiattn.triton.table import Assumed, Constant, KernelTable, Parameter, Tensor, given, integers
+from multiattn.triton.table import SMALL, Assumed, Constant, KernelTable, Parameter, Tensor, given, integers
 
 KERNELS = "multiattn.triton.kernels"
 ASYNCHRONOUS = ("sm90", "sm100", "sm103")
@@ -73,8 +73,8 @@ class TritonFamily:
     settle: Callable[[Problem, Arch, Any], Config] = lambda problem, arch, config: config
     candidates: Callable[[Variant, Problem, Arch], Iterable[Config]]
     """Configs worth timing; those that do not fit are left out by the caller."""
-    flag: Callable[[Plan], bool] = lambda plan: False
-    """`Assumed.flag` of the tensors of a Plan."""
+    flag: Callable[[Problem, Any], bool] = lambda problem, config: False
+    """`Assumed.flag` of the tensors of a problem."""
     flag_name: str = "wide"
     """Its name among a Binding's constants."""
     is_gluon: bool = False
@@ -149,5 +149,4 @@ def list_table(problem: Problem, query_tile: int, key_tile: int, *, counts: bool
         "C": Constant(value=constants),
     }
     grid = groups * parts * sum(map(bool, (query_tile, key_tile)))
-    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
-    return KernelTable(kernel=LIST_TILES, grid=grid, options=options, rows=rows)
+    return KernelTable(kernel=LIST_TILES, grid=grid, options=SMALL, rows=rows)

@@ -39,6 +39,7 @@ from multiattn.triton.score import lowered_of_pairs
 from multiattn.triton.table import (
     ELEMENT_BYTES,
     NONE,
+    SMALL,
     Constant,
     Descriptor,
     Integer,
@@ -201,9 +202,8 @@ def _row_constants(problem: Problem, has_sums: bool) -> Constant:
 
 def _row_table(problem: Problem, kernel: str, rows: dict[str, Parameter]) -> KernelTable:
     """A small kernel of a program for each tile of queries, and one that overlaps the one before it."""
-    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True, "launch_pdl": True}
     grid = tiles_of_queries(problem) * problem.heads_q * problem.batch
-    return KernelTable(kernel=kernel, grid=grid, options=options, rows=rows)
+    return KernelTable(kernel=kernel, grid=grid, options={**SMALL, "launch_pdl": True}, rows=rows)
 
 
 def statistics_table(launch: TritonLaunch, *, has_sums: bool) -> KernelTable:

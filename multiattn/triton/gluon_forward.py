@@ -10,7 +10,7 @@ from typing import Any
 from multiattn.packed import ragged
 from multiattn.plan import abi, limits
 from multiattn.plan.arch import ARCHS, Arch
-from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import SCHEDULERS, heads_side_by_side, one_width, query_tiles, saving_widths
 from multiattn.plan.support import Reason
@@ -179,11 +179,9 @@ def sizes_row(problem: Problem, tiles: int, heads: int, together: int, tiles_q: 
     }
 
 
-def has_end(plan: Plan) -> bool:
+def has_end(problem: Problem, config: Config) -> bool:
     """True where the last block of keys may not be full."""
-    config = plan.config
-    assert config is not None
-    return plan.problem.packing is not None or plan.problem.seq_kv % config.tile_n != 0
+    return problem.packing is not None or problem.seq_kv % config.tile_n != 0
 
 
 def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
@@ -266,7 +264,7 @@ FAMILY = TritonFamily(
     areas=lambda problem, config: COUNTER if config.counts else {},
     fits=why_not_fit,
     candidates=_candidates,
-    flag=lambda plan: has_end(plan) and not plan.problem.is_banded,
+    flag=lambda problem, config: has_end(problem, config) and not problem.is_banded,
     flag_name="ragged",
     is_gluon=True,
     is_emitted=True,

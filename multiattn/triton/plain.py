@@ -13,7 +13,7 @@ from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import KINDS
 from multiattn.plan import limits
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch
-from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import key_tiles, one_width, query_tiles
 from multiattn.plan.support import Capability, Reason
@@ -279,11 +279,6 @@ def why_not_fit(problem: Problem, arch: Arch, config: TritonConfig) -> tuple[Rea
     return (*limits.failed(checks), *why_not_read(problem, arch, config))
 
 
-def _is_far(plan: Plan) -> bool:
-    assert isinstance(plan.config, TritonConfig)
-    return is_far(plan.problem, within_blocks(plan.config, plan.problem), is_backward=False)
-
-
 def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
     problem, step = launch.problem, STEPS[launch.plan.variant].step
     config = within_blocks(launch.config, problem)
@@ -317,6 +312,6 @@ FAMILY = TritonFamily(
     tiles=lambda config: (config.tile_m, 0),
     fits=why_not_fit,
     candidates=_candidates,
-    flag=_is_far,
+    flag=lambda problem, config: is_far(problem, within_blocks(config, problem), is_backward=False),
     is_emitted=True,
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from multiattn.plan import limits
 from multiattn.plan.arch import Arch
-from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.backend import Variant
 from multiattn.plan.schedule import NARROWEST, key_tiles, one_width, query_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
@@ -28,7 +28,7 @@ from multiattn.triton.plain import (
     why_not_read,
     within_blocks,
 )
-from multiattn.triton.table import ELEMENT_BYTES, INT32, KernelTable
+from multiattn.triton.table import ELEMENT_BYTES, INT32, SMALL, KernelTable
 
 VARIANTS = ("two_pass", "atomic")
 """The better first; `atomic` is in one pass."""
@@ -107,11 +107,6 @@ def _areas(problem: Problem, config: TritonBackwardConfig) -> Areas:
     return {name: problem.layouts[name] for name in names}
 
 
-def _is_far(plan: Plan) -> bool:
-    assert isinstance(plan.config, TritonBackwardConfig)
-    return is_far(plan.problem, within(plan.config, plan.problem), is_backward=True)
-
-
 def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
     problem, arch, config = launch.problem, launch.arch, within(launch.config, launch.problem)
     own: dict[str, Any] = {
@@ -137,8 +132,7 @@ def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
         far_rows=problem.strides_out[2] * _ROWS_BESIDE >= INT32,
         one_pass=True,
     )
-    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
-    return (table_of("prepare_rows", launch, beside, options), keys, table_of("finish_dq", launch, beside, options))
+    return (table_of("prepare_rows", launch, beside, SMALL), keys, table_of("finish_dq", launch, beside, SMALL))
 
 
 # ---------------------------------------------------------------- configs worth timing
@@ -191,5 +185,5 @@ FAMILY = TritonFamily(
     areas=_areas,
     fits=why_not_fit,
     candidates=_candidates,
-    flag=_is_far,
+    flag=lambda problem, config: is_far(problem, within(config, problem), is_backward=True),
 )

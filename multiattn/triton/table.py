@@ -18,6 +18,8 @@ from multiattn.score import LoweredScore
 INT32 = 1 << 31
 """Offsets from here on need 64 bits."""
 ELEMENT_BYTES = 2  # fp16 and bf16
+SMALL: Mapping[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+"""Options of the small kernels around those that do the work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

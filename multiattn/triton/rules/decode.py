@@ -50,20 +50,16 @@ _RULES: tuple[Rule[TritonSplitConfig], ...] = (
     decode(_SM90, (1, 64), _WGMMA, (128, 64, 8, 3), 2),
     decode(_SM90, (65, 128), _CHUNK, (64, 64, 4, 3), 2),
     decode(_SM90, (129, 256), _WGMMA, (128, 32, 8, 2), 1),
-    # ---------------------------------------------------------------- sm100, sm103
-    decode(_BLACKWELL, (1, 128), _BYTES, (16, 64, 4, 3), 2, rows_max=16),
-    decode(_BLACKWELL, (129, 256), _BYTES, (16, 32, 4, 3), 2, rows_max=16),
-    decode(_BLACKWELL, (1, 128), _BYTES, (32, 64, 4, 3), 2, rows_max=FEW_ROWS),
-    decode(_BLACKWELL, (129, 256), _BYTES, (32, 32, 4, 3), 2, rows_max=FEW_ROWS),
+    # ---------------------------------------------------------------- sm80, sm100, sm103
+    decode((*_LARGE, *_BLACKWELL), (1, 128), _BYTES, (16, 64, 4, 3), 2, rows_max=16),
+    decode((*_LARGE, *_BLACKWELL), (129, 256), _BYTES, (16, 32, 4, 3), 2, rows_max=16),
+    decode((*_LARGE, *_BLACKWELL), (1, 128), _BYTES, (32, 64, 4, 3), 2, rows_max=FEW_ROWS),
+    decode((*_LARGE, *_BLACKWELL), (129, 256), _BYTES, (32, 32, 4, 3), 2, rows_max=FEW_ROWS),
     decode(_BLACKWELL, (1, 128), _PRODUCTS, (128, 64, 8, 3), 1),
     decode(_BLACKWELL, (129, 256), _SPILLS_OUTSIDE, (128, 32, 8, 2), 1),
-    # ---------------------------------------------------------------- mma.sync
-    decode(_LARGE, (1, 128), _BYTES, (16, 64, 4, 3), 2, rows_max=16),
-    decode(_LARGE, (129, 256), _BYTES, (16, 32, 4, 3), 2, rows_max=16),
-    decode(_LARGE, (1, 128), _BYTES, (32, 64, 4, 3), 2, rows_max=FEW_ROWS),
-    decode(_LARGE, (129, 256), _BYTES, (32, 32, 4, 3), 2, rows_max=FEW_ROWS),
     decode(_LARGE, (1, 128), _PRODUCTS, (128, 64, 8, 2), 1),
     decode(_LARGE, (129, 256), _SHARED, (64, 32, 8, 2), 1),
+    # ---------------------------------------------------------------- little shared memory
     decode(_SMALL, (1, 64), _BYTES, (16, 64, 4, 3), 2, rows_max=16),
     decode(_SMALL, (65, 256), _LITTLE_MEMORY, (16, 32, 4, 3), 1, rows_max=16),
     decode(_SMALL, (1, 64), _BYTES, (32, 64, 4, 3), 2, rows_max=FEW_ROWS),
