@@ -1,4 +1,4 @@
-// The constants of a compiled forward kernel for sm90. Each rule of multiattn/cuda/wgmma_configs.py about which of them go
+// The constants of a compiled forward kernel for sm90. Each rule of forward_wgmma.py and decode_wgmma.py about which of them go
 // together has its static_assert here.
 #pragma once
 #include "multiattn/descriptor.cuh"
