@@ -9,15 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gluon_plans import HEADS, LENGTH, SM90, WINDOW, needs_compiler, needs_machine_code, problem, scored
 
-from multiattn import Problem, explain
+from multiattn import explain
 from multiattn.inspect.facts import read_kernel
-from multiattn.mask import CAUSAL, FULL, Band
-from multiattn.operands import Operands, Options, with_score
-from multiattn.plan.arch import by_name
+from multiattn.mask import CAUSAL, FULL
 from multiattn.plan.backend import Plan, find_variant, plan_variant
-from multiattn.plan.toolchain import find_cuobjdump
-from multiattn.problem import problem_of
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import image_of
 from multiattn.triton.calls import calls_of
@@ -34,15 +31,7 @@ from multiattn.triton.gluon_forward import (
 from multiattn.triton.score import lowered_score
 from multiattn.triton.staged import follows_distance, stages_of, under_diagonal
 
-SM90 = by_name("sm90")
 VARIANT = find_variant(BACKEND, "warp_specialized")
-WINDOW = Band(300, 5)
-needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
-
-
-def problem(head_dim=128, **options):
-    sizes = {"batch": 2, "heads_q": 8, "heads_kv": 2, "seq_q": 1000, "head_dim": head_dim, **options}
-    return Problem.contiguous(**sizes)
 
 
 def plan_of(head_dim=128, config=None, **options):
@@ -102,15 +91,7 @@ def test_the_bounds_of_a_window_are_numbers_that_only_a_two_sided_kernel_gets():
 
 # ---------------------------------------------------------------- what modifies scores
 
-SLOPES, HEADS, LENGTH = torch.empty(8), 8, 256
-BIAS = torch.empty(1, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)
-
-
-def scored(head_dim=128, band=FULL, softcap=None, alibi_slopes=None, bias=None, score_mod=None):
-    """A problem with an expression."""
-    q = torch.empty(1, HEADS, LENGTH, head_dim, dtype=torch.bfloat16)
-    operands, options = with_score(Operands(q, q, q), Options(), softcap, alibi_slopes, bias, score_mod)
-    return replace(problem_of(operands, options), band=band)
+SLOPES, BIAS = torch.empty(8), torch.empty(1, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +180,7 @@ def test_its_code_is_what_the_config_asks_for():
 
 
 @needs_compiler
-@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
+@needs_machine_code
 @pytest.mark.parametrize(("head_dim", "has_sinks"), [pytest.param(64, False, marks=pytest.mark.nightly), (128, True)])
 def test_a_window_spills_nothing_in_its_loops(head_dim, has_sinks):
     """It has a loop more than a causal mask, whose rules are on record; sinks come after all loops."""
@@ -253,7 +234,7 @@ def test_a_tile_is_judged_by_the_sums_of_whole_rows():
 
 
 @needs_compiler
-@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
+@needs_machine_code
 @pytest.mark.parametrize(
     ("head_dim", "band", "modifications"),
     [
@@ -269,7 +250,7 @@ def test_modified_scores_spill_nothing_in_loops(head_dim, band, modifications):
 
 
 @needs_compiler
-@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
+@needs_machine_code
 @pytest.mark.nightly
 @pytest.mark.parametrize(("band", "more"), [(CAUSAL, 1), (FULL, 2)], ids=str)
 def test_alibi_takes_a_sum_for_each_score_and_a_product_where_distance_has_no_sign(band, more):
