@@ -209,10 +209,12 @@ class Operands(NamedTuple):
 
     @property
     def requires_grad(self) -> bool:
-        """True if a gradient of an input is wanted."""
+        """True if a gradient of an input is wanted; indices have none."""
         if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
             return True
-        return any(tensor.requires_grad for tensor in self.inputs[INPUTS:])
+        if self.sinks is not None and self.sinks.requires_grad:
+            return True
+        return bool(self.captured) and any(tensor.requires_grad for tensor in self.captured)
 
 
 @functools.lru_cache(maxsize=64)

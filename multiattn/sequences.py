@@ -65,7 +65,8 @@ class Indices(NamedTuple):
     @property
     def given(self) -> tuple[torch.Tensor, ...]:
         """Those that there are."""
-        return tuple([it for it in self if it is not None])
+        some = self[:_OF_SEQUENCES] if self.kv_num_blocks is None else self
+        return tuple([it for it in some if it is not None])
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
@@ -73,6 +74,8 @@ class Indices(NamedTuple):
         return {name: it for name, it in zip(self._fields, self, strict=True) if it is not None}
 
 
+_OF_SEQUENCES = Indices._fields.index("kv_num_blocks")
+"""How many are no lists of a block mask: a call of a packed batch or over a cache asks no more of them."""
 NO_INDICES = Indices()
 
 
@@ -131,11 +134,6 @@ class Batching(NamedTuple):
         found["seqlens_kv"] = Layout((self.sequences,), (1,), torch.int32)
         found["page_table"] = Layout((self.sequences, self.max_pages), (self.table_stride, 1), torch.int32)
         return {name: found[name] for name in self.names}
-
-    @property
-    def rows(self) -> int:
-        """Keys of an entry of k and v; 0 where that is `Problem.seq_kv`."""
-        return self.page or 0
 
     @property
     def numbers(self) -> list[int]:

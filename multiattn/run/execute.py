@@ -50,7 +50,7 @@ def run_forward_into(ready: Ready, operands: Operands, out: torch.Tensor) -> tor
 def _writing(operands: Operands, out: torch.Tensor, lse: torch.Tensor) -> Operands:
     """The operands of a forward that writes these, with sinks as kernels read them."""
     if operands.sinks is not None:
-        operands = operands._replace(sinks=as_fp32(operands.sinks))
+        return operands._replace(out=out, lse=lse, sinks=as_fp32(operands.sinks))
     return _operands((*operands[: _RESULTS.start], out, lse, *operands[_RESULTS.stop :]))
 
 
