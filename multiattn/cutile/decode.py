@@ -239,7 +239,8 @@ def _split_keys(call: Asked) -> KernelLaunch:
             two_sided=problem.is_two_sided,
             has_sinks=problem.has_sinks and not divided,
             sign=problem.scale_sign,
-            latency=config.latency,
+            k_latency=config.latency,
+            v_latency=config.latency,
             tma=not assumed.flag("no_tma", not launches.has_positive_strides(problem)),
             divided=divided,
             one_tile=one_tile,
@@ -266,7 +267,7 @@ def _merge_splits(call: Asked) -> KernelLaunch:
     overlaps = can_overlap(call.plan.arch)
     return KernelLaunch(
         kernel="merge_splits",
-        module="decode",
+        module="merge",
         is_64bit=assumed.flag("int64", _needs_64bit(problem, config)),
         grid=merge_grid(problem, config.splits),
         arrays={

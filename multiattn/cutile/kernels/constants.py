@@ -71,6 +71,9 @@ class ForwardConstants:
     packed: bool = False
     """Tiles are of a packed batch's sequences, and come from a list."""
     ragged_queries = False
+    cached = False
+    paged = False
+    divided = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +173,8 @@ class SplitKeysConstants:
     has_sinks: bool
     sign: int
     """The scale's sign: 1, -1 or 0."""
-    latency: int | None
+    k_latency: int | None
+    v_latency: int | None
     tma: bool
     divided: bool
     """Keys are divided: results are parts, which another kernel merges."""
@@ -190,12 +194,17 @@ class SplitKeysConstants:
     """As the forward's."""
     tail_d = 0
     last_d = 0
+    masked = True
     blocks = None
     packed = False
     ragged_queries = False
     exp2 = True
     flush_to_zero = True
     scale_after_max = True
+    k_transposed = True
+    approximate_division = True
+    lazy_max = False
+    q_in_registers = False
     ln_base = LN_2
 
 

@@ -19,8 +19,9 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import lists, packed, parts, scores, tiles
+from multiattn.cutile.kernels import keys, lists, packed, parts, scores, tiles
 from multiattn.cutile.kernels.constants import SMALLEST_TILE, ForwardConstants
+from multiattn.cutile.kernels.rows import load_sinks, store_lse
 from multiattn.cutile.kernels.tiles import Array32, ConstBool, Derived, Numbers, Reach, Tuple32, Vectors32
 
 LOWEST = -3.4028234663852886e38
@@ -66,9 +67,9 @@ def shift(const: Any, s: Any, m: Any, scale: Any) -> Any:
 
 
 @ct.function
-def score(const: Any, place: Any, q: Any, k: Any, block: Any, masked: ConstBool) -> Any:
+def score_found(const: Any, place: Any, q: Any, k: Any, block: Any, found: Any, masked: ConstBool) -> Any:
     """Scores of one block of keys, without their scale, ``[tile_m, tile_n]``; -inf where a query does not see a key."""
-    s = scores.modify(const, place, parts.multiply_keys(const, place, q, k, block), block)
+    s = scores.modify(const, place, parts.multiply_keys(const, place, q, k, found), block)
     seen = tiles.seen_keys(const, place, block, masked, const.masked)
     if seen is not None:
         s = ct.where(seen, s, -math.inf)
@@ -76,21 +77,22 @@ def score(const: Any, place: Any, q: Any, k: Any, block: Any, masked: ConstBool)
 
 
 @ct.function
-def weigh(const: Any, place: Any, q: Any, k: Any, scale: Any, rows: Any, block: Any, masked: ConstBool) -> Any:
-    """Weights of one block of keys, 16-bit ``[tile_m, tile_n]``, and the rows rescaled to the new maximum."""
-    s = score(const, place, q, k, block, masked)
-    m, shifted = shift(const, s, rows.m, scale)
-    p = power(const, shifted, False)  # [tile_m, tile_n]
-    alpha = power(const, rows.m - m, False)  # [tile_m, 1]
-    l = rows.l * alpha + parts.partial_sums(const, p)
-    return p.astype(k.dtype), RunningSoftmax(acc=parts.scaled(const, rows.acc, alpha), m=m, l=l)
+def score(const: Any, place: Any, q: Any, k: Any, block: Any, masked: ConstBool) -> Any:
+    """`score_found` of keys that are in rows of their own batch entry."""
+    return score_found(const, place, q, k, block, block, masked)
 
 
 @ct.function
 def attend(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, block: Any, masked: ConstBool) -> Any:
-    """Take one block of keys into the running softmax."""
-    p, rows = weigh(const, place, q, k, scale, rows, block, masked)
-    return RunningSoftmax(acc=parts.add_values(const, place, v, p, rows.acc, block), m=rows.m, l=rows.l)
+    """Take one block of keys into the running softmax, rescaled to the new maximum."""
+    found = keys.find(const, place, k, block)
+    s = score_found(const, place, q, k, block, found, masked)
+    m, shifted = shift(const, s, rows.m, scale)
+    p = power(const, shifted, False)  # [tile_m, tile_n]
+    alpha = power(const, rows.m - m, False)  # [tile_m, 1]
+    l = rows.l * alpha + parts.partial_sums(const, p)
+    p, acc = p.astype(k.dtype), parts.scaled(const, rows.acc, alpha)
+    return RunningSoftmax(acc=parts.add_values(const, place, v, p, acc, found, block, masked), m=m, l=l)
 
 
 @ct.function
@@ -113,7 +115,7 @@ def has_masked_blocks(const: Any) -> Any:
 def online_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
     """The softmax of the tile's rows, each block of keys with a maximum of its own."""
     rows = no_rows(const)
-    blocks = tiles.key_blocks(const, place)
+    blocks = tiles.own_blocks(const, tiles.key_blocks(const, place))
     for number in range(blocks.full_begin, blocks.full_end):
         block = tiles.full_block(const, place, number)
         rows = attend(const, place, q, k, v, scale, rows, block, False)
@@ -132,7 +134,7 @@ def online_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> A
 def take(const: Any, place: Any, v: Any, s: Any, scale: Any, rows: Any, block: Any) -> Any:
     """Take one block's scores ``[tile_m, tile_n]`` into rows whose maximum stays."""
     p = power(const, s * scale - rows.m, False)
-    acc = parts.add_values(const, place, v, p.astype(v.dtype), rows.acc, block)
+    acc = parts.add_values(const, place, v, p.astype(v.dtype), rows.acc, block, block, False)
     return RunningSoftmax(acc=acc, m=rows.m, l=rows.l + parts.partial_sums(const, p))
 
 
@@ -341,7 +343,9 @@ def must_redo(const: Any, place: Any, l: Any) -> Any:
 
 @ct.function
 def load_sink(const: Any, place: Any, sinks: Any) -> Any:
-    """The head's sink ``[1, 1]``, in the domain of the rung."""
+    """The head's sink ``[1, 1]``, or of heads ``[tile_m, 1]``, in the domain of the rung."""
+    if place.query is not None:
+        return load_sinks(const, place, sinks[0]) * (1.0 / const.ln_base)
     # Without TMA, which wants an address that is a multiple of 16 bytes.
     return ct.load(sinks[0], (place.head,), (1,), allow_tma=False).reshape((1, 1)) * (1.0 / const.ln_base)
 
@@ -361,10 +365,17 @@ def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any, si
     if const.has_sinks:
         rows, l = with_sink(const, rows, l, sink)
     parts.store_out(const, place, out, rows.acc, l)
-    log_sum = ct.where(l == 0.0, -math.inf, (rows.m + power(const, l, True)) * const.ln_base)
-    log_sum = log_sum.reshape((1, 1, const.tile_m))
-    # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end of lse.
-    ct.store(lse, (place.batch, place.head, place.tile), log_sum, allow_tma=False)
+    is_empty = l == 0.0
+    log_sum = rows.m + power(const, l, True)
+    if not const.divided:
+        log_sum = log_sum * const.ln_base
+    log_sum = ct.where(is_empty, -math.inf, log_sum)
+    if place.query is None:
+        log_sum = log_sum.reshape((1, 1, const.tile_m))
+        # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end of lse.
+        ct.store(lse, (place.batch, place.head, place.tile), log_sum, allow_tma=False)
+    else:
+        store_lse(const, place, lse, log_sum)
 
 
 @ct.function

@@ -10,8 +10,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import lists
-from multiattn.cutile.kernels.tiles import ZERO, ConstInt, load_part
+from multiattn.cutile.kernels import keys, lists, rows
+from multiattn.cutile.kernels.tiles import ZERO, ConstBool, ConstInt, load_part
 
 APPROX = ct.RoundingMode.APPROX
 FIRST, TAIL, LAST = range(3)
@@ -56,8 +56,11 @@ def column(const: Any, part: ConstInt) -> Any:
 @ct.function
 def load_q_part(const: Any, place: Any, q: Any, part: ConstInt) -> Any:
     """A part of the tile's queries ``[tile_m, width]``, with the sign of the scale."""
-    index = (place.batch, place.head, place.tile, column(const, part))
-    tile = load_part(const, q, index, const.tile_m, width(const, part), None)
+    if place.query is None:
+        index = (place.batch, place.head, place.tile, column(const, part))
+        tile = load_part(const, q, index, const.tile_m, width(const, part), None)
+    else:
+        tile = rows.load(const, place, q)
     if const.sign != 1:
         tile = tile * const.sign
     if const.q_in_registers:
@@ -70,16 +73,19 @@ def load_q_part(const: Any, place: Any, q: Any, part: ConstInt) -> Any:
 def load_q(const: Any, place: Any, q: Any) -> Any:
     """The tile's queries ``[tile_m, head_dim]``, with the sign of the scale."""
     first = load_q_part(const, place, q, FIRST)
-    if const.last_d > 0:
-        return Parts(first=first, tail=load_q_part(const, place, q, TAIL), last=load_q_part(const, place, q, LAST))
     if const.tail_d > 0:
-        return Parts(first=first, tail=load_q_part(const, place, q, TAIL))
+        tail, last = load_q_part(const, place, q, TAIL), None
+        if const.last_d > 0:
+            last = load_q_part(const, place, q, LAST)
+        return Parts(first=first, tail=tail, last=last)
     return first
 
 
 @ct.function
 def load_rows(const: Any, place: Any, array: Any, block: Any, latency: Any, part: ConstInt) -> Any:
     """A part of a block of keys or values ``[tile_n, width]``."""
+    if const.paged:
+        return keys.load_rows(const, place, array, block, latency)
     loaded = lists.inside(const, block, place.seq_kv, const.tile_n)
     index = (place.batch, place.head_kv, loaded, column(const, part))
     return load_part(const, array, index, const.tile_n, width(const, part), latency)
@@ -88,12 +94,15 @@ def load_rows(const: Any, place: Any, array: Any, block: Any, latency: Any, part
 @ct.function
 def load_k(const: Any, place: Any, k: Any, block: Any, part: ConstInt) -> Any:
     """A part of a block of keys, transposed: ``[width, tile_n]``."""
-    if not const.k_transposed:
+    if not const.k_transposed or (const.paged and const.page_rows != const.tile_n):
         return ct.transpose(load_rows(const, place, k, block, const.k_latency, part))
-    loaded = lists.inside(const, block, place.seq_kv, const.tile_n)
+    if const.paged:
+        entry, loaded = block.entry, block.row
+    else:
+        entry, loaded = place.batch, lists.inside(const, block, place.seq_kv, const.tile_n)
     tile = ct.load(
         k,
-        (place.batch, place.head_kv, column(const, part), loaded),
+        (entry, place.head_kv, column(const, part), loaded),
         (1, 1, width(const, part), const.tile_n),
         order=(0, 1, 3, 2),
         padding_mode=ZERO,
@@ -120,26 +129,25 @@ def multiply_keys(const: Any, place: Any, q: Any, k: Any, block: Any) -> Any:
 
 
 @ct.function
-def add_values_part(const: Any, place: Any, v: Any, p: Any, acc: Any, block: Any, part: ConstInt) -> Any:
+def add_values_part(
+    const: Any, place: Any, v: Any, p: Any, acc: Any, found: Any, block: Any, masked: ConstBool, part: ConstInt
+) -> Any:
     """A part of acc and P V of one block of keys."""
-    return ct.mma(p, load_rows(const, place, v, block, const.v_latency, part), acc)
+    values = load_rows(const, place, v, found, const.v_latency, part)
+    return ct.mma(p, keys.without_others(const, place, values, block, masked), acc)
 
 
 @ct.function
-def add_values(const: Any, place: Any, v: Any, p: Any, acc: Any, block: Any) -> Any:
-    """acc and P V of one block of keys."""
-    if const.last_d > 0:
-        return Parts(
-            first=add_values_part(const, place, v, p, acc.first, block, FIRST),
-            tail=add_values_part(const, place, v, p, acc.tail, block, TAIL),
-            last=add_values_part(const, place, v, p, acc.last, block, LAST),
-        )
+def add_values(const: Any, place: Any, v: Any, p: Any, acc: Any, found: Any, block: Any, masked: ConstBool) -> Any:
+    """acc and P V of one block of keys, which is where `found` says (`keys.find`)."""
     if const.tail_d > 0:
-        return Parts(
-            first=add_values_part(const, place, v, p, acc.first, block, FIRST),
-            tail=add_values_part(const, place, v, p, acc.tail, block, TAIL),
-        )
-    return add_values_part(const, place, v, p, acc, block, FIRST)
+        last = None
+        first = add_values_part(const, place, v, p, acc.first, found, block, masked, FIRST)
+        tail = add_values_part(const, place, v, p, acc.tail, found, block, masked, TAIL)
+        if const.last_d > 0:
+            last = add_values_part(const, place, v, p, acc.last, found, block, masked, LAST)
+        return Parts(first=first, tail=tail, last=last)
+    return add_values_part(const, place, v, p, acc, found, block, masked, FIRST)
 
 
 # ---------------------------------------------------------------- output
@@ -160,10 +168,11 @@ def zeros(const: Any) -> Any:
 @ct.function
 def scaled(const: Any, acc: Any, alpha: Any) -> Any:
     """acc times alpha ``[tile_m, 1]``."""
-    if const.last_d > 0:
-        return Parts(first=acc.first * alpha, tail=acc.tail * alpha, last=acc.last * alpha)
     if const.tail_d > 0:
-        return Parts(first=acc.first * alpha, tail=acc.tail * alpha)
+        first, tail, last = acc.first * alpha, acc.tail * alpha, None
+        if const.last_d > 0:
+            last = acc.last * alpha
+        return Parts(first=first, tail=tail, last=last)
     return acc * alpha
 
 
@@ -191,8 +200,11 @@ def store_part(const: Any, place: Any, out: Any, acc: Any, l: Any, part: ConstIn
         o = ct.truediv(acc, l, flush_to_zero=True, rounding_mode=APPROX)
     else:
         o = ct.truediv(acc, l)
-    o = o.astype(out.dtype).reshape((1, 1, const.tile_m, width(const, part)))
-    ct.store(out, (place.batch, place.head, place.tile, column(const, part)), o, allow_tma=const.tma)
+    if place.query is None:
+        o = o.astype(out.dtype).reshape((1, 1, const.tile_m, width(const, part)))
+        ct.store(out, (place.batch, place.head, place.tile, column(const, part)), o, allow_tma=const.tma)
+    else:
+        rows.store(const, place, out, o)
 
 
 @ct.function

@@ -53,6 +53,12 @@ class Place:
     """The `packed.Sequence` of a packed batch: `batch` is then 0, and all else is within the sequence."""
     query: Any = None
     """The query of each row ``[tile_m, 1]``, where a tile's rows are of several heads: `head` is such a tile, too."""
+    group: Any = None
+    """The number of these heads, `entry` the first index of the rows in q, `result` that in results."""
+    entry: Any = None
+    result: Any = None
+    cache: Any = ()
+    """Lengths of keys, then the page table and then where queries start, as far as there are any."""
     first_key: Any = None
     """The first key that any row sees, of a cache with a window: what lies before it may be freed."""
 
@@ -236,6 +242,23 @@ def load_tile(const: Any, array: Any, index: Any, rows: Any, latency: Any) -> An
 
 
 @ct.function
+def first_query(const: Any, place: Any) -> Any:
+    """The query of a tile's first row."""
+    row = place.tile * const.tile_m
+    if place.query is None:
+        return row
+    return row // place.group
+
+
+@ct.function
+def behind_queries(const: Any, place: Any, first: Any) -> Any:
+    """The query behind that of a tile's last row, or one further on."""
+    if place.query is None:
+        return first + const.tile_m
+    return (place.tile * const.tile_m + (const.tile_m - 1)) // place.group + 1
+
+
+@ct.function
 def key_blocks(const: Any, place: Any) -> Any:
     """The blocks of keys that a tile of queries walks over.
 
@@ -244,21 +267,39 @@ def key_blocks(const: Any, place: Any) -> Any:
     if const.blocks is not None:
         return listed_blocks(const, place)
     offset = place.seq_kv - place.seq_q
-    first_row = place.tile * const.tile_m
+    first_row = first_query(const, place)
     if const.two_sided:
         before, after = place.reach
-        first, last = first_row + offset, min(first_row + const.tile_m, place.seq_q) - 1 + offset
+        first, last = first_row + offset, min(behind_queries(const, place, first_row), place.seq_q) - 1 + offset
         return blocks_of_band(first, last, before, after, place.seq_kv, const.tile_n)
     seen_by_first_row = seen_by_last_row = place.seq_kv
     if const.banded:
         seen_by_first_row = max(0, min(first_row + offset + 1, place.seq_kv))
-        seen_by_last_row = max(0, min(first_row + offset + const.tile_m, place.seq_kv))
+        if place.query is None:
+            seen_by_last_row = max(0, min(first_row + offset + const.tile_m, place.seq_kv))
+        else:
+            seen_by_last_row = max(0, min(behind_queries(const, place, first_row) + offset, place.seq_kv))
     return Blocks(
         begin=0,
         full_begin=0,
         full_end=seen_by_first_row // const.tile_n,
         end=ct.cdiv(seen_by_last_row, const.tile_n),
     )
+
+
+@ct.function
+def own_blocks(const: Any, blocks: Any) -> Any:
+    """Those of a split: the first ones have a block more where they cannot all have as many."""
+    if not const.divided:
+        return blocks
+    split, splits = ct.bid(2), ct.num_blocks(2)
+    count = blocks.end - blocks.begin
+    share = count // splits
+    more = count - share * splits
+    begin = blocks.begin + split * share + min(split, more)
+    end = begin + share + max(0, min(1, more - split))
+    full_begin = max(begin, min(blocks.full_begin, end))
+    return Blocks(begin=begin, full_begin=full_begin, full_end=max(full_begin, min(blocks.full_end, end)), end=end)
 
 
 @ct.function
