@@ -29,15 +29,38 @@ from multiattn.validate import LOG2_E
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """The arrays that blocks of queries are read from, and the factor of their scores."""
+    """The arrays and numbers of a kernel; None for those that it has not."""
 
     q: Any
+    k: Any
+    v: Any
+    out: Any = None
     lse: Any
     dout: Any
+    dlse: Any = None
     delta: Any
+    dq: Any = None
+    dq_sum: Any = None
+    """fp32, to which blocks add in any order."""
+    dk: Any = None
+    dv: Any = None
     score_factor: Any
-    dcaptured: Any
+    grad_factor: Any
+    dcaptured: Any = ()
     """The gradients of captured tensors, to which blocks add: a tuple, empty where nobody wants any."""
+    ds: Any = None
+    """Where blocks of ds are stored, and the first head of queries that has a place there (`stored`)."""
+    ds_first: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queries:
+    """Tiles of queries and of dout ``[tile_m, tile_d]``, with columns ``[tile_m, 1]`` of lse and delta."""
+
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,64 +100,71 @@ def row_delta(const: Any, out: Any, dout: Any, dlse: Any, delta: Any, index: Any
 
 
 @ct.function
-def add_keys(
-    const: Any, place: Any, q: Any, dout: Any, k: Any, v: Any, lse: Any, delta: Any, score_factor: Any,
-    acc: Any, block: Any, masked: ConstBool,
-) -> Any:  # fmt: skip
-    """Take one block of keys into a tile of dq; q and dout are tiles ``[tile_m, tile_d]``, lse and delta columns."""
+def add_keys(const: Any, place: Any, given: Any, mine: Any, acc: Any, block: Any, masked: ConstBool) -> Any:
+    """Take one block of keys into a tile of dq."""
     none = ct.full((const.tile_m, const.tile_n), 0.0, dtype=ct.float32)
     index = (place.batch, place.head_kv, lists.inside(const, block, place.seq_kv, const.tile_n), 0)
-    keys = tiles.load_tile(const, k, index, const.tile_n, const.latency)
-    values = tiles.load_tile(const, v, index, const.tile_n, const.latency)
-    s = ct.mma(q, keys.transpose(), none)  # [tile_m, tile_n]
-    dp = ct.mma(dout, values.transpose(), none)
-    s, slope = scores.modify_with_slope(const, place, s, score_factor, block, False)
-    p = ct.exp2(s - lse, flush_to_zero=True)
+    keys = tiles.load_tile(const, given.k, index, const.tile_n, const.latency)
+    values = tiles.load_tile(const, given.v, index, const.tile_n, const.latency)
+    s = ct.mma(mine.q, keys.transpose(), none)  # [tile_m, tile_n]
+    dp = ct.mma(mine.dout, values.transpose(), none)
+    s, slope = scores.modify_with_slope(const, place, s, given.score_factor, block, False)
+    p = ct.exp2(s - mine.lse, flush_to_zero=True)
     if slope is not None:
         p = p * slope
-    ds = p * (dp - delta)
+    ds = p * (dp - mine.delta)
     seen = tiles.seen_keys(const, place, block, masked, const.banded or const.ragged)
     if seen is not None:  # by selection: of a key beyond the end, p may be inf
         ds = ct.where(seen, ds, 0.0)
-    return ct.mma(ds.astype(k.dtype), keys, acc)
+    return ct.mma(ds.astype(given.k.dtype), keys, acc)
 
 
 @ct.function
-def query_grads_tile(
-    const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, delta: Any, dq: Any,
-    score_factor: Any, grad_factor: Any,
-) -> None:  # fmt: skip
+def query_grads_tile(const: Any, place: Any, given: Any) -> None:
     """A tile of dq and of delta."""
     rows = (place.batch, place.head, place.tile)
-    queries = tiles.load_tile(const, q, (*rows, 0), const.tile_m, 2)
-    douts = tiles.load_tile(const, dout, (*rows, 0), const.tile_m, 2)
-    d = row_delta(const, out, douts, dlse, delta, rows)[:, None]
-    m = load_lse(const, lse, rows)[:, None]
+    queries = tiles.load_tile(const, given.q, (*rows, 0), const.tile_m, 2)
+    douts = tiles.load_tile(const, given.dout, (*rows, 0), const.tile_m, 2)
+    d = row_delta(const, given.out, douts, given.dlse, given.delta, rows)[:, None]
+    mine = Queries(q=queries, dout=douts, delta=d, lse=load_lse(const, given.lse, rows)[:, None])
     acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
     blocks = tiles.key_blocks(const, place)
     for number in range(blocks.full_begin, blocks.full_end):
         block = tiles.full_block(const, place, number)
-        acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, False)
+        acc = add_keys(const, place, given, mine, acc, block, False)
     if const.banded or const.ragged or const.blocks is not None:
         first, end = tiles.masked_numbers(const, blocks)
         for number in range(first, end):
             block = tiles.masked_block(const, place, blocks, number)
-            acc = add_keys(const, place, queries, douts, k, v, m, d, score_factor, acc, block, True)
-    grads = (acc * grad_factor).astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d))
-    ct.store(dq, (*rows, 0), grads, allow_tma=const.tma)
+            acc = add_keys(const, place, given, mine, acc, block, True)
+    store_query_grads(const, given.dq, (*rows, 0), acc, given.grad_factor)
 
 
 @ct.function
-def query_grads_sequence(
-    const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, delta: Any, dq: Any,
-    score_factor: Any, grad_factor: Any,
-) -> None:  # fmt: skip
-    """`query_grads_tile` of a sequence of a packed batch."""
-    q, out, dout = packed.queries_of(place, q), packed.queries_of(place, out), packed.queries_of(place, dout)
-    dq = packed.queries_of(place, dq)
-    lse, dlse, delta = packed.queries_of(place, lse), packed.queries_of(place, dlse), packed.queries_of(place, delta)
-    k, v = packed.keys_of(place, k), packed.keys_of(place, v)
-    query_grads_tile(const, place, q, k, v, out, lse, dout, dlse, delta, dq, score_factor, grad_factor)
+def store_query_grads(const: Any, dq: Any, index: Any, acc: Any, grad_factor: Any) -> None:
+    """Store a tile of dq ``[tile_m, tile_d]``, fp32 without its factor."""
+    grads = (acc * grad_factor).astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d))
+    ct.store(dq, index, grads, allow_tma=const.tma)
+
+
+@ct.function
+def of_sequence(place: Any, given: Any) -> Any:
+    """The arrays of a sequence of a packed batch, as far as the kernel has them."""
+    return replace(
+        given,
+        q=packed.queries_of(place, given.q),
+        out=packed.queries_of(place, given.out),
+        dout=packed.queries_of(place, given.dout),
+        dq=packed.queries_of(place, given.dq),
+        dq_sum=packed.queries_of(place, given.dq_sum),
+        lse=packed.queries_of(place, given.lse),
+        dlse=packed.queries_of(place, given.dlse),
+        delta=packed.queries_of(place, given.delta),
+        k=packed.keys_of(place, given.k),
+        v=packed.keys_of(place, given.v),
+        dk=packed.keys_of(place, given.dk),
+        dv=packed.keys_of(place, given.dv),
+    )
 
 
 @ct.function
@@ -175,13 +205,21 @@ def is_seen(const: Any, place: Any, key_tile: Any, masked: ConstBool) -> Any:
 
 
 @ct.function
+def slot_of(q: Any, place: Any, first: Any) -> Any:
+    """Where the ds of the place's head is, if that of the `first` head comes first."""
+    return place.batch * q.shape[1] + place.head - first
+
+
+@ct.function
 def add_queries(
     const: Any, place: Any, key_tile: Any, keys: Any, values: Any, given: Any, dq_sum: Any, sums: Any, masked: ConstBool
 ) -> Any:
     """Take one block of queries into a tile of dk and dv; keys and values are tiles ``[tile_n, tile_d]``.
 
-    With `dq_sum`, an fp32 view of such tiles, also add the block's share of dq to it.
+    With `dq_sum`, an fp32 view of such tiles, also add the block's share of dq to it. With `Given.ds` leave ds there.
     """
+    if given.ds is not None:
+        slot = slot_of(given.q, place, given.ds_first)
     none = ct.full((const.tile_n, const.tile_m), 0.0, dtype=ct.float32)
     rows = (place.batch, place.head, lists.inside(const, place.tile, place.seq_q, const.tile_m))
     m = load_lse(const, given.lse, rows)[None, :]
@@ -219,6 +257,10 @@ def add_queries(
     if const.dq_transposed:  # before dk: tileiras keeps this order
         nothing = ct.full((const.tile_d, const.tile_m), 0.0, dtype=ct.float32)
         share = ct.mma(keys.transpose(), ds, nothing).transpose()
+    if given.ds is not None:
+        parts = given.ds.shape[3] // const.tile_m
+        index = (slot, place.tile // parts, key_tile, place.tile % parts)
+        ct.store(given.ds, index, ds.reshape((1, 1, const.tile_n, const.tile_m)))
     dk = ct.mma(ds, queries, sums.dk)
     if dq_sum is not None:
         if not const.dq_transposed:
@@ -243,7 +285,10 @@ def add_seen(const: Any, mine: Any, group: Any, keys: Any, values: Any, given: A
             sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, True)
     full = max(0, blocks.full_end - blocks.full_begin)
     for step in range(0, group * full):
-        place = replace(mine, head=mine.head_kv * group + step // full, tile=blocks.full_begin + step % full)
+        number = step
+        if const.stagger > 0:
+            number = step + mine.tile * const.stagger
+        place = replace(mine, head=mine.head_kv * group + step // full, tile=blocks.full_begin + number % full)
         sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, False)
     return sums
 
@@ -265,27 +310,15 @@ def add_listed(const: Any, mine: Any, group: Any, keys: Any, values: Any, given:
 
 
 @ct.function
-def key_grads_block(
-    const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any, reach: Any, order: Any,
-    aux: Any, listed: Any,
-) -> None:  # fmt: skip
-    """One block: a tile of dk and of dv, summed over the queries of the group's heads."""
-    mine = replace(find_key_tile(const, given.q, k, reach, order, aux), lists=listed)
-    key_grads_tile(const, mine, k, v, given, dq_sum, dk, dv, grad_factor)
-
-
-@ct.function
-def key_grads_tile(
-    const: Any, mine: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any
-) -> None:
-    """`key_grads_block` of a tile of keys."""
-    q = given.q
+def key_grads_tile(const: Any, mine: Any, given: Any) -> None:
+    """A tile of dk and of dv, summed over the queries of the group's heads."""
+    q, k, dk, dv = given.q, given.k, given.dk, given.dv
     dq_view = None
-    if dq_sum is not None:
-        dq_view = dq_sum.tiled_view((1, 1, const.tile_m, const.tile_d))
+    if given.dq_sum is not None:
+        dq_view = given.dq_sum.tiled_view((1, 1, const.tile_m, const.tile_d))
     index = (mine.batch, mine.head_kv, mine.tile, 0)
     keys = tiles.load_tile(const, k, index, const.tile_n, 2)
-    values = tiles.load_tile(const, v, index, const.tile_n, 2)
+    values = tiles.load_tile(const, given.v, index, const.tile_n, 2)
     group = q.shape[1] // k.shape[1]
     zeros = ct.full((const.tile_n, const.tile_d), 0.0, dtype=ct.float32)
     sums = KeyGradSums(dk=zeros, dv=zeros)
@@ -293,32 +326,22 @@ def key_grads_tile(
         sums = add_listed(const, mine, group, keys, values, given, dq_view, sums)
     else:
         sums = add_seen(const, mine, group, keys, values, given, dq_view, sums)
-    dk_tile = (sums.dk * grad_factor).astype(dk.dtype).reshape((1, 1, const.tile_n, const.tile_d))
+    dk_tile = (sums.dk * given.grad_factor).astype(dk.dtype).reshape((1, 1, const.tile_n, const.tile_d))
     dv_tile = sums.dv.astype(dv.dtype).reshape((1, 1, const.tile_n, const.tile_d))
     ct.store(dk, index, dk_tile, allow_tma=const.tma)
     ct.store(dv, index, dv_tile, allow_tma=const.tma)
 
 
 @ct.function
-def key_grads_sequence(
-    const: Any, k: Any, v: Any, given: Any, dq_sum: Any, dk: Any, dv: Any, grad_factor: Any, reach: Any, order: Any,
-    aux: Any, entries: Any,
-) -> None:  # fmt: skip
-    """`key_grads_block` of a packed batch."""
-    mine = packed.find_place(const, given.q, k, entries, const.tile_n, reach, order, aux, True)
-    if mine.sequence.number >= 0:
-        given = replace(
-            given,
-            q=packed.queries_of(mine, given.q),
-            lse=packed.queries_of(mine, given.lse),
-            dout=packed.queries_of(mine, given.dout),
-            delta=packed.queries_of(mine, given.delta),
-        )
-        if dq_sum is not None:
-            dq_sum = packed.queries_of(mine, dq_sum)
-        k, v = packed.keys_of(mine, k), packed.keys_of(mine, v)
-        dk, dv = packed.keys_of(mine, dk), packed.keys_of(mine, dv)
-        key_grads_tile(const, mine, k, v, given, dq_sum, dk, dv, grad_factor)
+def key_grads_block(const: Any, given: Any, reach: Any, order: Any, aux: Any, listed: Any) -> None:
+    """One block: a tile of keys, of a packed batch one that a list names."""
+    if const.packed:
+        mine = packed.find_place(const, given.q, given.k, listed[0], const.tile_n, reach, order, aux, True)
+        if mine.sequence.number >= 0:
+            key_grads_tile(const, mine, of_sequence(mine, given))
+    else:
+        mine = replace(find_key_tile(const, given.q, given.k, reach, order, aux), lists=listed)
+        key_grads_tile(const, mine, given)
 
 
 @ct.function
@@ -341,14 +364,17 @@ def query_grads_kernel(const: QueryGradsConstants) -> Callable[..., None]:
         delta: Vectors32, dq: Array32, captured: Tuple32, listed: Tuple32, score_factor: float,
         grad_factor: float, reach: Reach, numbers: Numbers, derived: Derived,
     ) -> None:  # fmt: skip
+        given = Given(
+            q=q, k=k, v=v, out=out, lse=lse, dout=dout, dlse=dlse, delta=delta, dq=dq, score_factor=score_factor,
+            grad_factor=grad_factor,
+        )  # fmt: skip
         aux, order = derived + captured, tiles.order_of(numbers)
         if const.packed:
             place = packed.find_place(const, q, k, listed[0], const.tile_m, reach, order, aux, False)
             if place.sequence.number >= 0:
-                query_grads_sequence(const, place, q, k, v, out, lse, dout, dlse, delta, dq, score_factor, grad_factor)
+                query_grads_tile(const, place, of_sequence(place, given))
         else:
-            place = replace(tiles.find_place(const, q, k, reach, order, aux), lists=listed)
-            query_grads_tile(const, place, q, k, v, out, lse, dout, dlse, delta, dq, score_factor, grad_factor)
+            query_grads_tile(const, replace(tiles.find_place(const, q, k, reach, order, aux), lists=listed), given)
 
     return query_grads
 
@@ -361,12 +387,11 @@ def key_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
         captured: Tuple32, listed: Tuple32, dcaptured: Tuple32, score_factor: float, grad_factor: float, reach: Reach,
         numbers: Numbers, derived: Derived,
     ) -> None:  # fmt: skip
-        given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor, dcaptured=dcaptured)
-        aux, order = derived + captured, tiles.order_of(numbers)
-        if const.packed:
-            key_grads_sequence(const, k, v, given, None, dk, dv, grad_factor, reach, order, aux, listed[0])
-        else:
-            key_grads_block(const, k, v, given, None, dk, dv, grad_factor, reach, order, aux, listed)
+        given = Given(
+            q=q, k=k, v=v, lse=lse, dout=dout, delta=delta, dk=dk, dv=dv, score_factor=score_factor,
+            grad_factor=grad_factor, dcaptured=dcaptured,
+        )  # fmt: skip
+        key_grads_block(const, given, reach, tiles.order_of(numbers), derived + captured, listed)
 
     return key_grads
 
@@ -379,12 +404,11 @@ def all_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
         dk: Array32, dv: Array32, captured: Tuple32, listed: Tuple32, dcaptured: Tuple32,
         score_factor: float, grad_factor: float, reach: Reach, numbers: Numbers, derived: Derived,
     ) -> None:  # fmt: skip
-        given = Given(q=q, lse=lse, dout=dout, delta=delta, score_factor=score_factor, dcaptured=dcaptured)
-        aux, order = derived + captured, tiles.order_of(numbers)
-        if const.packed:
-            key_grads_sequence(const, k, v, given, dq_sum, dk, dv, grad_factor, reach, order, aux, listed[0])
-        else:
-            key_grads_block(const, k, v, given, dq_sum, dk, dv, grad_factor, reach, order, aux, listed)
+        given = Given(
+            q=q, k=k, v=v, lse=lse, dout=dout, delta=delta, dq_sum=dq_sum, dk=dk, dv=dv, score_factor=score_factor,
+            grad_factor=grad_factor, dcaptured=dcaptured,
+        )  # fmt: skip
+        key_grads_block(const, given, reach, tiles.order_of(numbers), derived + captured, listed)
 
     return all_grads
 

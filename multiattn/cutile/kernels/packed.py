@@ -64,13 +64,17 @@ def find_place(
 
 @ct.function
 def queries_of(place: Any, array: Any) -> Any:
-    """The sequence's rows of an array like q, or of one like lse."""
+    """The sequence's rows of an array like q, or of one like lse; None of none."""
+    if array is None:
+        return None
     return array.slice(2, place.sequence.offset_q, place.sequence.offset_q + place.seq_q)
 
 
 @ct.function
 def keys_of(place: Any, array: Any) -> Any:
-    """The sequence's rows of an array like k."""
+    """The sequence's rows of an array like k; None of none."""
+    if array is None:
+        return None
     return array.slice(2, place.sequence.offset_kv, place.sequence.offset_kv + place.seq_kv)
 
 
