@@ -21,7 +21,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import lists, packed, scores, tiles
+from multiattn.cutile.kernels import packed, scores, tiles, walk
 from multiattn.cutile.kernels.constants import BackwardConstants, QueryGradsConstants, RowConstants, RowDeltaConstants
 from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Derived, Numbers, Place, Reach, Tuple32, Vectors32
 from multiattn.validate import LOG2_E
@@ -103,7 +103,7 @@ def row_delta(const: Any, out: Any, dout: Any, dlse: Any, delta: Any, index: Any
 def add_keys(const: Any, place: Any, given: Any, mine: Any, acc: Any, block: Any, masked: ConstBool) -> Any:
     """Take one block of keys into a tile of dq."""
     none = ct.full((const.tile_m, const.tile_n), 0.0, dtype=ct.float32)
-    index = (place.batch, place.head_kv, lists.inside(const, block, place.seq_kv, const.tile_n), 0)
+    index = (place.batch, place.head_kv, walk.inside(const, block, place.seq_kv, const.tile_n), 0)
     keys = tiles.load_tile(const, given.k, index, const.tile_n, const.latency)
     values = tiles.load_tile(const, given.v, index, const.tile_n, const.latency)
     s = ct.mma(mine.q, keys.transpose(), none)  # [tile_m, tile_n]
@@ -128,14 +128,14 @@ def query_grads_tile(const: Any, place: Any, given: Any) -> None:
     d = row_delta(const, given.out, douts, given.dlse, given.delta, rows)[:, None]
     mine = Queries(q=queries, dout=douts, delta=d, lse=load_lse(const, given.lse, rows)[:, None])
     acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
-    blocks = tiles.key_blocks(const, place)
+    blocks = walk.key_blocks(const, place)
     for number in range(blocks.full_begin, blocks.full_end):
-        block = tiles.full_block(const, place, number)
+        block = walk.full_block(const, place, number)
         acc = add_keys(const, place, given, mine, acc, block, False)
     if const.banded or const.ragged or const.blocks is not None:
-        first, end = tiles.masked_numbers(const, blocks)
+        first, end = walk.masked_numbers(const, blocks)
         for number in range(first, end):
-            block = tiles.masked_block(const, place, blocks, number)
+            block = walk.masked_block(const, place, blocks, number)
             acc = add_keys(const, place, given, mine, acc, block, True)
     store_query_grads(const, given.dq, (*rows, 0), acc, given.grad_factor)
 
@@ -221,7 +221,7 @@ def add_queries(
     if given.ds is not None:
         slot = slot_of(given.q, place, given.ds_first)
     none = ct.full((const.tile_n, const.tile_m), 0.0, dtype=ct.float32)
-    rows = (place.batch, place.head, lists.inside(const, place.tile, place.seq_q, const.tile_m))
+    rows = (place.batch, place.head, walk.inside(const, place.tile, place.seq_q, const.tile_m))
     m = load_lse(const, given.lse, rows)[None, :]
     d = load_column(const, given.delta, rows)[None, :]
     queries = tiles.load_tile(const, given.q, (*rows, 0), const.tile_m, const.latency)
@@ -272,16 +272,16 @@ def add_queries(
 @ct.function
 def add_seen(const: Any, mine: Any, group: Any, keys: Any, values: Any, given: Any, dq_sum: Any, sums: Any) -> Any:
     """Take the queries that see the tile of keys."""
-    blocks = tiles.query_blocks(const, mine)
+    blocks = walk.query_blocks(const, mine)
     # The heads of the group and their blocks in one loop: one pipeline of loads, and no registers for a second counter.
     if const.banded or const.ragged_queries:
         first, end = blocks.begin, blocks.full_begin
-        if tiles.has_two_edges(const):
-            first, end = tiles.masked_numbers(const, blocks)
+        if walk.has_two_edges(const):
+            first, end = walk.masked_numbers(const, blocks)
         masked = max(0, end - first)
         for step in range(0, group * masked):
             head = mine.head_kv * group + step // masked
-            place = replace(mine, head=head, tile=tiles.masked_block(const, mine, blocks, first + step % masked))
+            place = replace(mine, head=head, tile=walk.masked_block(const, mine, blocks, first + step % masked))
             sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, True)
     full = max(0, blocks.full_end - blocks.full_begin)
     for step in range(0, group * full):
@@ -298,13 +298,13 @@ def add_listed(const: Any, mine: Any, group: Any, keys: Any, values: Any, given:
     """Take the queries that a block mask lists, head by head: each may have lists of its own."""
     for member in range(0, group):
         own = replace(mine, head=mine.head_kv * group + member)
-        blocks = tiles.query_blocks(const, own)
+        blocks = walk.query_blocks(const, own)
         for number in range(blocks.full_begin, blocks.full_end):
-            place = replace(own, tile=tiles.full_block(const, own, number))
+            place = replace(own, tile=walk.full_block(const, own, number))
             sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, False)
-        first, end = tiles.masked_numbers(const, blocks)
+        first, end = walk.masked_numbers(const, blocks)
         for number in range(first, end):
-            place = replace(own, tile=tiles.masked_block(const, own, blocks, number))
+            place = replace(own, tile=walk.masked_block(const, own, blocks, number))
             sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, True)
     return sums
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import forward, rows, tiles
+from multiattn.cutile.kernels import forward, rows, walk
 from multiattn.cutile.kernels.constants import SplitKeysConstants
 from multiattn.cutile.kernels.keys import number_at
 from multiattn.cutile.kernels.packed import Sequence
@@ -77,7 +77,7 @@ def find_place(const: Any, q: Any, k: Any, cache: Any, reach: Any, aux: Any) -> 
 def attend_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, scale: Any) -> None:
     """One tile of out and lse; or of one split's part of them."""
     if const.divided:
-        blocks = tiles.own_blocks(const, tiles.key_blocks(const, place))
+        blocks = walk.own_blocks(const, walk.key_blocks(const, place))
         if blocks.begin < blocks.end:
             forward.forward_tile(const, place, q, k, v, out, lse, sinks, (), scale)
         else:

@@ -19,7 +19,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import keys, lists, packed, parts, scores, tiles
+from multiattn.cutile.kernels import keys, packed, parts, scores, tiles, walk
 from multiattn.cutile.kernels.constants import SMALLEST_TILE, ForwardConstants
 from multiattn.cutile.kernels.rows import load_sinks, store_lse
 from multiattn.cutile.kernels.tiles import Array32, ConstBool, Derived, Numbers, Reach, Tuple32, Vectors32
@@ -115,14 +115,14 @@ def has_masked_blocks(const: Any) -> Any:
 def online_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
     """The softmax of the tile's rows, each block of keys with a maximum of its own."""
     rows = no_rows(const)
-    blocks = tiles.own_blocks(const, tiles.key_blocks(const, place))
+    blocks = walk.own_blocks(const, walk.key_blocks(const, place))
     for number in range(blocks.full_begin, blocks.full_end):
-        block = tiles.full_block(const, place, number)
+        block = walk.full_block(const, place, number)
         rows = attend(const, place, q, k, v, scale, rows, block, False)
     if has_masked_blocks(const):
-        first, end = tiles.masked_numbers(const, blocks)
+        first, end = walk.masked_numbers(const, blocks)
         for number in range(first, end):
-            block = tiles.masked_block(const, place, blocks, number)
+            block = walk.masked_block(const, place, blocks, number)
             rows = attend(const, place, q, k, v, scale, rows, block, True)
     return rows
 
@@ -141,9 +141,9 @@ def take(const: Any, place: Any, v: Any, s: Any, scale: Any, rows: Any, block: A
 @ct.function
 def take_masked(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, blocks: Any) -> Any:
     """Take the blocks that need a mask."""
-    first, end = tiles.masked_numbers(const, blocks)
+    first, end = walk.masked_numbers(const, blocks)
     for number in range(first, end):
-        block = tiles.masked_block(const, place, blocks, number)
+        block = walk.masked_block(const, place, blocks, number)
         rows = take(const, place, v, score(const, place, q, k, block, True), scale, rows, block)
     return rows
 
@@ -151,7 +151,7 @@ def take_masked(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows
 @ct.function
 def take_pair(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, block: Any, step: Any) -> Any:
     """Take a block and the one `step` further, unmasked: the second one's scores come while the first is weighed."""
-    first, second = tiles.full_block(const, place, block), tiles.full_block(const, place, block + step)
+    first, second = walk.full_block(const, place, block), walk.full_block(const, place, block + step)
     s = score(const, place, q, k, first, False)
     ahead = score(const, place, q, k, second, False)
     rows = take(const, place, v, s, scale, rows, first)
@@ -178,9 +178,9 @@ def take_listed_ahead(
 
     Looked up twice, ptxas copies all scores in each round (sm90, 64x128 at D=128: 386 instructions, not 323).
     """
-    block = lists.full_tile(const, place, number)
+    block = walk.full_tile(const, place, number)
     for one_more in range(number + 1, number + 1 + more):
-        following = lists.full_tile(const, place, one_more)
+        following = walk.full_tile(const, place, one_more)
         ahead = score(const, place, q, k, following, False)
         rows = take(const, place, v, s, scale, rows, block)
         s = ahead
@@ -197,7 +197,7 @@ def guess(const: Any, s: Any, scale: Any) -> Any:
 @ct.function
 def lazy_blocks(const: Any, place: Any) -> Any:
     """The blocks of a tile; none where a block mask lists none that is full, and the tile is done again."""
-    blocks = tiles.key_blocks(const, place)
+    blocks = walk.key_blocks(const, place)
     if const.blocks is not None:
         blocks = replace(blocks, end=blocks.end * min(blocks.full_end, 1))
     return blocks
@@ -231,7 +231,7 @@ def lazy_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
         start, step, unmasked = blocks.full_end, -1, blocks.full_end - blocks.full_begin
     else:
         start, step, unmasked = blocks.full_begin, 1, max(blocks.full_end - blocks.full_begin - 1, 0)
-    s = score(const, place, q, k, tiles.full_block(const, place, start), starts_masked(const))
+    s = score(const, place, q, k, walk.full_block(const, place, start), starts_masked(const))
     none = no_rows(const)
     rows = RunningSoftmax(acc=none.acc, m=guess(const, s, scale), l=none.l)
     taken = 1 + unmasked
@@ -241,7 +241,7 @@ def lazy_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
         else:
             rows = take_listed_ahead(const, place, q, k, v, s, scale, rows, start, unmasked)
     else:
-        rows = take(const, place, v, s, scale, rows, tiles.full_block(const, place, start))
+        rows = take(const, place, v, s, scale, rows, walk.full_block(const, place, start))
         taken = 1
         if const.pipeline == "pairs":
             pairs = unmasked // 2
@@ -250,7 +250,7 @@ def lazy_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
             taken = 1 + 2 * pairs
         if const.pipeline == "plain" or const.diagonal_first or not joins_masked(const):
             for number in range(taken, 1 + unmasked):
-                block = tiles.full_block(const, place, start + step * number)
+                block = walk.full_block(const, place, start + step * number)
                 rows = take(const, place, v, score(const, place, q, k, block, False), scale, rows, block)
             taken = 1 + unmasked
     if has_masked_blocks(const) and (const.tile_m > const.tile_n or not const.diagonal_first):
@@ -275,7 +275,7 @@ def piloted_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
     """
     blocks = lazy_blocks(const, place)
     pilot = pilot_of(const)
-    start = blocks.full_end if const.diagonal_first else tiles.full_block(const, place, blocks.full_begin)
+    start = blocks.full_end if const.diagonal_first else walk.full_block(const, place, blocks.full_begin)
     s = score(pilot, place, q, k, start * (const.tile_n // pilot.tile_n), starts_masked(const))
     m = guess(const, s, scale)
     none = no_rows(const)
@@ -290,7 +290,7 @@ def piloted_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
         taken_end = blocks.full_begin + 2 * pairs
     if const.pipeline == "pilot" or not joins_masked(const):
         for number in range(taken_end, blocks.full_end):
-            block = tiles.full_block(const, place, number)
+            block = walk.full_block(const, place, number)
             rows = take(const, place, v, score(const, place, q, k, block, False), scale, rows, block)
         taken_end = blocks.full_end
     if has_masked_blocks(const):
@@ -302,10 +302,10 @@ def piloted_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
 def redone_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
     """As `online_rows`, in one loop: it is rare, and code for it alone."""
     rows = no_rows(const)
-    blocks = tiles.key_blocks(const, place)
+    blocks = walk.key_blocks(const, place)
     if const.blocks is not None:
         for number in range(0, blocks.end):
-            block = lists.any_tile(const, place, number, blocks.full_end)
+            block = walk.any_tile(const, place, number, blocks.full_end)
             listed = replace(place, sees_all=number < blocks.full_end)
             rows = attend(const, listed, q, k, v, scale, rows, block, True)
     else:
@@ -333,7 +333,7 @@ def must_redo(const: Any, place: Any, l: Any) -> Any:
     """True if the maxima were no good: a sum is too large, or a mask leaves the tile no full block."""
     redo = any_too_large(l)
     if const.two_sided or const.blocks is not None:
-        blocks = tiles.key_blocks(const, place)
+        blocks = walk.key_blocks(const, place)
         redo = redo or blocks.full_begin == blocks.full_end
     return redo
 

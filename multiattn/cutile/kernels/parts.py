@@ -10,7 +10,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import keys, lists, rows
+from multiattn.cutile.kernels import keys, rows, walk
 from multiattn.cutile.kernels.tiles import ZERO, ConstBool, ConstInt, load_part
 
 APPROX = ct.RoundingMode.APPROX
@@ -86,7 +86,7 @@ def load_rows(const: Any, place: Any, array: Any, block: Any, latency: Any, part
     """A part of a block of keys or values ``[tile_n, width]``."""
     if const.paged:
         return keys.load_rows(const, place, array, block, latency)
-    loaded = lists.inside(const, block, place.seq_kv, const.tile_n)
+    loaded = walk.inside(const, block, place.seq_kv, const.tile_n)
     index = (place.batch, place.head_kv, loaded, column(const, part))
     return load_part(const, array, index, const.tile_n, width(const, part), latency)
 
@@ -99,7 +99,7 @@ def load_k(const: Any, place: Any, k: Any, block: Any, part: ConstInt) -> Any:
     if const.paged:
         entry, loaded = block.entry, block.row
     else:
-        entry, loaded = place.batch, lists.inside(const, block, place.seq_kv, const.tile_n)
+        entry, loaded = place.batch, walk.inside(const, block, place.seq_kv, const.tile_n)
     tile = ct.load(
         k,
         (entry, place.head_kv, column(const, part), loaded),

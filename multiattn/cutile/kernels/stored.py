@@ -13,7 +13,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import backward, tiles
+from multiattn.cutile.kernels import backward, tiles, walk
 from multiattn.cutile.kernels.constants import BackwardConstants, RowDeltaConstants
 from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Numbers, Place, Vectors32
 
@@ -92,7 +92,7 @@ def stored_query_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
         place = tiles.place_tile(const, dq, k, (), order, (), number, False)
         slot = backward.slot_of(dq, place, first[1])
         acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
-        blocks = tiles.key_blocks(const, place)
+        blocks = walk.key_blocks(const, place)
         full_end = blocks.full_end
         if not const.banded:
             full_end = blocks.end  # of a block that is not full, zeros come of the loads
