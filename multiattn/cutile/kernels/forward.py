@@ -33,6 +33,18 @@ largest weight of the block that comes first is 2^-16, others may be 2^115 times
 
 
 @dataclass(frozen=True, kw_only=True)
+class Attending:
+    """A tile of queries, and what it attends to."""
+
+    place: Any
+    q: Any
+    """The tile, or its `parts.Parts`."""
+    k: Any
+    v: Any
+    scale: Any
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunningSoftmax:
     """The tile's rows so far, fp32."""
 
@@ -67,32 +79,32 @@ def shift(const: Any, s: Any, m: Any, scale: Any) -> Any:
 
 
 @ct.function
-def score_found(const: Any, place: Any, q: Any, k: Any, block: Any, found: Any, masked: ConstBool) -> Any:
+def score_found(const: Any, at: Any, block: Any, found: Any, masked: ConstBool) -> Any:
     """Scores of one block of keys, without their scale, ``[tile_m, tile_n]``; -inf where a query does not see a key."""
-    s = scores.modify(const, place, parts.multiply_keys(const, place, q, k, found), block)
-    seen = tiles.seen_keys(const, place, block, masked, const.masked)
+    s = scores.modify(const, at.place, parts.multiply_keys(const, at.place, at.q, at.k, found), block)
+    seen = tiles.seen_keys(const, at.place, block, masked, const.masked)
     if seen is not None:
         s = ct.where(seen, s, -math.inf)
     return s
 
 
 @ct.function
-def score(const: Any, place: Any, q: Any, k: Any, block: Any, masked: ConstBool) -> Any:
+def score(const: Any, at: Any, block: Any, masked: ConstBool) -> Any:
     """`score_found` of keys that are in rows of their own batch entry."""
-    return score_found(const, place, q, k, block, block, masked)
+    return score_found(const, at, block, block, masked)
 
 
 @ct.function
-def attend(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, block: Any, masked: ConstBool) -> Any:
+def attend(const: Any, at: Any, rows: Any, block: Any, masked: ConstBool) -> Any:
     """Take one block of keys into the running softmax, rescaled to the new maximum."""
-    found = keys.find(const, place, k, block)
-    s = score_found(const, place, q, k, block, found, masked)
-    m, shifted = shift(const, s, rows.m, scale)
+    found = keys.find(const, at.place, at.k, block)
+    s = score_found(const, at, block, found, masked)
+    m, shifted = shift(const, s, rows.m, at.scale)
     p = power(const, shifted, False)  # [tile_m, tile_n]
     alpha = power(const, rows.m - m, False)  # [tile_m, 1]
     l = rows.l * alpha + parts.partial_sums(const, p)
-    p, acc = p.astype(k.dtype), parts.scaled(const, rows.acc, alpha)
-    return RunningSoftmax(acc=parts.add_values(const, place, v, p, acc, found, block, masked), m=m, l=l)
+    p, acc = p.astype(at.k.dtype), parts.scaled(const, rows.acc, alpha)
+    return RunningSoftmax(acc=parts.add_values(const, at.place, at.v, p, acc, found, block, masked), m=m, l=l)
 
 
 @ct.function
@@ -112,18 +124,18 @@ def has_masked_blocks(const: Any) -> Any:
 
 
 @ct.function
-def online_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
+def online_rows(const: Any, at: Any) -> Any:
     """The softmax of the tile's rows, each block of keys with a maximum of its own."""
     rows = no_rows(const)
-    blocks = walk.own_blocks(const, walk.key_blocks(const, place))
+    blocks = walk.own_blocks(const, walk.key_blocks(const, at.place))
     for number in range(blocks.full_begin, blocks.full_end):
-        block = walk.full_block(const, place, number)
-        rows = attend(const, place, q, k, v, scale, rows, block, False)
+        block = walk.full_block(const, at.place, number)
+        rows = attend(const, at, rows, block, False)
     if has_masked_blocks(const):
         first, end = walk.masked_numbers(const, blocks)
         for number in range(first, end):
-            block = walk.masked_block(const, place, blocks, number)
-            rows = attend(const, place, q, k, v, scale, rows, block, True)
+            block = walk.masked_block(const, at.place, blocks, number)
+            rows = attend(const, at, rows, block, True)
     return rows
 
 
@@ -131,61 +143,57 @@ def online_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> A
 
 
 @ct.function
-def take(const: Any, place: Any, v: Any, s: Any, scale: Any, rows: Any, block: Any) -> Any:
+def take(const: Any, at: Any, s: Any, rows: Any, block: Any) -> Any:
     """Take one block's scores ``[tile_m, tile_n]`` into rows whose maximum stays."""
-    p = power(const, s * scale - rows.m, False)
-    acc = parts.add_values(const, place, v, p.astype(v.dtype), rows.acc, block, block, False)
+    p = power(const, s * at.scale - rows.m, False)
+    acc = parts.add_values(const, at.place, at.v, p.astype(at.v.dtype), rows.acc, block, block, False)
     return RunningSoftmax(acc=acc, m=rows.m, l=rows.l + parts.partial_sums(const, p))
 
 
 @ct.function
-def take_masked(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, blocks: Any) -> Any:
+def take_masked(const: Any, at: Any, rows: Any, blocks: Any) -> Any:
     """Take the blocks that need a mask."""
     first, end = walk.masked_numbers(const, blocks)
     for number in range(first, end):
-        block = walk.masked_block(const, place, blocks, number)
-        rows = take(const, place, v, score(const, place, q, k, block, True), scale, rows, block)
+        block = walk.masked_block(const, at.place, blocks, number)
+        rows = take(const, at, score(const, at, block, True), rows, block)
     return rows
 
 
 @ct.function
-def take_pair(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any, rows: Any, block: Any, step: Any) -> Any:
+def take_pair(const: Any, at: Any, rows: Any, block: Any, step: Any) -> Any:
     """Take a block and the one `step` further, unmasked: the second one's scores come while the first is weighed."""
-    first, second = walk.full_block(const, place, block), walk.full_block(const, place, block + step)
-    s = score(const, place, q, k, first, False)
-    ahead = score(const, place, q, k, second, False)
-    rows = take(const, place, v, s, scale, rows, first)
-    return take(const, place, v, ahead, scale, rows, second)
+    first, second = walk.full_block(const, at.place, block), walk.full_block(const, at.place, block + step)
+    s = score(const, at, first, False)
+    ahead = score(const, at, second, False)
+    rows = take(const, at, s, rows, first)
+    return take(const, at, ahead, rows, second)
 
 
 @ct.function
-def take_ahead(
-    const: Any, place: Any, q: Any, k: Any, v: Any, s: Any, scale: Any, rows: Any, block: Any, more: Any, step: Any
-) -> Any:
+def take_ahead(const: Any, at: Any, s: Any, rows: Any, block: Any, more: Any, step: Any) -> Any:
     """Take a block, whose scores are s, and `more` unmasked ones: the next one's scores come while one is weighed."""
     for number in range(0, more):
-        ahead = score(const, place, q, k, block + step * (number + 1), False)
-        rows = take(const, place, v, s, scale, rows, block + step * number)
+        ahead = score(const, at, block + step * (number + 1), False)
+        rows = take(const, at, s, rows, block + step * number)
         s = ahead
-    return take(const, place, v, s, scale, rows, block + step * more)
+    return take(const, at, s, rows, block + step * more)
 
 
 @ct.function
-def take_listed_ahead(
-    const: Any, place: Any, q: Any, k: Any, v: Any, s: Any, scale: Any, rows: Any, number: Any, more: Any
-) -> Any:
+def take_listed_ahead(const: Any, at: Any, s: Any, rows: Any, number: Any, more: Any) -> Any:
     """As `take_ahead`, of full blocks by their numbers in a list, each of which is looked up once.
 
     Looked up twice, ptxas copies all scores in each round (sm90, 64x128 at D=128: 386 instructions, not 323).
     """
-    block = walk.full_tile(const, place, number)
+    block = walk.full_tile(const, at.place, number)
     for one_more in range(number + 1, number + 1 + more):
-        following = walk.full_tile(const, place, one_more)
-        ahead = score(const, place, q, k, following, False)
-        rows = take(const, place, v, s, scale, rows, block)
+        following = walk.full_tile(const, at.place, one_more)
+        ahead = score(const, at, following, False)
+        rows = take(const, at, s, rows, block)
         s = ahead
         block = following
-    return take(const, place, v, s, scale, rows, block)
+    return take(const, at, s, rows, block)
 
 
 @ct.function
@@ -216,7 +224,7 @@ def joins_masked(const: Any) -> Any:
 
 
 @ct.function
-def lazy_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
+def lazy_rows(const: Any, at: Any) -> Any:
     """The softmax of the tile's rows relative to the maxima of one block of keys, right unless `must_redo`.
 
     A query that sees any key sees one of that block. So m is at most the row's maximum and `headroom`, and of the
@@ -226,58 +234,52 @@ def lazy_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any
     no key has a block all the same: all of it is masked, and its weights are 0. With a two-sided mask or a block mask
     it is the first full block; where there is none, another one stands in for it.
     """
-    blocks = lazy_blocks(const, place)
+    blocks = lazy_blocks(const, at.place)
     if const.diagonal_first:
         start, step, unmasked = blocks.full_end, -1, blocks.full_end - blocks.full_begin
     else:
         start, step, unmasked = blocks.full_begin, 1, max(blocks.full_end - blocks.full_begin - 1, 0)
-    s = score(const, place, q, k, walk.full_block(const, place, start), starts_masked(const))
+    s = score(const, at, walk.full_block(const, at.place, start), starts_masked(const))
     none = no_rows(const)
-    rows = RunningSoftmax(acc=none.acc, m=guess(const, s, scale), l=none.l)
+    rows = RunningSoftmax(acc=none.acc, m=guess(const, s, at.scale), l=none.l)
     taken = 1 + unmasked
     if const.pipeline == "ahead":
         if const.blocks is None:
-            rows = take_ahead(const, place, q, k, v, s, scale, rows, start, unmasked, step)
+            rows = take_ahead(const, at, s, rows, start, unmasked, step)
         else:
-            rows = take_listed_ahead(const, place, q, k, v, s, scale, rows, start, unmasked)
+            rows = take_listed_ahead(const, at, s, rows, start, unmasked)
     else:
-        rows = take(const, place, v, s, scale, rows, walk.full_block(const, place, start))
+        rows = take(const, at, s, rows, walk.full_block(const, at.place, start))
         taken = 1
         if const.pipeline == "pairs":
             pairs = unmasked // 2
             for pair in range(0, pairs):
-                rows = take_pair(const, place, q, k, v, scale, rows, start + step * (1 + 2 * pair), step)
+                rows = take_pair(const, at, rows, start + step * (1 + 2 * pair), step)
             taken = 1 + 2 * pairs
         if const.pipeline == "plain" or const.diagonal_first or not joins_masked(const):
             for number in range(taken, 1 + unmasked):
-                block = walk.full_block(const, place, start + step * number)
-                rows = take(const, place, v, score(const, place, q, k, block, False), scale, rows, block)
+                block = walk.full_block(const, at.place, start + step * number)
+                rows = take(const, at, score(const, at, block, False), rows, block)
             taken = 1 + unmasked
     if has_masked_blocks(const) and (const.tile_m > const.tile_n or not const.diagonal_first):
         taken_end = start + 1 if const.diagonal_first else start + taken
-        rows = take_masked(const, place, q, k, v, scale, rows, replace(blocks, full_end=taken_end))
+        rows = take_masked(const, at, rows, replace(blocks, full_end=taken_end))
     return rows
 
 
 @ct.function
-def pilot_of(const: Any) -> Any:
-    """The same tile of queries with as few keys as a tile can have."""
-    return replace(const, tile_n=SMALLEST_TILE, masked=True, k_latency=None)
-
-
-@ct.function
-def piloted_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
+def piloted_rows(const: Any, at: Any) -> Any:
     """As `lazy_rows`, relative to the maxima of the first keys of that block, which are scored once more for them.
 
     The block itself then goes through the loops with all others. Where it is taken before them, tileiras gives it one
     buffer of its own for its keys, then its values, then the output: each is loaded only when the one before is used,
     and the loops have less shared memory for loads ahead.
     """
-    blocks = lazy_blocks(const, place)
-    pilot = pilot_of(const)
-    start = blocks.full_end if const.diagonal_first else walk.full_block(const, place, blocks.full_begin)
-    s = score(pilot, place, q, k, start * (const.tile_n // pilot.tile_n), starts_masked(const))
-    m = guess(const, s, scale)
+    blocks = lazy_blocks(const, at.place)
+    pilot = replace(const, tile_n=SMALLEST_TILE, masked=True, k_latency=None)  # as few keys as a tile can have
+    start = blocks.full_end if const.diagonal_first else walk.full_block(const, at.place, blocks.full_begin)
+    s = score(pilot, at, start * (const.tile_n // pilot.tile_n), starts_masked(const))
+    m = guess(const, s, at.scale)
     none = no_rows(const)
     # 0 times the maxima, and not zeros: what it knows to be zero tileiras sets in the loop, register by register, for
     # its first round, and so selects between that and the sum in every round.
@@ -286,31 +288,31 @@ def piloted_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> 
     if const.pipeline == "pilot_pairs":
         pairs = (blocks.full_end - blocks.full_begin) // 2
         for pair in range(0, pairs):
-            rows = take_pair(const, place, q, k, v, scale, rows, blocks.full_begin + 2 * pair, 1)
+            rows = take_pair(const, at, rows, blocks.full_begin + 2 * pair, 1)
         taken_end = blocks.full_begin + 2 * pairs
     if const.pipeline == "pilot" or not joins_masked(const):
         for number in range(taken_end, blocks.full_end):
-            block = walk.full_block(const, place, number)
-            rows = take(const, place, v, score(const, place, q, k, block, False), scale, rows, block)
+            block = walk.full_block(const, at.place, number)
+            rows = take(const, at, score(const, at, block, False), rows, block)
         taken_end = blocks.full_end
     if has_masked_blocks(const):
-        rows = take_masked(const, place, q, k, v, scale, rows, replace(blocks, full_end=taken_end))
+        rows = take_masked(const, at, rows, replace(blocks, full_end=taken_end))
     return rows
 
 
 @ct.function
-def redone_rows(const: Any, place: Any, q: Any, k: Any, v: Any, scale: Any) -> Any:
+def redone_rows(const: Any, at: Any) -> Any:
     """As `online_rows`, in one loop: it is rare, and code for it alone."""
     rows = no_rows(const)
-    blocks = walk.key_blocks(const, place)
+    blocks = walk.key_blocks(const, at.place)
     if const.blocks is not None:
         for number in range(0, blocks.end):
-            block = walk.any_tile(const, place, number, blocks.full_end)
-            listed = replace(place, sees_all=number < blocks.full_end)
-            rows = attend(const, listed, q, k, v, scale, rows, block, True)
+            block = walk.any_tile(const, at.place, number, blocks.full_end)
+            listed = replace(at, place=replace(at.place, sees_all=number < blocks.full_end))
+            rows = attend(const, listed, rows, block, True)
     else:
         for block in range(blocks.begin, blocks.end):
-            rows = attend(const, place, q, k, v, scale, rows, block, const.masked)
+            rows = attend(const, at, rows, block, const.masked)
     return rows
 
 
@@ -343,7 +345,9 @@ def must_redo(const: Any, place: Any, l: Any) -> Any:
 
 @ct.function
 def load_sink(const: Any, place: Any, sinks: Any) -> Any:
-    """The head's sink ``[1, 1]``, or of heads ``[tile_m, 1]``, in the domain of the rung."""
+    """The head's sink ``[1, 1]``, or of heads ``[tile_m, 1]``, in the domain of the rung; None without."""
+    if not const.has_sinks:
+        return None
     if place.query is not None:
         return load_sinks(const, place, sinks[0]) * (1.0 / const.ln_base)
     # Without TMA, which wants an address that is a multiple of 16 bytes.
@@ -385,22 +389,18 @@ def forward_tile(
     """q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` -> one tile of out and lse; sinks: one ``[Hq]``, or none."""
     place = replace(place, lists=listed)
     queries = parts.load_q(const, place, q)
-    sink = None
-    if const.has_sinks:
-        sink = load_sink(const, place, sinks)
+    sink = load_sink(const, place, sinks)
+    at = Attending(place=place, q=queries, k=k, v=v, scale=scale)
     if const.lazy_max:
-        if const.pipeline in ("pilot", "pilot_pairs"):
-            rows = piloted_rows(const, place, queries, k, v, scale)
-        else:
-            rows = lazy_rows(const, place, queries, k, v, scale)
+        rows = piloted_rows(const, at) if const.pipeline in ("pilot", "pilot_pairs") else lazy_rows(const, at)
         l = row_sum_or_nan(const, rows)
         # Before the store: after it, what the branch reads would keep shared memory from the loops.
         if must_redo(const, place, l):
-            rows = redone_rows(const, place, queries, k, v, scale)
+            rows = redone_rows(const, at)
             l = row_sum(rows.l)
         store_rows(const, place, out, lse, rows, l, sink)
     else:
-        rows = online_rows(const, place, queries, k, v, scale)
+        rows = online_rows(const, at)
         store_rows(const, place, out, lse, rows, row_sum(rows.l), sink)
 
 
@@ -411,9 +411,7 @@ def forward_sequence(
     """`forward_tile` of a sequence of a packed batch."""
     q, out, lse = packed.queries_of(place, q), packed.queries_of(place, out), packed.queries_of(place, lse)
     if const.lazy_max and place.seq_kv == 0:  # there is no block of keys to take maxima of
-        sink = None
-        if const.has_sinks:
-            sink = load_sink(const, place, sinks)
+        sink = load_sink(const, place, sinks)
         rows = no_rows(const)
         store_rows(const, place, out, lse, rows, row_sum(rows.l), sink)
     else:
