@@ -27,7 +27,13 @@ each_pipeline = pytest.mark.parametrize("pipeline", PIPELINES)
 each_mask = pytest.mark.parametrize("causal", [False, True])
 
 
-def watch(monkeypatch, name, what=lambda const, place, *rest: (place.batch, place.head, place.tile)):
+def tile_of(const, given, *rest):
+    """The tile of a call's place, or of what has one."""
+    place = getattr(given, "place", given)
+    return place.batch, place.head, place.tile
+
+
+def watch(monkeypatch, name, what=tile_of):
     """The tiles of each call of one of the kernel's functions, as they come; or `what` else of its arguments."""
     found, function = [], getattr(forward, name)
     monkeypatch.setattr(forward, name, lambda *of: (found.append(what(*of)), function(*of))[1])
@@ -60,7 +66,7 @@ def test_what_begins_at_the_diagonal(begins, change):
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(32, 32), (96, 160), (160, 96), (72, 136)])
 def test_from_the_diagonal_down_every_block_once(seq_q, seq_kv, tile_n, scheduler, pipeline, monkeypatch):
     """A tile has ``tile_m / tile_n`` blocks with the mask, and all before them without."""
-    found = watch(monkeypatch, "score", lambda const, place, q, k, block, masked: (place.tile, block, masked))
+    found = watch(monkeypatch, "score_found", lambda const, at, block, _, masked: (at.place.tile, block, masked))
     config = replace(LAZY, tile_n=tile_n, pipeline=pipeline, scheduler=scheduler, heads_together=2)
     check(config, *make_inputs(heads_q=2, heads_kv=1, seq_q=seq_q, seq_kv=seq_kv, head_dim=16), causal=True)
     blocks = 32 // tile_n
@@ -83,10 +89,10 @@ def test_from_the_diagonal_down_every_block_once(seq_q, seq_kv, tile_n, schedule
 def test_a_pilot_and_then_every_block_once(seq_q, seq_kv, tile_n, pipeline, causal, monkeypatch):
     """The pilot is of 16 keys of the first block, or of the one on the diagonal; a mask is where one is needed."""
 
-    def part_of(const, place, q, k, block, masked):
-        return place.tile, (block * const.tile_n, const.tile_n, masked)
+    def part_of(const, at, block, found, masked):
+        return at.place.tile, (block * const.tile_n, const.tile_n, masked)
 
-    found = watch(monkeypatch, "score", part_of)
+    found = watch(monkeypatch, "score_found", part_of)
     q, k, v = make_inputs(heads_q=1, batch=1, seq_q=seq_q, seq_kv=seq_kv, head_dim=16)
     check(replace(LAZY, tile_n=tile_n, pipeline=pipeline), q, k, v, causal=causal)
     for tile in {tile for tile, _ in found}:

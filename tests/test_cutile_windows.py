@@ -71,7 +71,7 @@ def test_every_block_of_the_band_once_and_no_other(left, right, seq_q, seq_kv, m
     q, k, v, dout = gradient_checks.make_tensors(heads_q=1, seq_q=seq_q, seq_kv=seq_kv, head_dim=16)
 
     scores = watch(
-        monkeypatch, forward, "score", lambda const, place, q, k, block, masked: (place.tile, int(block), masked)
+        monkeypatch, forward, "score_found", lambda const, at, block, _, masked: (at.place.tile, int(block), masked)
     )
     check(replace(ONLINE, tile_n=16), q, k, v, window=band.window)
     assert sorted(scores) == walk(visible, 32, 16)
@@ -92,7 +92,7 @@ def test_every_block_of_the_band_once_and_no_other(left, right, seq_q, seq_kv, m
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_only_tiles_without_a_full_block_are_done_again(pipeline, monkeypatch):
     """The first tile of a sequence, and all where windows are too narrow, for which the plan would not be lazy."""
-    redone = watch(monkeypatch, forward, "redone_rows", lambda const, place, *rest: place.tile)
+    redone = watch(monkeypatch, forward, "redone_rows", lambda const, at: at.place.tile)
     q, k, v = make_inputs(heads_q=1, seq_q=160, seq_kv=160, head_dim=16)
     config = replace(LAZY, pipeline=pipeline)
     check(config, q, k, v, window=(63, 0))
