@@ -31,6 +31,12 @@ def number_at(array: Any, index: Any) -> Any:
 
 
 @ct.function
+def last_of(array: Any) -> Any:
+    """The last number of a vector."""
+    return number_at(array, array.shape[0] - 1)
+
+
+@ct.function
 def find(const: Any, place: Any, k: Any, block: Any) -> Any:
     """Where a block of keys is: without pages its number.
 

@@ -9,7 +9,7 @@ import cuda.tile as ct
 
 from multiattn.cutile.kernels.constants import MergeSplitsConstants
 from multiattn.cutile.kernels.forward import LOWEST
-from multiattn.cutile.kernels.keys import number_at
+from multiattn.cutile.kernels.keys import last_of, number_at
 from multiattn.cutile.kernels.parts import APPROX
 from multiattn.cutile.kernels.tiles import ZERO, Array32, Tuple32, Vectors32
 
@@ -135,7 +135,7 @@ def merge_splits_kernel(const: MergeSplitsConstants) -> Callable[..., None]:
         query = ct.bid(0) // const.parts
         column = ct.bid(0) - query * const.parts
         if const.packed_queries:
-            if query >= number_at(starts[0], 0) and query < number_at(starts[0], starts[0].shape[0] - 1):
+            if query >= number_at(starts[0], 0) and query < last_of(starts[0]):
                 merge_rows(const, out, lse, parts, sums, sinks, ct.bid(2), ct.bid(1), query, column)
         else:
             merge_rows(const, out, lse, parts, sums, sinks, ct.bid(2), ct.bid(1), query, column)
