@@ -33,7 +33,7 @@ _ONLINE_128X128 = replace(_128X128, lazy_max=False)
 _LEAST: dict[str, Any] = {"k_latency": 1, "v_latency": 1}
 _NO_LATENCIES: dict[str, Any] = {"k_latency": None, "v_latency": None}
 _AHEAD_256 = replace(_128X64, split_head_dim=True, pipeline="ahead", **_LEAST)
-"""For short banded problems of D=193 to 256, but for the order of tiles: from N=1k as many heads as have 16k keys."""
+"""For short banded problems of D=193 to 256, but for the order of tiles."""
 _AHEAD_128X128 = replace(_128X128, split_head_dim=True, pipeline="ahead", **_LEAST)
 """For D=88 and 129 to 192, but for the order of tiles."""
 
@@ -178,12 +178,9 @@ FORWARD: tuple[Rule[CutileConfig], ...] = (
           why=_23 + "N=4k: 724 TFLOPS; 128x128 699"),
     _rule((193, 256), FULL, replace(_128X64, heads_together=4, pipeline="pairs"),
           why=_23 + "N=4k: 676 TFLOPS; in a first pass 779, online 128x128 709"),
-    _rule((193, 256), BANDED, replace(_AHEAD_256, heads_together=8), dtype="bf16", seq_max=724,
-          why=_23 + "N=512: 338 TFLOPS; latencies of 2 and 4 331"),
-    _rule((193, 256), BANDED, replace(_AHEAD_256, heads_together=16), dtype="bf16", seq_max=1448,
-          why=_23 + "N=1k: 465 TFLOPS; 8 heads together 459"),
     _rule((193, 256), BANDED, replace(_AHEAD_256, heads_together=8), dtype="bf16", seq_max=2896,
-          why=_23 + "N=2k: 584 TFLOPS; one tile, a pilot in pairs, 563"),
+          why=_23 + "N=2k: 584 TFLOPS; one tile, a pilot in pairs, 563; N=1k 459, 16 heads together 465; N=512 338, "
+          "latencies of 2 and 4 331"),
     _rule((193, 208), BANDED, replace(_AHEAD_256, heads_together=4, split_tail=True), dtype="bf16", packed=False,
           scored=False, seq_min=2897, seq_max=5792,
           why=_26 + "D=200 N=4k: 569 TFLOPS, D=208 597; in two parts 544, 583"),
@@ -191,10 +188,9 @@ FORWARD: tuple[Rule[CutileConfig], ...] = (
           why=_23 + "N=4k: 654 TFLOPS; one tile, a pilot in pairs, 647"),
     _rule((193, 256), BANDED, replace(_128X64, heads_together=2, pipeline="pairs", **_NO_LATENCIES), dtype="bf16",
           why=_24 + "N=16k: 1.030 of a pilot in pairs with 8 heads; a block ahead 1.019 at 8k"),
-    _rule((193, 208), BANDED, replace(_AHEAD_256, heads_together=8, split_tail=True), dtype="fp16", **_USUAL,
-          seq_min=725, seq_max=5792, why=_26 + "D=208 N=4k: 570 TFLOPS, 4 heads together 561; online 128x128 484"),
     _rule((193, 208), BANDED, replace(_AHEAD_256, heads_together=4, split_tail=True), dtype="fp16", **_USUAL,
-          seq_min=5793, why=_26 + "D=208 N=16k: 632 TFLOPS; 128x64 in pairs 607, online 128x128 526"),
+          seq_min=725, why=_26 + "D=208 N=16k: 632 TFLOPS; 128x64 in pairs 607, online 128x128 526; N=4k 561, "
+          "8 heads together 570, online 128x128 484"),
     _rule((193, 256), BANDED, replace(_128X64, heads_together=4, pipeline="pairs", **_NO_LATENCIES), dtype="fp16",
           **_USUAL, seq_min=725, why=_26 + "N=4k: 637 TFLOPS; online 128x128 568, a block ahead in two parts 626"),
     _rule((193, 256), BANDED, replace(_128X64, heads_together=8, **_NO_LATENCIES), seq_max=1448,
