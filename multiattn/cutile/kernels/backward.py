@@ -49,7 +49,7 @@ class Given:
     dcaptured: Any = ()
     """The gradients of captured tensors, to which blocks add: a tuple, empty where nobody wants any."""
     ds: Any = None
-    """Where blocks of ds are stored, and the first head of queries that has a place there (`stored`)."""
+    """Where blocks of ds are stored, and `stored.First`."""
     ds_first: Any = None
 
 
@@ -137,14 +137,14 @@ def query_grads_tile(const: Any, place: Any, given: Any) -> None:
         for number in range(first, end):
             block = walk.masked_block(const, place, blocks, number)
             acc = add_keys(const, place, given, mine, acc, block, True)
-    store_query_grads(const, given.dq, (*rows, 0), acc, given.grad_factor)
+    store_query_grads(const, given.dq, rows, acc, given.grad_factor)
 
 
 @ct.function
-def store_query_grads(const: Any, dq: Any, index: Any, acc: Any, grad_factor: Any) -> None:
+def store_query_grads(const: Any, dq: Any, rows: Any, acc: Any, grad_factor: Any) -> None:
     """Store a tile of dq ``[tile_m, tile_d]``, fp32 without its factor."""
     grads = (acc * grad_factor).astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d))
-    ct.store(dq, index, grads, allow_tma=const.tma)
+    ct.store(dq, (*rows, 0), grads, allow_tma=const.tma)
 
 
 @ct.function
@@ -206,8 +206,8 @@ def is_seen(const: Any, place: Any, key_tile: Any, masked: ConstBool) -> Any:
 
 @ct.function
 def slot_of(q: Any, place: Any, first: Any) -> Any:
-    """Where the ds of the place's head is, if that of the `first` head comes first."""
-    return place.batch * q.shape[1] + place.head - first
+    """Where the ds of the place's head is, in a launch that begins at some head."""
+    return place.batch * q.shape[1] + place.head - first[1]
 
 
 @ct.function

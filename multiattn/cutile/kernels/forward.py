@@ -346,12 +346,14 @@ def must_redo(const: Any, place: Any, l: Any) -> Any:
 @ct.function
 def load_sink(const: Any, place: Any, sinks: Any) -> Any:
     """The head's sink ``[1, 1]``, or of heads ``[tile_m, 1]``, in the domain of the rung; None without."""
-    if not const.has_sinks:
-        return None
-    if place.query is not None:
-        return load_sinks(const, place, sinks[0]) * (1.0 / const.ln_base)
-    # Without TMA, which wants an address that is a multiple of 16 bytes.
-    return ct.load(sinks[0], (place.head,), (1,), allow_tma=False).reshape((1, 1)) * (1.0 / const.ln_base)
+    sink = None
+    if const.has_sinks:
+        if place.query is None:  # without TMA, which wants an address that is a multiple of 16 bytes
+            sink = ct.load(sinks[0], (place.head,), (1,), allow_tma=False).reshape((1, 1))
+        else:
+            sink = load_sinks(const, place, sinks[0])
+        sink = sink * (1.0 / const.ln_base)
+    return sink
 
 
 @ct.function
@@ -369,11 +371,11 @@ def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any, si
     if const.has_sinks:
         rows, l = with_sink(const, rows, l, sink)
     parts.store_out(const, place, out, rows.acc, l)
-    is_empty = l == 0.0
+    is_empty, nothing = l == 0.0, -math.inf
     log_sum = rows.m + power(const, l, True)
     if not const.divided:
         log_sum = log_sum * const.ln_base
-    log_sum = ct.where(is_empty, -math.inf, log_sum)
+    log_sum = ct.where(is_empty, nothing, log_sum)
     if place.query is None:
         log_sum = log_sum.reshape((1, 1, const.tile_m))
         # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end of lse.

@@ -38,13 +38,19 @@ def last_of(array: Any) -> Any:
 
 @ct.function
 def find(const: Any, place: Any, k: Any, block: Any) -> Any:
-    """Where a block of keys is: without pages its number.
+    """Where a block of keys is: without pages its number."""
+    if const.paged:
+        block = find_in_pages(const, place, k, block)
+    return block
+
+
+@ct.function
+def find_in_pages(const: Any, place: Any, k: Any, block: Any) -> Any:
+    """Where a block of keys is in pages.
 
     Of pages behind the last key the table says nothing: it is not read there. Nor is it of pages before a window, in
     whose place those of the nearest keys between are loaded. Of a block in one page some key is seen.
     """
-    if not const.paged:
-        return block
     table = place.cache[1]
     if const.page_rows == const.tile_n:  # one page has all of the block
         page, row = block, 0
@@ -88,5 +94,5 @@ def load_rows(const: Any, place: Any, array: Any, keys: Any, latency: Any) -> An
 def without_others(const: Any, place: Any, values: Any, block: Any, masked: ConstBool) -> Any:
     """A block of values of a cache, zeros where no row sees any key: 0 times what is there may be NaN."""
     if const.cached and masked:
-        return ct.where(tiles.is_key(const, place, block), values, 0.0).astype(values.dtype)
+        values = ct.where(tiles.is_key(const, place, block), values, 0.0).astype(values.dtype)
     return values

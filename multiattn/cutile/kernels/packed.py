@@ -65,17 +65,17 @@ def find_place(
 @ct.function
 def queries_of(place: Any, array: Any) -> Any:
     """The sequence's rows of an array like q, or of one like lse; None of none."""
-    if array is None:
-        return None
-    return array.slice(2, place.sequence.offset_q, place.sequence.offset_q + place.seq_q)
+    if array is not None:
+        array = array.slice(2, place.sequence.offset_q, place.sequence.offset_q + place.seq_q)
+    return array
 
 
 @ct.function
 def keys_of(place: Any, array: Any) -> Any:
     """The sequence's rows of an array like k; None of none."""
-    if array is None:
-        return None
-    return array.slice(2, place.sequence.offset_kv, place.sequence.offset_kv + place.seq_kv)
+    if array is not None:
+        array = array.slice(2, place.sequence.offset_kv, place.sequence.offset_kv + place.seq_kv)
+    return array
 
 
 # ---------------------------------------------------------------- the list

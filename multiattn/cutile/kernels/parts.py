@@ -85,10 +85,12 @@ def load_q(const: Any, place: Any, q: Any) -> Any:
 def load_rows(const: Any, place: Any, array: Any, block: Any, latency: Any, part: ConstInt) -> Any:
     """A part of a block of keys or values ``[tile_n, width]``."""
     if const.paged:
-        return keys.load_rows(const, place, array, block, latency)
-    loaded = walk.inside(const, block, place.seq_kv, const.tile_n)
-    index = (place.batch, place.head_kv, loaded, column(const, part))
-    return load_part(const, array, index, const.tile_n, width(const, part), latency)
+        tile = keys.load_rows(const, place, array, block, latency)
+    else:
+        loaded = walk.inside(const, block, place.seq_kv, const.tile_n)
+        index = (place.batch, place.head_kv, loaded, column(const, part))
+        tile = load_part(const, array, index, const.tile_n, width(const, part), latency)
+    return tile
 
 
 @ct.function

@@ -74,7 +74,7 @@ def stored_key_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         given = backward.Given(
             q=q, k=k, v=v, lse=lse, dout=dout, delta=delta, dk=dk, dv=dv, score_factor=score_factor,
-            grad_factor=grad_factor, ds=ds, ds_first=first[1],
+            grad_factor=grad_factor, ds=ds, ds_first=first,
         )  # fmt: skip
         backward.key_grads_tile(const, find_keys(const, q, k, tiles.order_of(numbers), first), given)
 
@@ -90,7 +90,7 @@ def stored_query_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
         order = tiles.order_of(numbers)
         number = tiles.digits_of(const, dq, number_of(first), order)
         place = tiles.place_tile(const, dq, k, (), order, (), number, False)
-        slot = backward.slot_of(dq, place, first[1])
+        slot = backward.slot_of(dq, place, first)
         acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
         blocks = walk.key_blocks(const, place)
         full_end = blocks.full_end
@@ -101,6 +101,6 @@ def stored_query_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
         if const.banded:
             for block in range(full_end, blocks.end):
                 acc = add_block(const, place, k, ds, slot, block, acc, True)
-        backward.store_query_grads(const, dq, (place.batch, place.head, place.tile, 0), acc, grad_factor)
+        backward.store_query_grads(const, dq, (place.batch, place.head, place.tile), acc, grad_factor)
 
     return stored_query_grads

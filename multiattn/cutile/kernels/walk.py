@@ -30,17 +30,19 @@ class Blocks:
 def first_query(const: Any, place: Any) -> Any:
     """The query of a tile's first row."""
     row = place.tile * const.tile_m
-    if place.query is None:
-        return row
-    return row // place.group
+    if place.query is not None:
+        row = row // place.group
+    return row
 
 
 @ct.function
 def behind_queries(const: Any, place: Any, first: Any) -> Any:
     """The query behind that of a tile's last row, or one further on."""
     if place.query is None:
-        return first + const.tile_m
-    return (place.tile * const.tile_m + (const.tile_m - 1)) // place.group + 1
+        behind = first + const.tile_m
+    else:
+        behind = (place.tile * const.tile_m + (const.tile_m - 1)) // place.group + 1
+    return behind
 
 
 @ct.function
@@ -75,16 +77,17 @@ def key_blocks(const: Any, place: Any) -> Any:
 @ct.function
 def own_blocks(const: Any, blocks: Any) -> Any:
     """Those of a split: the first ones have a block more where they cannot all have as many."""
-    if not const.divided:
-        return blocks
-    split, splits = ct.bid(2), ct.num_blocks(2)
-    count = blocks.end - blocks.begin
-    share = count // splits
-    more = count - share * splits
-    begin = blocks.begin + split * share + min(split, more)
-    end = begin + share + max(0, min(1, more - split))
-    full_begin = max(begin, min(blocks.full_begin, end))
-    return Blocks(begin=begin, full_begin=full_begin, full_end=max(full_begin, min(blocks.full_end, end)), end=end)
+    if const.divided:
+        split, splits = ct.bid(2), ct.num_blocks(2)
+        count = blocks.end - blocks.begin
+        share = count // splits
+        more = count - share * splits
+        begin = blocks.begin + split * share + min(split, more)
+        end = begin + share + max(0, min(1, more - split))
+        full_begin = max(begin, min(blocks.full_begin, end))
+        full_end = max(full_begin, min(blocks.full_end, end))
+        blocks = Blocks(begin=begin, full_begin=full_begin, full_end=full_end, end=end)
+    return blocks
 
 
 @ct.function
