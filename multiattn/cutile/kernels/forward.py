@@ -37,8 +37,7 @@ class Attending:
     """A tile of queries, and what it attends to."""
 
     place: Any
-    q: Any
-    """The tile, or its `parts.Parts`."""
+    q: Any  # a tile, or `parts.Parts`
     k: Any
     v: Any
     scale: Any
@@ -338,9 +337,6 @@ def must_redo(const: Any, place: Any, l: Any) -> Any:
         blocks = walk.key_blocks(const, place)
         redo = redo or blocks.full_begin == blocks.full_end
     return redo
-
-
-# ---------------------------------------------------------------- results
 
 
 @ct.function
