@@ -186,11 +186,11 @@ def with_cache(
         strides_out = entry, head, row
     kind: Kind = "cache" if where.page_table is None else "pages"
     batching = Batching(kind, where.max_seqlen_q, splits=where.num_splits, strides_out=strides_out)
-    operands = Operands(as_batch_of_one(q) if is_packed else q, k_cache, v_cache, sinks=sinks)
+    operands = Operands(as_batch_of_one(q) if is_packed else q, k_cache, v_cache, sinks=sinks, indices=indices)
     if softcap is not None:
         pages = 1 if where.page_table is None else where.page_table.shape[1]
         queries = where.max_seqlen_q if where.max_seqlen_q is not None else q.shape[2]
         lengths = (where.seqlens_kv.shape[0], queries, k_cache.shape[2] * pages)
         check_modification(q, lengths, softcap, None, None, None)
         operands, options = with_score(operands, options, softcap, None, None, None, lengths=lengths, checked=True)
-    return operands._replace(indices=indices), options._replace(batching=batching)
+    return operands, options._replace(batching=batching)

@@ -144,20 +144,19 @@ class Operands(NamedTuple):
     indices: Indices = NO_INDICES
 
     @classmethod
-    def of_inputs(cls, inputs: Sequence[torch.Tensor], names: Sequence[str], **more: torch.Tensor | None) -> Operands:
-        """The operands of a forward of these `inputs`, whose names `Options.inputs` has, and those of `more`."""
-        if len(inputs) == INPUTS:
-            return cls(*inputs, **more)  # type: ignore[arg-type]  # nor is any of these captured
-        named = dict(zip(names, inputs, strict=False))
-        own = {name: named.pop(name) for name in ("q", "k", "v", "sinks") if name in named}
-        indices = Indices(**named) if named else NO_INDICES
-        return cls(**own, **more, captured=tuple(inputs[len(names) :]), indices=indices)  # type: ignore[arg-type]
+    def of_inputs(cls, inputs: Sequence[Any], names: Sequence[str], *results: torch.Tensor | None) -> Operands:
+        """The operands of a forward of these `inputs`, whose names `Options.inputs` has, and its `results`, if any."""
+        q, k, v, *others = inputs
+        sinks = others.pop(0) if "sinks" in names else None
+        of_indices = names[len(inputs) - len(others) :]
+        captured = tuple(others[len(of_indices) :])
+        indices = Indices(**dict(zip(of_indices, others, strict=False))) if of_indices else NO_INDICES
+        return cls(q, k, v, *results, sinks=sinks, captured=captured, indices=indices)
 
     @classmethod
     def of_read(cls, read: Sequence[torch.Tensor | None], names: Sequence[str]) -> Operands:
         """The operands of a backward that reads these, as `read` has them."""
-        *inputs, out, lse, dout, dlse = read
-        return cls.of_inputs(inputs, names, out=out, lse=lse, dout=dout, dlse=dlse)  # type: ignore[arg-type]
+        return cls.of_inputs(read[:-_RESULTS], names, *read[-_RESULTS:])
 
     @classmethod
     def like(cls, layouts: Mapping[str, Layout], make: Callable[[Layout], torch.Tensor]) -> Operands:
@@ -179,9 +178,9 @@ class Operands(NamedTuple):
         return named | dict(self.indices.named)
 
     @property
-    def results(self) -> dict[str, torch.Tensor | None]:
-        """The results of a forward and their gradients, by name."""
-        return {"out": self.out, "lse": self.lse, "dout": self.dout, "dlse": self.dlse}
+    def results(self) -> tuple[torch.Tensor | None, ...]:
+        """The results of a forward and their gradients: out, lse, dout and dlse."""
+        return self[INPUTS:READ]  # type: ignore[return-value]  # tensors, or None
 
     @property
     def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -200,12 +199,7 @@ class Operands(NamedTuple):
     @property
     def read(self) -> tuple[Any, ...]:
         """Every tensor that a backward reads: the inputs, out, lse, dout and dlse."""
-        return (*self.inputs, self.out, self.lse, self.dout, self.dlse)
-
-    def inputs_are(self, types: frozenset[type]) -> bool:
-        """True if every input is of exactly one of these types, not of a subclass."""
-        plain = type(self.q) in types and type(self.k) in types and type(self.v) in types
-        return plain and types.issuperset(map(type, self.inputs[INPUTS:]))
+        return (*self.inputs, *self.results)
 
     @property
     def requires_grad(self) -> bool:
@@ -228,6 +222,8 @@ INPUTS = 3
 
 READ = Operands._fields.index("dq")
 """How many every backward reads, dlse among them though it may be None."""
+
+_RESULTS = READ - INPUTS
 
 FORWARD_RESULTS, GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
 """Names of the operands that every forward and every backward write."""

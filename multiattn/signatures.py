@@ -186,10 +186,4 @@ def settled(options: Mapping[str, Any]) -> tuple[Options, Scores]:
 def dense_call(operands: Operands, options: Mapping[str, Any]) -> tuple[Operands, Options]:
     """The operands and options of a call of `fmha` of these tensors. TypeError or ValueError, naming what came."""
     asked, scores = settled(options)
-    return with_score(with_sinks(operands, options), asked, *scores)
-
-
-def with_sinks(operands: Operands, options: Mapping[str, Any]) -> Operands:
-    """The operands with the sinks of a call; a call without any pays nothing for them."""
-    sinks = options.get("sinks")
-    return operands if sinks is None else operands._replace(sinks=sinks)
+    return with_score(operands._replace(sinks=options["sinks"]) if asked.has_sinks else operands, asked, *scores)

@@ -14,8 +14,8 @@ from multiattn.packed import as_batch_of_one
 from multiattn.plain import plain
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend, autocast, differentiate
-from multiattn.sequences import CU_SEQLENS, Batching, Indices
-from multiattn.signatures import PackedOptions, names_of, settled, takes, with_sinks
+from multiattn.sequences import Batching, Indices
+from multiattn.signatures import PackedOptions, names_of, settled, takes
 from multiattn.validate import not_a_tensor
 from multiattn.validate.sequences import check_lengths, check_packing
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _NAMES = names_of(PackedOptions)
+_PACKED = Batching("packed")
 
 
 @overload
@@ -198,15 +199,22 @@ def packed_call(
 ) -> tuple[Operands, Options]:
     """The operands and options of a call of `fmha_varlen`. TypeError or ValueError, naming what came."""
     asked, (softcap, alibi_slopes, bias, score_mod, block_mask) = settled(options)
-    operands = with_sinks(pack(q, k, v, lengths, block_mask), options)
+    operands = pack(q, k, v, lengths, block_mask, options.get("sinks"))
     return with_packing(operands, asked, lengths, softcap, alibi_slopes, bias, score_mod)
 
 
-def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, block_mask: object = None) -> Operands:
-    """q, k and v of a packed batch as operands. TypeError or ValueError, naming what came."""
+def pack(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Lengths,
+    block_mask: object = None,
+    sinks: torch.Tensor | None = None,
+) -> Operands:
+    """q, k, v and sinks of a packed batch as operands. TypeError or ValueError, naming what came."""
     if not is_compiling():  # else checked when the op is called
         starts, longest = lengths.starts, lengths.longest
-        check_packing({"q": q, "k": k, "v": v}, dict(zip(CU_SEQLENS, starts, strict=True)), longest)
+        check_packing((q, k, v), starts, longest)
         if values.can_be_read(*starts):
             check_lengths((q.shape[0], k.shape[0]), starts, longest)
     if block_mask is not None:
@@ -214,7 +222,7 @@ def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, bl
             "block_mask: got one; allowed None in a packed batch: causal and window are of each sequence by itself; "
             "score_mod can hide keys, too"
         )
-    return Operands(as_batch_of_one(q), as_batch_of_one(k), as_batch_of_one(v))
+    return Operands(as_batch_of_one(q), as_batch_of_one(k), as_batch_of_one(v), sinks=sinks)
 
 
 def with_packing(
@@ -227,11 +235,11 @@ def with_packing(
     score_mod: ScoreMod | None,
 ) -> tuple[Operands, Options]:
     """The same with the modification of scores and the packing that a call asks for."""
-    batching = Batching("packed")
+    batching = _PACKED
     if not (softcap is None and alibi_slopes is None and bias is None and score_mod is None):
         longest = [plain(it) for it in lengths.longest]
         batching = Batching("packed", *longest)
         of_scores = (lengths.cu_seqlens_q.shape[0] - 1, *longest)
         operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, lengths=of_scores)
-    indices = Indices(*(it.contiguous() for it in lengths.starts))
+    indices = Indices(lengths.cu_seqlens_q.contiguous(), lengths.cu_seqlens_kv.contiguous())
     return operands._replace(indices=indices), options._replace(batching=batching)

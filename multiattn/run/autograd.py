@@ -70,15 +70,15 @@ def needs_grad(operands: Operands) -> bool:
 
 def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """Out and lse, by whichever way the tensors and the moment ask for."""
-    compiling = is_compiling()
-    if compiling or not (operands.inputs_are(_PLAIN) and _is_unwatched()):
+    compiling, inputs = is_compiling(), operands.inputs
+    if compiling or not (_PLAIN.issuperset(map(type, inputs)) and _is_unwatched()):
         _check_call(operands, options)
         if not compiling and is_transformed():
-            out, lse = TransformedAttention.apply((options, needs_grad(operands)), *operands.inputs)  # type: ignore[no-untyped-call]
+            out, lse = TransformedAttention.apply((options, needs_grad(operands)), *inputs)  # type: ignore[no-untyped-call]
         else:
             out, lse = call_forward_op(operands, options, needs_grad(operands))
     elif torch.is_grad_enabled() and operands.requires_grad:
-        out, lse = _attend_with_grad(get_forward(operands, options, True), operands, *operands.inputs)
+        out, lse = _attend_with_grad(get_forward(operands, options, True), operands, *inputs)
     else:
         out, lse = run_forward(get_forward(operands, options), operands)
     return out, lse
@@ -90,10 +90,10 @@ def attend_cached(operands: Operands, options: Options, out: torch.Tensor | None
     NotImplementedError where autograd would want a gradient.
     """
     refuse_gradient(operands)
-    compiling = is_compiling()
-    if compiling or not (operands.inputs_are(_PLAIN) and _is_unwatched()):
+    compiling, inputs = is_compiling(), operands.inputs
+    if compiling or not (_PLAIN.issuperset(map(type, inputs)) and _is_unwatched()):
         if not compiling and is_transformed():
-            fresh, lse = TransformedCache.apply(options, *operands.inputs)  # type: ignore[no-untyped-call]
+            fresh, lse = TransformedCache.apply(options, *inputs)  # type: ignore[no-untyped-call]
         else:
             fresh, lse = call_kvcache_op(operands, options)
         if out is None:
@@ -119,11 +119,12 @@ def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor | 
     A gradient of `is_grads_batched` has no memory of its own, so no launcher reads it.
     """
     compiling = is_compiling()
-    given = [tensor for tensor in operands.read if tensor is not None]
+    read = operands.read
+    given = [tensor for tensor in read if tensor is not None]
     is_plain = not compiling and _is_unwatched() and _PLAIN.issuperset(map(type, given))
     if is_plain and all(map(compat.has_storage, given)):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-            gradients: tuple[torch.Tensor | None, ...] = AttentionBackward.apply(options, *operands.read)  # type: ignore[no-untyped-call]
+            gradients: tuple[torch.Tensor | None, ...] = AttentionBackward.apply(options, *read)  # type: ignore[no-untyped-call]
             return gradients
         return run_backward(get_backward(operands, options), operands)
     if is_plain and (operands.captured or options.indices):
@@ -134,7 +135,7 @@ def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor | 
     _check_call(operands, options)
     operands = with_dout(operands)
     if not compiling:
-        check_results(operands.q, **operands.results)
+        check_results(operands.q, *operands.results)
     if not compiling and is_transformed():
         return TransformedBackward.apply(options, *operands.read)  # type: ignore[no-any-return, no-untyped-call]
     return call_backward_op(operands, options)

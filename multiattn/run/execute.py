@@ -61,9 +61,10 @@ def run_backward(ready: Ready, operands: Operands) -> tuple[torch.Tensor | None,
     """
     with on_device(ready.device):
         conforming = _conform(ready.plan, operands)
+    read = conforming.read
     if conforming is operands:
-        ready.remember(operands.read)
-    return run_conforming(ready, conforming.read)
+        ready.remember(read)
+    return run_conforming(ready, read)
 
 
 def run_conforming(ready: Ready, read: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
@@ -75,14 +76,14 @@ def run_conforming(ready: Ready, read: Sequence[torch.Tensor | None]) -> tuple[t
     if len(read) == READ:
         ready.launch(_operands((*read, *gradients, *_NO_OPTIONS)))
         return tuple(gradients)
-    written: dict[str, Any] = dict(zip((*GRADIENTS, "delta"), gradients, strict=False))
-    sums = ready.allocate_zeros()
-    operands = Operands.of_read(read, ready.options.inputs)._replace(**written, dcaptured=sums)
+    known = Operands.of_read(read, ready.options.inputs)
+    dq, dk, dv, *delta = gradients
+    of_scores = known.captured, ready.allocate_zeros()
+    operands = Operands(*known[:READ], dq, dk, dv, known.sinks, *(delta or (None,)), *of_scores, known.indices)
     ready.launch(operands)
-    of_sinks = () if operands.sinks is None else (gradient_of_sinks(operands),)
-    of_indices = (None for _ in ready.options.indices)
-    of_captured = gradients_of_captured(ready.plan.problem.score, operands)
-    return (*gradients[: len(GRADIENTS)], *of_sinks, *of_indices, *of_captured)
+    of_sinks = () if known.sinks is None else (gradient_of_sinks(operands),)
+    of_indices = (None,) * len(known.indices.given)
+    return (dq, dk, dv, *of_sinks, *of_indices, *gradients_of_captured(ready.plan.problem.score, operands))
 
 
 def gradient_of_sinks(operands: Operands) -> torch.Tensor:
@@ -205,7 +206,7 @@ def _conform(plan: Plan, operands: Operands) -> Operands:
     layouts = plan.problem.layouts
     if operands.dout is None:
         operands = operands._replace(dout=compat.empty_strided(*layouts["dout"], operands.q.device).zero_())
-    check_results(operands.q, **operands.results)
+    check_results(operands.q, *operands.results)
     copies: dict[str, Any] = {
         name: _copy(tensor, layouts[name])
         for name in ("out", "lse", "dout", "dlse")

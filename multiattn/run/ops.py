@@ -210,7 +210,7 @@ def _fake_kvcache(*arguments: Any) -> _Pair:
 
 def _fake_gradients(operands: Operands, options: Options) -> _Gradients:
     check_inputs(*operands.qkv, operands.sinks)
-    check_results(operands.q, **operands.results)
+    check_results(operands.q, *operands.results)
     dq, dk, dv = (_like(tensor, is_packed=options.batching is not None) for tensor in operands.qkv)
     return (
         dq,

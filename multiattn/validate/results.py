@@ -75,7 +75,7 @@ def check_out(out: object, q: torch.Tensor, *, layout: bool = True) -> None:
         )
 
 
-def check_results(q: torch.Tensor, *, out: object, lse: object, dout: object, dlse: object) -> None:
+def check_results(q: torch.Tensor, out: object, lse: object, dout: object, dlse: object) -> None:
     """TypeError or ValueError for tensors that cannot be a forward's results or their gradients; any layout does."""
     for name, tensor in (("out", out), ("dout", dout)):
         _check_alike(name, tensor, q.shape, q.dtype, q.device)

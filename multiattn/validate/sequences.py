@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from multiattn.plain import plain
-from multiattn.sequences import SPLITS_MAX, Indices
+from multiattn.sequences import CU_SEQLENS, SPLITS_MAX, Indices
 from multiattn.validate import check_operand, check_sinks, not_a_tensor
 
 SHOWN_STARTS = 16
@@ -24,21 +24,19 @@ _OF_EACH = {
 }
 
 
-def check_packing(tensors: Mapping[str, object], cu_seqlens: Mapping[str, object], longest: Sequence[object]) -> None:
-    """TypeError or ValueError for what is no packed batch, each by its name; no value of a tensor is read."""
-    for name, tensor in tensors.items():
+def check_packing(tensors: Sequence[object], cu_seqlens: Sequence[object], longest: Sequence[object]) -> None:
+    """TypeError or ValueError for q, k and v that are no packed batch with these starts; no value of one is read."""
+    for name, tensor in zip("qkv", tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise not_a_tensor(name, tensor)
         if tensor.ndim != 3:
             got = f"rank {tensor.ndim} (shape {tuple(tensor.shape)})"
             hint = "a padded batch goes to fmha, or with a mask of its keys to integrations.padding.fmha_padded"
             raise ValueError(f"{name} must have rank 3, [T, H, D], in a packed batch; got {got}; {hint}")
-    device = tensors["q"].device  # type: ignore[attr-defined]  # a tensor, as all are
-    shapes = {}
-    for name, tensor in cu_seqlens.items():
-        its = _check_index(name, tensor, device, "[B + 1], for B sequences")
-        shapes[name] = tuple(its.shape)
-    if len(set(shapes.values())) > 1:
+    device = tensors[0].device  # type: ignore[attr-defined]  # a tensor, as all are
+    of_q, of_kv = map(_check_index, CU_SEQLENS, cu_seqlens, (device, device), ("[B + 1], for B sequences",) * 2)
+    if of_q.shape != of_kv.shape:
+        shapes = dict(zip(CU_SEQLENS, (tuple(of_q.shape), tuple(of_kv.shape)), strict=True))
         hint = "a sequence without rows repeats its start"
         raise ValueError(f"cu_seqlens_q and cu_seqlens_kv must have one shape, [B + 1]; got {shapes}; {hint}")
     for name, given in zip(("max_seqlen_q", "max_seqlen_kv"), longest, strict=True):
