@@ -144,14 +144,14 @@ class Operands(NamedTuple):
     indices: Indices = NO_INDICES
 
     @classmethod
-    def of_inputs(cls, inputs: Sequence[Any], names: Sequence[str], *results: torch.Tensor | None) -> Operands:
+    def of_inputs(cls, inputs: Sequence[Any], names: Sequence[str], *results: Any) -> Operands:
         """The operands of a forward of these `inputs`, whose names `Options.inputs` has, and its `results`, if any."""
         q, k, v, *others = inputs
         sinks = others.pop(0) if "sinks" in names else None
         of_indices = names[len(inputs) - len(others) :]
         captured = tuple(others[len(of_indices) :])
         indices = Indices(**dict(zip(of_indices, others, strict=False))) if of_indices else NO_INDICES
-        return cls(q, k, v, *results, sinks=sinks, captured=captured, indices=indices)
+        return cls(q, k, v, *results, sinks=sinks, captured=captured, indices=indices)  # type: ignore[misc]  # these are
 
     @classmethod
     def of_read(cls, read: Sequence[torch.Tensor | None], names: Sequence[str]) -> Operands:

@@ -78,8 +78,8 @@ def run_conforming(ready: Ready, read: Sequence[torch.Tensor | None]) -> tuple[t
         return tuple(gradients)
     known = Operands.of_read(read, ready.options.inputs)
     dq, dk, dv, *delta = gradients
-    of_scores = known.captured, ready.allocate_zeros()
-    operands = Operands(*known[:READ], dq, dk, dv, known.sinks, *(delta or (None,)), *of_scores, known.indices)
+    of_sums = known.sinks, *(delta or (None,)), known.captured, ready.allocate_zeros()
+    operands = _operands((*known[:READ], dq, dk, dv, *of_sums, known.indices))
     ready.launch(operands)
     of_sinks = () if known.sinks is None else (gradient_of_sinks(operands),)
     of_indices = (None,) * len(known.indices.given)

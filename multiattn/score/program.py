@@ -78,6 +78,12 @@ class ScoreProgram:
         return tuple(it for it in walk(*self.roots) if it.op == "load")
 
     @functools.cached_property
+    def slots_of_score(self) -> frozenset[int]:
+        """Slots of the tensors that the score depends on: those of a mask alone have no gradient."""
+        found = () if self.score is None else walk(self.score)
+        return frozenset(it.value for it in found if it.op == "load")
+
+    @functools.cached_property
     def multiplies(self) -> bool:
         """True if it has products of integers, whose sign is known of positions below `LONGEST` alone."""
         return any(it.op == "mul" and it.dtype in BITS for it in walk(*self.roots))
@@ -119,8 +125,7 @@ class BoundScore(NamedTuple):
     @property
     def slots_requiring_grad(self) -> tuple[int, ...]:
         """Slots of tensors that want a gradient, of those that the score depends on."""
-        score = self.program.score
-        used = {it.value for it in walk(score) if it.op == "load"} if score is not None else set()
+        used = self.program.slots_of_score
         return tuple(slot for slot, it in enumerate(self.tensors) if slot in used and requires_grad(it))
 
     def check(self, *, batch: int, heads: int, seq_q: int, seq_kv: int) -> None:

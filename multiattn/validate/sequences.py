@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ _OF_EACH = {
 }
 
 
-def check_packing(tensors: Sequence[object], cu_seqlens: Sequence[object], longest: Sequence[object]) -> None:
+def check_packing(tensors: Sequence[Any], cu_seqlens: Sequence[Any], longest: Sequence[object]) -> None:
     """TypeError or ValueError for q, k and v that are no packed batch with these starts; no value of one is read."""
     for name, tensor in zip("qkv", tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
@@ -33,10 +34,11 @@ def check_packing(tensors: Sequence[object], cu_seqlens: Sequence[object], longe
             got = f"rank {tensor.ndim} (shape {tuple(tensor.shape)})"
             hint = "a padded batch goes to fmha, or with a mask of its keys to integrations.padding.fmha_padded"
             raise ValueError(f"{name} must have rank 3, [T, H, D], in a packed batch; got {got}; {hint}")
-    device = tensors[0].device  # type: ignore[attr-defined]  # a tensor, as all are
-    of_q, of_kv = map(_check_index, CU_SEQLENS, cu_seqlens, (device, device), ("[B + 1], for B sequences",) * 2)
-    if of_q.shape != of_kv.shape:
-        shapes = dict(zip(CU_SEQLENS, (tuple(of_q.shape), tuple(of_kv.shape)), strict=True))
+    device = tensors[0].device
+    for name, tensor in zip(CU_SEQLENS, cu_seqlens, strict=True):
+        _check_index(name, tensor, device, "[B + 1], for B sequences")
+    if cu_seqlens[0].shape != cu_seqlens[1].shape:
+        shapes = {name: tuple(tensor.shape) for name, tensor in zip(CU_SEQLENS, cu_seqlens, strict=True)}
         hint = "a sequence without rows repeats its start"
         raise ValueError(f"cu_seqlens_q and cu_seqlens_kv must have one shape, [B + 1]; got {shapes}; {hint}")
     for name, given in zip(("max_seqlen_q", "max_seqlen_kv"), longest, strict=True):
@@ -190,17 +192,22 @@ def _check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"q, k_cache and v_cache must be on one device; got {got}")
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"device: got {q.device}; allowed cpu, cuda and meta; move the tensors by .cuda() or .cpu()")
-    shapes = f"q={tuple(q.shape)}, k_cache={tuple(k.shape)}, v_cache={tuple(v.shape)}"
     if k.shape != v.shape:
-        raise ValueError(f"k_cache and v_cache must have one shape; got {shapes}; cut both to the same entries")
+        got = f"{_shapes(q, k, v)}; cut both to the same entries"
+        raise ValueError(f"k_cache and v_cache must have one shape; got {got}")
     heads_q, heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[-1]
     if k.shape[-1] != head_dim:
-        raise ValueError(f"q, k_cache and v_cache must share head_dim; got {shapes}; pad q with zeros, and give scale")
+        got = f"{_shapes(q, k, v)}; pad q with zeros, and give scale"
+        raise ValueError(f"q, k_cache and v_cache must share head_dim; got {got}")
     if head_dim < 1 or heads_q < 1 or heads_kv < 1:
-        raise ValueError(f"heads and head_dim must be at least 1; got {shapes}")
+        raise ValueError(f"heads and head_dim must be at least 1; got {_shapes(q, k, v)}")
     if heads_q % heads_kv:
-        hint = "a cache [.., S, Hkv, D] is given as a view, k_cache.transpose(1, 2)"
-        raise ValueError(f"query heads must be a multiple of key/value heads (GQA); got {shapes}; {hint}")
+        got = f"{_shapes(q, k, v)}; a cache [.., S, Hkv, D] is given as a view, k_cache.transpose(1, 2)"
+        raise ValueError(f"query heads must be a multiple of key/value heads (GQA); got {got}")
+
+
+def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    return f"q={tuple(q.shape)}, k_cache={tuple(k.shape)}, v_cache={tuple(v.shape)}"
 
 
 def check_numbers(max_seqlen_q: object, num_splits: object, *, is_packed: bool) -> None:
