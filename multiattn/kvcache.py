@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from multiattn.meant import refuse_call
 from multiattn.operands import Operands, Options, with_score
-from multiattn.packed import as_batch_of_one
+from multiattn.packed import as_batch_of_one, of_batch_of_one
 from multiattn.plain import plain
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend_cached, autocast
@@ -128,10 +128,10 @@ def fmha_kvcache(
     own = out if out is None or not is_packed else as_batch_of_one(out)
     found, lse = attend_cached(operands, asked, own)
     if out is None:
-        out = found[0].transpose(0, 1) if is_packed else found
+        out = of_batch_of_one(found) if is_packed else found
     if not return_lse:
         return out
-    return out, lse[0] if is_packed else lse
+    return out, lse.squeeze(0) if is_packed else lse
 
 
 class Where(NamedTuple):

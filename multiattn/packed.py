@@ -78,3 +78,8 @@ def strides_of_packed(tensor: torch.Tensor) -> Strides:
 def as_batch_of_one(tensor: torch.Tensor) -> torch.Tensor:
     """``[T, H, D]`` as ``[1, H, T, D]``, a view."""
     return tensor.transpose(0, 1).unsqueeze(0)
+
+
+def of_batch_of_one(tensor: torch.Tensor) -> torch.Tensor:
+    """``[1, H, T, D]`` as ``[T, H, D]``. Autograd takes it back as a view; what it makes of ``tensor[0]`` is a copy."""
+    return tensor.squeeze(0).transpose(0, 1)

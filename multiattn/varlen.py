@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from multiattn.meant import refuse_call
 from multiattn.operands import Operands, Options, ScoreMod, with_score
-from multiattn.packed import as_batch_of_one
+from multiattn.packed import as_batch_of_one, of_batch_of_one
 from multiattn.plain import plain
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend, autocast, differentiate
@@ -107,8 +107,8 @@ def fmha_varlen(
     if compat.autocast_active():
         q, k, v = autocast(q, k, v)
     out, lse = attend(*packed_call(q, k, v, options, lengths))
-    packed = out[0].transpose(0, 1)
-    return (packed, lse[0]) if return_lse else packed
+    packed = of_batch_of_one(out)
+    return (packed, lse.squeeze(0)) if return_lse else packed
 
 
 @takes(PackedOptions)
@@ -159,8 +159,7 @@ def fmha_varlen_backward(
     assert dq is not None
     assert dk is not None
     assert dv is not None
-    packed = (gradient[0].transpose(0, 1) for gradient in (dq, dk, dv))
-    return (*packed, *(it for it in others if it is not None))
+    return (*map(of_batch_of_one, (dq, dk, dv)), *(it for it in others if it is not None))
 
 
 class Lengths(NamedTuple):

@@ -100,7 +100,12 @@ def test_a_guard_knows_like_tensors():
     assert check(q.clone(), k, v)
     assert not check(q[:, :1], k, v)
     assert not check(q.half(), k, v)
-    assert compat.tensor_guard(q, k, q) is None
+    check = compat.tensor_guard(q, k, q)
+    assert check(k, v, k)
+    assert not check(k, v, v)
+    assert not check(q, k, q.clone())
+    assert not check(*[q.half()] * 3)
+    assert compat.tensor_guard(q, q)(k, k)
 
 
 def test_a_guard_tells_a_transform_and_a_trace():

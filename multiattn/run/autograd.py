@@ -78,7 +78,7 @@ def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Te
         else:
             out, lse = call_forward_op(operands, options, needs_grad(operands))
     elif torch.is_grad_enabled() and operands.requires_grad:
-        out, lse = _attend_with_grad(get_forward(operands, options, True), operands, *inputs)
+        out, lse = _attend_with_grad((get_forward(operands, options, True), operands), *inputs)
     else:
         out, lse = run_forward(get_forward(operands, options), operands)
     return out, lse
@@ -160,8 +160,9 @@ class PlainAttention(torch.autograd.Function):
     """`fmha` of plain tensors that need grad: the inputs give (out, lse), both differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, ready: Ready, operands: Operands, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, call: tuple[Ready, Operands], *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch, and keep what the backward reads."""
+        ready, operands = call
         out, lse = run_forward(ready, operands)
         ctx.save_for_backward(*inputs, out, lse)
         ctx.set_materialize_grads(False)
@@ -178,11 +179,11 @@ class PlainAttention(torch.autograd.Function):
         ready: Ready = ctx.ready
         read = (*ctx.saved_tensors, dout, dlse)
         if dout is not None and not is_compiling() and not torch.is_grad_enabled() and ready.fits(read):
-            return (None, None, *run_conforming(ready, read))
+            return (None, *run_conforming(ready, read))
         operands = Operands.of_read(read, ready.options.inputs)
         if dout is None and dlse is None:
-            return (None, None, *(None for _ in operands.inputs))
-        return (None, None, *differentiate(operands, ready.options))
+            return (None, *(None for _ in operands.inputs))
+        return (None, *differentiate(operands, ready.options))
 
 
 _attend_with_grad = compat.applier(PlainAttention)

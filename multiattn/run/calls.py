@@ -88,6 +88,8 @@ class Ready:
 
     def remember(self, read: Sequence[Any]) -> None:
         """Let `fits` tell tensors like these, which a backward may read as they are."""
+        if self.fits(read):  # a guard costs more to make than to ask
+            return
         given = read if read[-1] is not None else read[:-1]
         if _are_aligned(given) and (guard := compat.tensor_guard(*given)) is not None:
             self._guards[len(given)] = guard

@@ -6,6 +6,7 @@ call (``compat.current_stream(device)``) or when they are made, never when they 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,15 +90,31 @@ def tensor_guard(*tensors: torch.Tensor | None) -> Guard | None:
     Dynamo's own guard: Python types, dispatch keys (which kind of device, whether a negated view), dtypes, indices of
     devices, who requires grad, sizes and strides. The keys are those of the moment: no tensor is like itself under a
     `torch.func` transform or in a trace that it was not under before. A guard tells nothing of `dispatch_modes` and
-    `in_forward_mode`, takes no None and no tensor twice, and keeps none.
+    `in_forward_mode`, takes no None, and keeps no tensor. One that comes twice, as one cu_seqlens for queries and keys
+    does, must do so at the same places.
     """
-    if _TensorGuards is None or len(set(map(id, tensors))) < len(tensors):
+    if _TensorGuards is None:
         return None
+    places = {id(it): place for place, it in enumerate(tensors)}
+    if len(places) < len(tensors):  # Dynamo's guard takes each once
+        apart = sorted(places.values())
+        are_apart = tensor_guard(*(tensors[place] for place in apart))
+        return None if are_apart is None else _guard_of_repeated(are_apart, apart, [places[id(it)] for it in tensors])
     try:
         guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     except TypeError:  # it takes no None, and another release may take other arguments
         return None
     check: Guard = guards.check
+    return check
+
+
+def _guard_of_repeated(are_alike: Guard, apart: Sequence[int], same: Sequence[int]) -> Guard:
+    """Tells by the guard of tensors at the places `apart`; each place has the very tensor of its place in `same`."""
+
+    def check(*tensors: torch.Tensor) -> bool:
+        at = tensors.__getitem__
+        return all(map(operator.is_, tensors, map(at, same))) and are_alike(*map(at, apart))
+
     return check
 
 

@@ -77,10 +77,12 @@ def check_out(out: object, q: torch.Tensor, *, layout: bool = True) -> None:
 
 def check_results(q: torch.Tensor, out: object, lse: object, dout: object, dlse: object) -> None:
     """TypeError or ValueError for tensors that cannot be a forward's results or their gradients; any layout does."""
-    for name, tensor in (("out", out), ("dout", dout)):
-        _check_alike(name, tensor, q.shape, q.dtype, q.device)
-    for name, tensor in (("lse", lse),) if dlse is None else (("lse", lse), ("dlse", dlse)):
-        _check_alike(name, tensor, q.shape[:3], torch.float32, q.device)
+    like_q, like_rows = (q.shape, q.dtype, q.device), (q.shape[:3], torch.float32, q.device)
+    _check_alike("out", out, *like_q)
+    _check_alike("dout", dout, *like_q)
+    _check_alike("lse", lse, *like_rows)
+    if dlse is not None:
+        _check_alike("dlse", dlse, *like_rows)
 
 
 def _check_alike(name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
