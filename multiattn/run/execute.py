@@ -62,7 +62,7 @@ def run_backward(ready: Ready, operands: Operands) -> tuple[torch.Tensor | None,
     with on_device(ready.device):
         conforming = _conform(ready.plan, operands)
     read = conforming.read
-    if conforming is operands:
+    if conforming is operands and not torch.is_grad_enabled():  # as where autograd runs this, which asks `Ready.fits`
         ready.remember(read)
     return run_conforming(ready, read)
 
