@@ -11,6 +11,7 @@ Lengths of keys in a cache (`multiattn.sequences`), and the pages that have them
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import cuda.tile as ct
@@ -76,8 +77,9 @@ def find_place(const: Any, q: Any, k: Any, cache: Any, reach: Any, aux: Any) -> 
 @ct.function
 def attend_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, scale: Any) -> None:
     """One tile of out and lse; or of one split's part of them."""
+    blocks = walk.own_blocks(const, walk.key_blocks(const, place))
+    place = replace(place, blocks=blocks)
     if const.divided:
-        blocks = walk.own_blocks(const, walk.key_blocks(const, place))
         if blocks.begin < blocks.end:
             forward.forward_tile(const, place, q, k, v, out, lse, sinks, (), scale)
         else:

@@ -126,7 +126,9 @@ def has_masked_blocks(const: Any) -> Any:
 def online_rows(const: Any, at: Any) -> Any:
     """The softmax of the tile's rows, each block of keys with a maximum of its own."""
     rows = no_rows(const)
-    blocks = walk.own_blocks(const, walk.key_blocks(const, at.place))
+    blocks = at.place.blocks
+    if blocks is None:
+        blocks = walk.key_blocks(const, at.place)
     for number in range(blocks.full_begin, blocks.full_end):
         block = walk.full_block(const, at.place, number)
         rows = attend(const, at, rows, block, False)

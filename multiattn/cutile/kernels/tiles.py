@@ -59,6 +59,8 @@ class Place:
     """Lengths of keys, then the page table and then where queries start, as far as there are any."""
     first_key: Any = None
     """The first key that any row sees, of a cache with a window: what lies before it may be freed."""
+    blocks: Any = None
+    """The `walk.Blocks` of a tile that is told them, of a part of the keys; None for those that it sees."""
 
 
 @dataclass(frozen=True, kw_only=True)
