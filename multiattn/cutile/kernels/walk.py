@@ -61,11 +61,13 @@ def key_blocks(const: Any, place: Any) -> Any:
         return blocks_of_band(first, last, before, after, place.seq_kv, const.tile_n)
     seen_by_first_row = seen_by_last_row = place.seq_kv
     if const.banded:
-        seen_by_first_row = max(0, min(first_row + offset + 1, place.seq_kv))
         if place.query is None:
+            seen_by_first_row = max(0, min(first_row + offset + 1, place.seq_kv))
             seen_by_last_row = max(0, min(first_row + offset + const.tile_m, place.seq_kv))
-        else:
-            seen_by_last_row = max(0, min(behind_queries(const, place, first_row) + offset, place.seq_kv))
+        else:  # queries that there are see no key behind the end
+            seen_by_first_row = max(0, first_row + offset + 1)
+            last_row = min(behind_queries(const, place, first_row) - 1, place.seq_q - 1)
+            seen_by_last_row = max(0, last_row + offset + 1)
     return Blocks(
         begin=0,
         full_begin=0,
