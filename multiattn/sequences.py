@@ -1,4 +1,4 @@
-"""What a batch is: B entries of one length, sequences packed one after another, or keys in a cache, perhaps in pages.
+"""Kinds of batches: B entries of one length, sequences packed one after another, or keys in a cache, perhaps in pages.
 
 Where the sequences start and how long they are stays in tensors on the device, which the host of a GPU never reads:
 one CUDA graph serves every step.
@@ -80,11 +80,11 @@ NO_INDICES = Indices()
 
 
 class Batching(NamedTuple):
-    """What a batch is where it is not B entries of one length. A call knows no sizes; a problem has them all."""
+    """A batch that is not B entries of one length. A call knows no sizes; a problem has them all."""
 
     kind: Kind = "packed"
     max_q: int | None = None
-    """Of a packed batch the most queries of a sequence, where scores load from a tensor with room for so many; None:
+    """The most queries of a sequence of a packed batch, where scores load from a tensor with room for so many; None:
     nothing is checked by it. Over a cache the most of packed queries; None: they are ``[B, Hq, Sq, D]``."""
     max_kv: int | None = None
     """The most keys of a sequence of a packed batch, like `max_q`."""
@@ -128,7 +128,7 @@ class Batching(NamedTuple):
 
     @property
     def tensors(self) -> Mapping[str, Layout]:
-        """What these look like, by their names."""
+        """The layouts of these tensors, by their names."""
         starts = Layout((self.sequences + 1,), (1,), torch.int32)
         found = dict.fromkeys(CU_SEQLENS, starts)
         found["seqlens_kv"] = Layout((self.sequences,), (1,), torch.int32)
@@ -137,7 +137,7 @@ class Batching(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        """What a call knows of it, as an op takes it; strides of results are the caller's matter there.
+        """The part that a call knows, as an op takes it; strides of results are the caller's matter there.
 
         The kind, a bit for each number that there is, and these numbers: none is compared, as a graph may have symbols.
         """

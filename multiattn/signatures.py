@@ -168,7 +168,7 @@ def takes(options: type, absent: object = None) -> Callable[[F], F]:
 
 
 def settled(options: Mapping[str, Any]) -> tuple[Options, Scores]:
-    """What a call was given, validated, and its scores as they came."""
+    """The arguments of a call, validated, and its scores as they came."""
     given = options.get
     asked = Options.of(
         causal=given("causal", False),

@@ -62,7 +62,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _feeders(case: Case, who: Contender, backends: Sequence[str], device: torch.device) -> tuple[str, ...]:
-    """Who feeds a backward: on a CPU the quickest forward, if any does; `CROSS_FED` has the cases of all others."""
+    """The backends that feed a backward: on a CPU the quickest forward; `CROSS_FED` has the cases of all others."""
     is_one = is_cross_fed(case, device) and not who.turn
     if device.type != "cpu" or is_one or QUICKEST not in backends:
         return feeders_of(case, who.backend, backends, device)

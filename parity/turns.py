@@ -1,4 +1,4 @@
-"""Who takes a case on a CPU: a variant with a config, dealt out so that each of them meets each kind of case.
+"""The turns of cases on a CPU: a variant with a config, dealt out so that each of them meets each kind of case.
 
 A `Way` is a variant with one of its configs: those of its rules for any arch, those that a sweep would try, and both
 with tiles so small that a case has several. A case goes the way that it shows most of: pairs of a kind of case (a mask,
@@ -75,7 +75,7 @@ class Deal:
 
     by_day: Mapping[str, tuple[Plan, ...]]
     at_night: Mapping[str, tuple[Plan, ...]]
-    """Of the cases that have no turn by day."""
+    """The share of the cases that have no turn by day."""
     shown: Mapping[str, frozenset[str]]
     """The kinds of cases, and the other choices, that each choice was seen with."""
     missing: frozenset[str]
@@ -106,7 +106,7 @@ def deal(name: str, direction: Direction, cases: Sequence[tuple[Case, Problem]])
 
 
 class _Dealer:
-    """What each choice has been seen with: kinds of cases and other choices, a bit each."""
+    """The partners that each choice has been seen with: kinds of cases and other choices, a bit each."""
 
     def __init__(self, backend: Backend, direction: Direction) -> None:
         self.backend, self.direction = backend, direction
@@ -253,7 +253,7 @@ def _apart(variant: Variant, configs: Sequence[Config], *, interpreted: bool) ->
 
 
 def _fewest(ways: list[Way]) -> Iterator[Way]:
-    """Of those ways some that together have every pair of choices and every number."""
+    """Some of those ways that together have every pair of choices and every number."""
     wanted = {it: _pairs(it) for it in ways}
     left = set().union(*wanted.values())
     while left:

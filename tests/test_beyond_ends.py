@@ -1,4 +1,4 @@
-"""What lies beyond the ends of sequences, lists of blocks and counts reaches nothing, in any backend.
+"""Memory beyond the ends of sequences, lists of blocks and counts reaches nothing, in any backend.
 
 Parity makes its block masks of callables. Here are lists that no callable makes, and scores that are no numbers where
 there is no query or key.
@@ -53,7 +53,7 @@ def variants_of(direction, able):
 
 
 def lists(counts, order, full_counts, full_order):
-    """Of three blocks of queries and five of keys, which are more of each than there are."""
+    """Lists of three blocks of queries and five of keys, which are more of each than there are."""
     given = ([[counts]], [order] * 3, [[full_counts]], [full_order] * 3)
     return [torch.tensor(it).int().view(1, 1, 3, -1).squeeze(-1) for it in given]
 

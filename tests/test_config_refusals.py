@@ -139,7 +139,7 @@ OF_PAGES = (
     (192, {"gathers": True, "tile_n": 144, "stages": 3}, "gathers with tile_n=144", "up to 128"),
     (8, {"tile_n": 256, "stages": 3}, "boxes for 256 keys in pages of 8", ""),
 )
-"""Of Hopper's forward over caches: keys of a page come first."""
+"""Hopper's forward over caches: keys of a page come first."""
 
 
 def changed(config: Any, changes: dict[str, Any]) -> Any:

@@ -26,7 +26,7 @@ COMBINATIONS = tuple(
     Axes(warps=warps, share=share, tiling=tiling, accumulator=accumulator)
     for warps, share, tiling, accumulator in itertools.product(WARPS, SHARE, TILING, ACCUMULATOR)
 )
-"""What warps, share, tiling and sums may come to, legal or not: swizzles go with all."""
+"""The combinations of warps, share, tiling and sums, legal or not: swizzles go with all."""
 
 
 # ---------------------------------------------------------------- the axes as data

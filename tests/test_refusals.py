@@ -114,7 +114,7 @@ CALLS = {
         "cache: got keys in a cache (dense) | k and v in no cache | leave variant out",
     ),
     "packed to another variant": (
-        lambda: plan(backend="triton", variant="full", batch=1, batching=Batching.packed(2)),
+        lambda: plan(backend="triton", variant="split_keys", batch=1, batching=Batching.packed(2)),
         "packed batch of 2 | [B, H, S, D] | leave variant out",
     ),
     "not deterministic": (

@@ -19,7 +19,7 @@ LINES = {
     "bench": 10_400,
     "docs": 5_100,
 }
-"""Of everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
+"""For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""
 RESULTS_BYTES = 1_850_000
 CONFIG_TESTS = 90

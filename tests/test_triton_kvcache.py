@@ -120,7 +120,9 @@ def plan_of(
     spec = Batching.cached(batch, batch, max_q=max_q)
     if page is not None:
         pages = -(-capacity // page)
-        spec = spec._replace(entries=batch * pages + 1, page=page, max_pages=pages, table_stride=table_stride or pages)
+        spec = spec._replace(
+            kind="pages", entries=batch * pages + 1, page=page, max_pages=pages, table_stride=table_stride or pages
+        )
         capacity = pages * page
     rows = {"batch": batch, "seq_q": queries} if max_q is None else {"batch": 1, "seq_q": batch * queries}
     problem = Problem.contiguous(seq_kv=capacity, batching=spec, **rows, **sizes)

@@ -53,11 +53,11 @@ def extents_of(tensor: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What code for a problem assumes, entered by name while its arrays are described (`abi.Binding.constants`)."""
+    """The assumptions of code for a problem, entered by name while arrays are described: `abi.Binding.constants`."""
 
     problem: Problem
     emitted: Mapping[str, str] = field(default_factory=dict)
-    """What code that is there assumes; nothing where code is made for the problem."""
+    """The assumptions of code that is there; nothing where code is made for the problem."""
     constants: dict[str, str] = field(default_factory=dict)
 
     def exactly(self, **values: object) -> None:

@@ -22,7 +22,7 @@ from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
 from multiattn.plan.ladder import LadderStep, Rung
 from multiattn.plan.limits import AT_LEAST_1, failed, limit_checks, limited, one_of
-from multiattn.plan.schedule import NARROWEST, one_width, query_tiles, saving_widths, three_widths, two_widths
+from multiattn.plan.schedule import NARROWEST, one_width, query_tiles, three_widths, two_widths
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.validate import LOG2_E
@@ -379,8 +379,9 @@ def _lazy_candidates(variant: Variant, problem: Problem) -> Iterator[CutileConfi
     width = max(64, one_width(problem.head_dim))
     rules = (it for it in variant.rules if "sm90" in it.arches)
     known = (it.config for it in rules if it.head_dim_min <= width and it.head_dim_max > width // 2)
-    saves, is_wide = saving_widths(problem.head_dim) is not None, problem.head_dim > 128
+    one, is_wide = one_width(problem.head_dim), problem.head_dim > 128
     for way in dict.fromkeys(replace(it, heads_together=1) for it in known):
+        saves = sum(widths_of(problem, way)) < one
         if way.split_head_dim and not saves and not (is_wide and way.pipeline == "ahead"):
             continue
         latencies = ((way.k_latency, way.v_latency), (None, None), (1, 1), (2, 4))

@@ -46,7 +46,7 @@ TILE = limits.powers_of_two(SMALLEST_TILE)
 BLOCKS = limits.between(1, 32, None)
 WARPS: limits.FieldRule = (lambda it: it in (None, 4, 8), "None, 4 or 8 (others need tileiras 13.5)")
 LATENCY = limits.between(1, 10, None)
-"""What is allowed of fields that configs share."""
+"""The values that fields which configs share may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +117,9 @@ class Asked:
     plan: Plan
     has_dlse: bool = False
     emitted: Mapping[str, str]
-    """What code of a forward that is there assumes; nothing where code is made for the plan."""
+    """The assumptions of a forward's code that is there; nothing where code is made for the plan."""
     multiprocessors: int
-    """Of the device, for a static grid."""
+    """The device's, for a static grid."""
 
     @property
     def problem(self) -> Problem:

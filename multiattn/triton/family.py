@@ -36,7 +36,7 @@ class TritonLaunch:
     plan: Plan
     assumed: Assumed
     multiprocessors: int
-    """Of the device: so many blocks a persistent kernel has."""
+    """The device's: so many blocks a persistent kernel has."""
     has_dlse: bool = False
 
     @property

@@ -51,7 +51,7 @@ from multiattn.triton.kernels.gluon.tiles import (
 
 
 class BackwardTile(NamedTuple):
-    """What a warpgroup's 64 keys are."""
+    """The state of a warpgroup's 64 keys."""
 
     first_key: Any
     k_place: Any
@@ -77,7 +77,7 @@ class BackwardWalk(NamedTuple):
     head: Any
     """Only expressions know it."""
     weights: Any
-    """Of the step, in 16 bit; and where an expression has a slope these times it."""
+    """The step's, in 16 bit; and where an expression has a slope these times it."""
 
 
 # ---------------------------------------------------------------- weights and dS

@@ -74,7 +74,7 @@ class KeysShared(NamedTuple):
 
 
 class KeysTile(NamedTuple):
-    """What the 64 keys of both warpgroups are."""
+    """The state of the 64 keys of both warpgroups."""
 
     first_key: Any
     head_kv: Any

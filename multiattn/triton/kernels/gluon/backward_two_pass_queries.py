@@ -52,7 +52,7 @@ class QueriesShared(NamedTuple):
 
 
 class QueriesTile(NamedTuple):
-    """What a warpgroup's 64 queries are."""
+    """The state of a warpgroup's 64 queries."""
 
     first_query: Any
     lse: Any

@@ -62,7 +62,7 @@ from multiattn.triton.kernels.gluon.tiles import (
 
 
 class ForwardTile(NamedTuple):
-    """What a warpgroup's 64 queries are."""
+    """The state of a warpgroup's 64 queries."""
 
     queries: Any
     """Q in shared memory."""
@@ -83,7 +83,7 @@ class ForwardWalk(NamedTuple):
     """``[64, 4]``."""
     out: Any
     weights: Any
-    """Of the last block, in 16 bit: V is yet to be multiplied by them."""
+    """The last block's, in 16 bit: V is yet to be multiplied by them."""
 
 
 # ---------------------------------------------------------------- products, left under way

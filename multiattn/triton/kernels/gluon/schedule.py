@@ -27,7 +27,7 @@ class LaunchSizes(NamedTuple):
     heads: Any
     """That have these tiles, of all batch entries."""
     together: Any
-    """Of these, heads that run side by side."""
+    """The number of these that run side by side."""
     left: Any
     """Keys before and after its own that a query sees; None where the mask is not two-sided."""
     right: Any
