@@ -64,13 +64,13 @@ class Indices(NamedTuple):
 
     @property
     def given(self) -> tuple[torch.Tensor, ...]:
-        """Those that there are."""
+        """The tensors that there are."""
         some = self[:_OF_SEQUENCES] if self.kv_num_blocks is None else self
         return tuple([it for it in some if it is not None])
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
-        """Those that there are, by name."""
+        """The tensors that there are, by name."""
         return {name: it for name, it in zip(self._fields, self, strict=True) if it is not None}
 
 

@@ -141,7 +141,7 @@ class Cached(NamedTuple):
     """The sequences of a call with a cache."""
 
     tensors: tuple[torch.Tensor, ...]
-    """Those that say where keys and queries are: `Batching.names`."""
+    """Tensors that say where keys and queries are: `Batching.names`."""
     batching: Batching
 
 

@@ -42,7 +42,7 @@ SMALL: Mapping[str, tuple[int, int]] = {
 }
 """Ends of the names of fields that a small way has divided by the first number, but no less than the second."""
 SMALLER = (tuple(SMALL), ("tile_n", "stages", "heads_together"), ("heads_together", "stream_k"))
-"""Those that small ways change together: some kernels have tiles of one size."""
+"""Fields that small ways change together: some kernels have tiles of one size."""
 UNSEEN = ("warps", "latency", "registers", "occupancy", "blocks_per_sm", "stages")
 """Ends of the names of fields that interpreters of tiles do not look at."""
 FEW = 3
@@ -75,7 +75,7 @@ class Deal:
 
     by_day: Mapping[str, tuple[Plan, ...]]
     at_night: Mapping[str, tuple[Plan, ...]]
-    """The share of the cases that have no turn by day."""
+    """The turns of cases that have none by day."""
     shown: Mapping[str, frozenset[str]]
     """The kinds of cases, and the other choices, that each choice was seen with."""
     missing: frozenset[str]
@@ -106,7 +106,7 @@ def deal(name: str, direction: Direction, cases: Sequence[tuple[Case, Problem]])
 
 
 class _Dealer:
-    """The partners that each choice has been seen with: kinds of cases and other choices, a bit each."""
+    """Deals cases, and keeps what each choice was seen with: kinds of cases and other choices, a bit each."""
 
     def __init__(self, backend: Backend, direction: Direction) -> None:
         self.backend, self.direction = backend, direction
@@ -253,7 +253,7 @@ def _apart(variant: Variant, configs: Sequence[Config], *, interpreted: bool) ->
 
 
 def _fewest(ways: list[Way]) -> Iterator[Way]:
-    """Some of those ways that together have every pair of choices and every number."""
+    """Some of those ways, which together have every pair of choices and every number."""
     wanted = {it: _pairs(it) for it in ways}
     left = set().union(*wanted.values())
     while left:

@@ -149,7 +149,7 @@ class BackwardConfig(FamilyConfig, ProductConfig):
 
     @classmethod
     def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[BackwardConfig]:
-        """Those that, by a lower bound, have the registers. Each kernel is swept with the other one held: their times
+        """Configs that, by a lower bound, have the registers. Each kernel is swept with the other one held: their times
         add up."""
         adds_dq = dict(variant.flags)["dq"] == "atomic"
         wide = adds_dq and arch.is_gpu and arch.capability >= WIDE_SINCE

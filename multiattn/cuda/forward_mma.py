@@ -192,7 +192,7 @@ class CudaConfig(FamilyConfig):
 
     @classmethod
     def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[CudaConfig]:
-        """Those that, by a lower bound, have the registers."""
+        """Configs that, by a lower bound, have the registers."""
         axes = axes_of(variant)
         if axes.tiling != "none" or axes.warps == "split_kv":
             yield from _of_rungs(axes, problem)

@@ -112,7 +112,7 @@ VARIANTS: tuple[Variant, ...] = (
     *map(_point, _OFFERED),
     *(_point(axes) for axes in points.POINTS if axes not in _OFFERED),
 )
-"""Those that are offered, best first; then the other points of the axes."""
+"""Variants that are offered, best first; then the other points of the axes."""
 
 SPANNING: tuple[str, ...] = (
     points.SPLIT_Q.name,

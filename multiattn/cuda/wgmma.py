@@ -60,7 +60,7 @@ class WgmmaFamilyConfig(FamilyConfig):
 
     @property
     def warpgroups(self) -> int:
-        """Those that multiply: consumers."""
+        """How many multiply: the consumers."""
         return self.tile_m // WARPGROUP_ROWS
 
     @property

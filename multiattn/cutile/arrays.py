@@ -119,7 +119,7 @@ class Assumptions:
         )
 
     def all_captured(self, tensors: Iterable[object]) -> tuple[ArrayArgument, ...]:
-        """Those of a program's arguments, or of a launch's, that are tensors by name."""
+        """The arrays of a program's arguments, or of a launch's, that are tensors by name."""
         return tuple(self.captured(it) for it in tensors if isinstance(it, str))
 
     def sinks(self) -> tuple[ArrayArgument, ...]:

@@ -28,7 +28,7 @@ from multiattn.problem import Problem
 from multiattn.validate import LOG2_E
 
 SCHEDULERS = ("one_tile", "static")
-"""Those of `multiattn.plan.schedule.SCHEDULERS` that need no counter, as a block has none to ask."""
+"""Entries of `multiattn.plan.schedule.SCHEDULERS` that need no counter, as a block has none to ask."""
 PIPELINES = ("plain", "ahead", "pairs", "pilot", "pilot_pairs")
 
 HEADROOM = {"bf16": 16.0, "fp16": 0.0}

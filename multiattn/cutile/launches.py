@@ -46,7 +46,7 @@ TILE = limits.powers_of_two(SMALLEST_TILE)
 BLOCKS = limits.between(1, 32, None)
 WARPS: limits.FieldRule = (lambda it: it in (None, 4, 8), "None, 4 or 8 (others need tileiras 13.5)")
 LATENCY = limits.between(1, 10, None)
-"""The values that fields which configs share may have."""
+"""Rules of fields that configs of several families have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class Family:
     """A room of kernels; `multiattn.plan.backend.Variant` says more of `settle` and `fits`."""
 
     launches: Callable[[Asked], tuple[KernelLaunch, ...]]
-    """In order; ValueError where there is no grid of so many blocks."""
+    """The kernels of a launch, in order; ValueError where there is no grid of so many blocks."""
     fits: Callable[[Problem, Arch, Any], tuple[Reason, ...]]
     candidates: Callable[[Variant, Problem, Arch], Iterable[Config]]
     """Configs worth timing on a GPU, whether they fit or not."""

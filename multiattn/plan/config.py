@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
     @property
     def features(self) -> Features:
-        """Those of the problem."""
+        """The features of the problem."""
         return Features.of(self.problem)
 
     @property

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 _NEEDED = object()
-"""In the place of the default of an argument that has none."""
+"""Stands for the default of an argument that has none."""
 
 
 class Argument(NamedTuple):

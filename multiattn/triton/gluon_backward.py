@@ -61,7 +61,7 @@ HEAD_DIM_MAX = 128
 TILE_M = 64
 """Queries of a step, of a tile of statistics, and of the rows of dq that are summed up together."""
 WARPGROUPS = 2
-"""That own keys; one more makes dQ, and one warp loads."""
+"""How many own keys; one more makes dQ, and one warp loads."""
 DS_STAGES = 2
 STATISTICS = 2
 """Numbers of a query, fp32: lse in the log2 domain, and delta."""

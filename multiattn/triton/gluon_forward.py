@@ -67,7 +67,7 @@ class GluonConfig(Config):
 
     @property
     def warpgroups(self) -> int:
-        """That compute: consumers."""
+        """How many compute: the consumers."""
         return self.tile_m // WARPGROUP_ROWS
 
     @property

@@ -39,7 +39,7 @@ VARIANT = "warp_specialized_two_pass"
 RULES = VARIANT
 """The name of its rules."""
 WARPGROUPS = 2
-"""That compute, in each kernel; one warp loads."""
+"""How many compute, in each kernel; one warp loads."""
 BLOCK_QUERIES = WARPGROUPS * TILE_M
 """Queries of a tile of the kernel that owns them."""
 WEIGHT_STAGES = 2

@@ -78,7 +78,7 @@ def key_blocks(const: Any, place: Any) -> Any:
 
 @ct.function
 def own_blocks(const: Any, blocks: Any) -> Any:
-    """Those of a split: the first ones have a block more where they cannot all have as many."""
+    """The blocks of a split: the first ones have a block more where they cannot all have as many."""
     if const.divided:
         split, splits = ct.bid(2), ct.num_blocks(2)
         count = blocks.end - blocks.begin
@@ -135,7 +135,7 @@ def blocks_of_band(first: Any, last: Any, before: Any, after: Any, length: Any, 
 
 @ct.function
 def listed_blocks(const: Any, place: Any) -> Any:
-    """Those of a block mask: full ones, then partial ones."""
+    """The blocks that a block mask lists: full ones, then partial ones."""
     full = count_full(const, place)
     return Blocks(begin=0, full_begin=0, full_end=full, end=full + count_partial(const, place))
 

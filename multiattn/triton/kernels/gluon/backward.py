@@ -77,7 +77,7 @@ class BackwardWalk(NamedTuple):
     head: Any
     """Only expressions know it."""
     weights: Any
-    """The step's, in 16 bit; and where an expression has a slope these times it."""
+    """Weights of the step, in 16 bit; and where an expression has a slope these times it."""
 
 
 # ---------------------------------------------------------------- weights and dS

@@ -91,7 +91,7 @@ def accumulator(columns: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GluonConstants(HopperConstants):
-    """Those of the forward."""
+    """Constants of the forward."""
 
     has_sinks: bool
     """Each head has one more column: a logit, and no value."""
@@ -127,7 +127,7 @@ class GluonConstants(HopperConstants):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientConstants(HopperConstants):
-    """Those of all kernels of gradients."""
+    """Constants of all kernels of gradients."""
 
     q_stages: int
     dout_stages: int
@@ -151,7 +151,7 @@ class GradientConstants(HopperConstants):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GluonBackwardConstants(GradientConstants):
-    """Those of the kernel in one pass. Scores are transposed: ``[64 keys, 64 queries]``."""
+    """Constants of the kernel in one pass. Scores are transposed: ``[64 keys, 64 queries]``."""
 
     k_in_registers: bool
     early_scores: bool
@@ -174,7 +174,7 @@ class GluonBackwardConstants(GradientConstants):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TwoPassConstants(GradientConstants):
-    """Those of one of the kernels in two passes."""
+    """Constants of one of the kernels in two passes."""
 
     by_keys: bool
     """Its blocks own keys, not queries."""

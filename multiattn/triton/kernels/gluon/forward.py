@@ -83,7 +83,7 @@ class ForwardWalk(NamedTuple):
     """``[64, 4]``."""
     out: Any
     weights: Any
-    """The last block's, in 16 bit: V is yet to be multiplied by them."""
+    """Weights of the last block, in 16 bit: V is yet to be multiplied by them."""
 
 
 # ---------------------------------------------------------------- products, left under way

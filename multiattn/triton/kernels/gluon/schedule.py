@@ -23,11 +23,11 @@ class LaunchSizes(NamedTuple):
     group: Any
     """Query heads that share one key/value head."""
     tiles: Any
-    """That blocks own, of one head; or entries of the list."""
+    """Tiles of a head that blocks own; or entries of the list."""
     heads: Any
-    """That have these tiles, of all batch entries."""
+    """Heads with these tiles, of all batch entries."""
     together: Any
-    """The number of these that run side by side."""
+    """Heads that run side by side."""
     left: Any
     """Keys before and after its own that a query sees; None where the mask is not two-sided."""
     right: Any
