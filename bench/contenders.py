@@ -36,7 +36,7 @@ Results = Mapping[str, torch.Tensor]
 GRADS = ("dq", "dk", "dv")
 """Gradients that every backward has."""
 ALL_GRADS = (*GRADS, "dsinks")
-"""Those of a cell with sinks."""
+"""Gradients of a cell with sinks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -131,7 +131,7 @@ class Cell:
 
     @property
     def total_pairs(self) -> int:
-        """Those of one head of all batch entries."""
+        """Pairs that count, of one head of all batch entries."""
         return self.batch * self.visible_pairs
 
     @property

@@ -358,6 +358,6 @@ PEERS: tuple[Peer, ...] = _peers()
 
 
 def providers(backends: Sequence[str] = BACKENDS, peers: Sequence[str] | None = None) -> tuple[Provider, ...]:
-    """Those of some backends and peers, all by default, in the order in which tables have them."""
+    """The providers of some backends and peers, all by default, in the order in which tables have them."""
     ours = (OverCache(backend=name) for name in BACKENDS if name in backends)
     return (*ours, *(peer for peer in PEERS if peers is None or peer.name in peers))

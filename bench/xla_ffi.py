@@ -185,7 +185,7 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Spec:
-        """Those of a tensor."""
+        """The shape and dtype of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
 

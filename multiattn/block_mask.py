@@ -27,7 +27,7 @@ lists. At 4096 it takes 465 for 280, and a step of training 2000 for 1160."""
 KEYS_OF_QUERIES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 """The lists of a block of queries: of partial blocks of keys how many and which, then of full ones."""
 QUERIES_OF_KEYS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
-"""The same of a block of keys, which a backward walks over."""
+"""The lists of a block of keys, which a backward walks over."""
 LISTS = (*KEYS_OF_QUERIES, *QUERIES_OF_KEYS)
 
 MaskMod = Callable[..., torch.Tensor]

@@ -45,7 +45,7 @@ class Band:
         return "causal" if self.hides_keys else "full"
 
     def within(self, seq_q: int, seq_kv: int) -> Band:
-        """The same mask of such sequences, with None for a bound that hides nothing there; causal stays causal."""
+        """This mask for such sequences, with None for a bound that hides nothing there; causal stays causal."""
         if not self.is_two_sided:
             return self
         left = None if self.left is None or self.left >= seq_kv - 1 else self.left
@@ -80,7 +80,7 @@ class Band:
 
     @property
     def window(self) -> Window:
-        """The same as a caller gives it."""
+        """The bounds as a caller gives them."""
         return self.left, self.right
 
     def visible(self, seq_q: int, seq_kv: int, device: torch.device) -> torch.Tensor:

@@ -115,7 +115,7 @@ _OF_CALLS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "reference": {"backend": "nothing: it is the backend; fmha(..., backend=...) runs the others"},
     }
 )
-"""The same of one call, where it has another answer, by the name of the call."""
+"""Answers of one call where it has another one, by the name of the call."""
 
 _ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {

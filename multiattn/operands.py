@@ -86,7 +86,7 @@ class Options(NamedTuple):
         return tuple.__new__(cls, options)  # what cls() does, in half the time
 
     def with_score(self, score: BoundScore | None) -> Options:
-        """The same with a modification of every score."""
+        """These options with a modification of every score."""
         if score is None:
             return self
         slots = score.slots_requiring_grad if torch.is_grad_enabled() else ()
@@ -236,7 +236,7 @@ class ScoreSpec(NamedTuple):
     scalars: tuple[float, ...]
     """In the order of the program's own."""
     shapes: tuple[Shape, ...]
-    """Those of captured tensors, by slot, as `strides` are, in elements."""
+    """Shapes of captured tensors, by slot, as `strides` are, in elements."""
     strides: tuple[Shape, ...]
     gradients: tuple[int, ...] = ()
     """Slots of the tensors that want a gradient."""
@@ -276,7 +276,7 @@ class ScoreSpec(NamedTuple):
         return found
 
     def gradient_arguments(self, lowered: LoweredScore) -> Mapping[str, int | str]:
-        """The same of `lowered.gradient_fields` of the slots that want a gradient."""
+        """Values of `lowered.gradient_fields` of the slots that want a gradient."""
         names = {slot: dcaptured_name(place) for place, slot in enumerate(self.gradients)}
         return {
             it.name: names[it.slot] if it.kind == "pointer" else self.gradient_layouts[names[it.slot]].strides[it.axis]
@@ -348,7 +348,7 @@ def with_score(
     lengths: tuple[int, int, int] | None = None,
     checked: bool = False,
 ) -> tuple[Operands, Options]:
-    """The same with the modification of scores that a call asks for. TypeError or ValueError, naming what came.
+    """The operands and options with the scores that a call asks for. TypeError or ValueError, naming what came.
 
     `lengths` are the number of sequences and the most queries and keys of one; None for those of q and k. `checked`: q,
     k and v have been. A bool `bias` becomes the lists of a block mask where its shape says that this pays

@@ -90,7 +90,7 @@ class Problem:
 
     @classmethod
     def of_operands(cls, operands: Operands, options: Options) -> Problem:
-        """The same of the inputs among `operands`, with what `options` says of scores."""
+        """The problem of the inputs among `operands`, with what `options` says of scores."""
         q, k, v = operands.qkv
         plain = cls.of_any(operands, options)
         strides_of_q = strides_of_packed if plain.has_packed_queries else strides_of

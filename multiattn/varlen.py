@@ -233,7 +233,7 @@ def with_packing(
     bias: torch.Tensor | None,
     score_mod: ScoreMod | None,
 ) -> tuple[Operands, Options]:
-    """The same with the modification of scores and the packing that a call asks for."""
+    """The operands and options with the modification of scores and the packing that a call asks for."""
     batching = _PACKED
     if not (softcap is None and alibi_slopes is None and bias is None and score_mod is None):
         longest = [plain(it) for it in lengths.longest]

@@ -144,7 +144,7 @@ class Case:
 
     @property
     def seed(self) -> int:
-        """The same on every machine, in every process and whatever other cases there are."""
+        """A number that is the same on every machine, in every process and whatever other cases there are."""
         return zlib.crc32(self.name.encode())
 
     @property

@@ -54,7 +54,7 @@ class Inputs(Watched):
     sinks: torch.Tensor | None = None
     score: BoundScore | None = None
     slots: tuple[int, ...] = ()
-    """Those of the tensors that `score` captures that want a gradient."""
+    """Slots of the tensors that `score` captures that want a gradient."""
     blocks: BlockLists | None = None
     packed: Packed | None = None
     cached: Cached | None = None
@@ -210,7 +210,7 @@ class Gradients:
 
     @property
     def all(self) -> tuple[torch.Tensor, ...]:
-        """The same, dsinks where there are sinks, and the gradients of captured tensors."""
+        """All gradients: dsinks where there are sinks, and the gradients of captured tensors."""
         of_sinks = () if self.dsinks is None else (self.dsinks,)
         return (*self.of_qkv, *of_sinks, *self.dcaptured)
 

@@ -133,7 +133,7 @@ class Packed(NamedTuple):
     """The sequences of a packed batch."""
 
     cu_seqlens: tuple[torch.Tensor, torch.Tensor]
-    """Those of queries and those of keys."""
+    """The starts of queries, and those of keys."""
     batching: Batching
 
 
@@ -215,7 +215,7 @@ def takes_rough_tanh(plan: Plan) -> bool:
 
 
 def with_rough_tanh(problem: Problem) -> Problem:
-    """The same with every tanh, and every sigmoid, too large by as much as a GPU's may be."""
+    """The problem with every tanh, and every sigmoid, too large by as much as a GPU's may be."""
     assert problem.score is not None
     program = problem.score.program
     assert program.score is not None

@@ -38,7 +38,7 @@ def paged(
     heads: tuple[int, int] = (4, 2),
     head_dim: int = 64,
 ) -> Call:
-    """The same with pages in no order and packed queries, of which so many rows are behind the last sequence."""
+    """The call with pages in no order and packed queries, of which so many rows are behind the last sequence."""
     needed = [-(-length // page) for length in lengths]
     order = iter(torch.randperm(sum(needed), generator=torch.Generator().manual_seed(4)).tolist())
     table = torch.zeros(len(lengths), max(needed, default=0) + 1, dtype=torch.int32)

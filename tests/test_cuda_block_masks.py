@@ -71,7 +71,7 @@ def test_blocks_that_are_not_listed_cost_nothing():
 
 
 def test_tiles_are_cut_to_lie_in_one_block():
-    """Those of 128 stay whole, whatever the GPU."""
+    """Blocks of 128 stay whole, whatever the GPU."""
     for name in ("sm80", "sm90", "sm120"):
         for head_dim in (64, 128, 256):
             _, plan = planned(None, arch=by_name(name), head_dim=head_dim, variant=SPLIT_Q.name)

@@ -92,7 +92,7 @@ def test_gradients_of_a_call():
 
 
 def launches(variant="two_pass", **options):
-    """Those of a backward on sm90, in which a block owns keys."""
+    """The launches of a backward on sm90, in which a block owns keys."""
     _, problem = given(*inputs(), **options)
     plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant=variant, probe=False)
     return [it for it in launches_of(plan) if "dcaptured" in it.optional]

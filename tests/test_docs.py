@@ -49,7 +49,7 @@ def test_docstrings_begin_in_plain_english(folder):
         f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
         for path in sorted((ROOT / folder).rglob("*.py"))
         for line, text in docstrings(path)
-        if re.match(r"(What|Of|Whether|Which|Who)\b", text)
+        if re.match(r"(What|Of|Whether|Which|Who|Those of|The same|As the)\b", text)
     ]
     assert found == []
 

@@ -92,7 +92,7 @@ def test_the_next_step(found, command, why):
     ],
 )
 def test_a_torch_that_cannot_use_the_driver(cuda, command, why, monkeypatch):
-    """The same torch again would help no older driver."""
+    """To install torch again would help no older driver."""
     monkeypatch.setattr(torch.version, "cuda", cuda)
     step = next_step(machine(has_idle_driver=True))
     assert step.command == command

@@ -44,7 +44,7 @@ def qkv(batch=2, seq_q=SEQ_Q, seq_kv=SEQ_KV, heads_kv=HEADS_KV):
 
 
 def assert_same(found, expected, inputs):
-    """The same out, and the same gradients of `inputs` from both."""
+    """Both have equal values, and give `inputs` equal gradients."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     gradients = (torch.autograd.grad(it, inputs, dout, retain_graph=True) for it in (found, expected))

@@ -16,7 +16,7 @@ RUNNING = ("reference", "cuda")
 
 
 def equal(got, want):
-    """The same bits, of tensors or of two of each."""
+    """Results have equal bits; either is a tensor, or two."""
     for one, other in zip(*(it if isinstance(it, tuple) else (it,) for it in (got, want)), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 

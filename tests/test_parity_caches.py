@@ -41,7 +41,7 @@ def check(case, result):
 
 
 def with_tensor(place, change):
-    """The same where `change` has made another of one of the tensors that say where keys and queries are."""
+    """A runner where `change` has made another of one of the tensors that say where keys and queries are."""
 
     def broken(case, inputs):
         tensors = list(inputs.cached.tensors)

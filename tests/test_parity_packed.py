@@ -30,7 +30,7 @@ def run(case, inputs, **changes):
 
 
 def moved(case, inputs, side, by):
-    """The same with sequences that end, and those behind them start, `by` rows later."""
+    """The case with sequences that end, and those behind them start, `by` rows later."""
     cu_seqlens = [it.clone() for it in inputs.packed.cu_seqlens]
     part = cu_seqlens[side][1:-1]
     part += by * ((part > -by) & (part + by <= cu_seqlens[side][-1])).int()

@@ -58,7 +58,7 @@ class Guarded:
         self.bits = torch.cat(self._around).clone()
 
     def filled(self, seed: int) -> Guarded:
-        """The same with numbers in its own rows."""
+        """Itself, with numbers in its own rows."""
         self.rows.normal_(generator=torch.Generator().manual_seed(seed))
         return self
 

@@ -24,7 +24,7 @@ class Facts(Mix):
     registers: int
     stack_bytes: int
     static_smem_bytes: int
-    """As the cubin has it, without the KiB that the system keeps in every block."""
+    """In the cubin, without the KiB that the system keeps in every block."""
     dynamic_smem_bytes: int
     """Bytes that a launch asks for."""
     blocks: int

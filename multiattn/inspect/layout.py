@@ -135,7 +135,7 @@ def down(lane: int) -> Place:
 
 
 def right(lane: int) -> Place:
-    """The same for `FragmentReader::right`."""
+    """The place that a lane reads for `FragmentReader::right`."""
     return lane // 16 * 8 + lane % 8, lane // 8 % 2
 
 

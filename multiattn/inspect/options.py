@@ -213,7 +213,7 @@ def problem_of(options: argparse.Namespace) -> Problem:
 
 
 def called_problem(options: argparse.Namespace) -> Problem:
-    """The same as calls have it: with features, and without bounds of the mask that hide no key."""
+    """The problem as calls have it: with features, and without bounds of the mask that hide no key."""
     problem = problem_of(options)
     plain = replace(problem, band=problem.band.within(problem.seq_q, problem.seq_kv))
     return plain if not features_of(options) else with_features(problem, options)

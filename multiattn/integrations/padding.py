@@ -131,7 +131,7 @@ class TokenPlaces(NamedTuple):
 
     @classmethod
     def of(cls, mask: torch.Tensor) -> TokenPlaces:
-        """Those of a bool mask ``[B, S]``, true for tokens."""
+        """The places of a bool mask ``[B, S]``, true for tokens."""
         is_token = mask.reshape(-1)
         tokens = is_token.cumsum(0)  # up to here, this one included
         here = torch.arange(is_token.numel(), device=mask.device)

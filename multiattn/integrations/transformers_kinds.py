@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
     bias: torch.Tensor | None
     """transformers' position_bias."""
     options: dict[str, Any]
-    """Those of `multiattn.fmha`, but for the mask."""
+    """Options of `multiattn.fmha`, but for the mask."""
 
 
 def band_of(is_causal: bool, sliding_window: int | None) -> dict[str, Any]:

@@ -179,7 +179,7 @@ class Gpu:
 
     @property
     def computed_tflops(self) -> float:
-        """The same peak from its parts: SMs, FLOP per clock, clock. Within 1 % of `tflops`."""
+        """The peak made of its parts: SMs, FLOP per clock, clock. Within 1 % of `tflops`."""
         return self.sms * self.tensor_rate * self.clock_ghz / 1e3
 
 

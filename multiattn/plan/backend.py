@@ -313,7 +313,7 @@ def plan_tuned(
     direction: Direction = "forward",
     named: bool = True,
 ) -> Plan | tuple[Reason, ...]:
-    """The same as `tuned` has it, if that has the variant; by the variant's rules where a config does not fit."""
+    """The Plan of a variant as `tuned` has it, if it does; by the variant's rules where a config does not fit."""
     choice = next((it for it in tuned if it.variant == variant.name), None)
     if choice is None:
         return plan_variant(backend, variant, problem, arch, direction=direction, named=named)

@@ -29,7 +29,7 @@ def query_tiles(problem: Problem, rows: int) -> int:
 
 
 def key_tiles(problem: Problem, rows: int) -> int:
-    """The same of keys, of all heads of keys."""
+    """Tiles of so many keys, of all heads of keys."""
     if problem.packing is not None:
         return problem.packing.tiles_max(problem.seq_kv, rows) * problem.heads_kv
     return -(-problem.seq_kv // rows) * problem.heads_kv * problem.batch
@@ -81,7 +81,7 @@ def kv_heads_side_by_side(problem: Problem) -> int:
 
 
 def kv_heads_of_section(problem: Problem, arch: Arch, *, tiles_of_head: int, shares: int = 1) -> int:
-    """The same for persistent blocks, which take the longest tiles of a section first.
+    """Heads of keys side by side of persistent blocks, which take the longest tiles of a section first.
 
     Shares of a tile count as heads. Under a mask tiles differ. Where heads share keys they are few and their tiles
     long: then a section has tiles for all SMs twice, and sections are of one size, so that the last one is not a small

@@ -25,7 +25,7 @@ SCHEMA = 1
 NEAR_LENGTH = math.sqrt(2)
 """The most that a length may differ from the measured one, as a factor: cells an octave apart meet in the middle."""
 NEAR_HEADS = 2.0
-"""The same of batch times heads, which only decide how full the last wave of blocks is."""
+"""The most that batch times heads may differ, which only decide how full the last wave of blocks is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

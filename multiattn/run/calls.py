@@ -228,7 +228,7 @@ def fill_empty(operands: Operands) -> None:
 
 
 def _fill_empty_sequences(operands: Operands) -> None:
-    """The same of packed queries, whose cache has no row: rows behind the last sequence are left as they are."""
+    """Fill results of packed queries whose cache has no row: rows behind the last sequence are left as they are."""
     out, lse, sinks = operands.out, operands.lse, operands.sinks
     assert out is not None
     assert lse is not None

@@ -45,6 +45,6 @@ def _refusals(problem: Problem, direction: Direction) -> tuple[Reason, ...]:
 
 
 def _capabilities(direction: Direction) -> list[Capability]:
-    """Those of all kernels, the widest heads first."""
+    """The capabilities of all kernels, the widest heads first."""
     found = (it.capability for name in BACKENDS for it in registry.get(name).op(direction).variants)
     return sorted(found, key=lambda it: -it.head_dim_max)

@@ -228,7 +228,7 @@ def walk(*roots: Node) -> Iterator[Node]:
 
 
 def rebuild(node: Node, args: Sequence[Node]) -> Node:
-    """The same operation of other arguments, folded."""
+    """The operation of a node on other arguments, folded."""
     if tuple(args) == node.args:
         return node
     if node.op == "where":  # one of two like values is there to have as many of them as of its condition

@@ -51,7 +51,7 @@ class Call:
         return tuple(self._value(row, lambda of: tensors[of.of]) for row in self.table.rows.values())
 
     def stubs(self) -> tuple[Any, ...]:
-        """The same with stand-ins for the tensors: what the kernel is specialised on.
+        """Every argument, with stand-ins for the tensors: what the kernel is specialised on.
 
         Also for integers that it is not: in a tuple Triton specialises on every one.
         """
@@ -104,7 +104,7 @@ def calls_of(plan: Plan, *, has_dlse: bool = False, multiprocessors: int | None 
 
 
 def _with_functions(table: KernelTable, is_gluon: bool) -> KernelTable:
-    """The same table, with jitted functions in place of an expression."""
+    """The table with jitted functions in place of an expression."""
     row = table.rows["C"]
     assert isinstance(row, Constant)
     constants = row.value

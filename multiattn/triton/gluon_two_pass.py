@@ -59,11 +59,11 @@ class GluonTwoPassConfig(Config):
     q_stages: int = limits.limited(limits.between(2, 8), default=2)
     """Buffers of Q, with lse and delta of their queries, where gradients of keys are made."""
     dout_stages: int = limits.limited(limits.between(2, 8), default=2)
-    """The same of dO."""
+    """Buffers of dO there."""
     k_stages: int = limits.limited(limits.between(2, 8), default=2)
     """Buffers of K where gradients of queries are made."""
     v_stages: int = limits.limited(limits.between(1, 8), default=1)
-    """The same of V."""
+    """Buffers of V there."""
     kv_in_registers: bool = False
     """K and V are read into registers once a tile, where gradients of keys are made."""
 

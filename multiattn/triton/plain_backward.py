@@ -149,7 +149,7 @@ _DQ_SHAPES: Mapping[int, _Shapes] = {
     128: ((64, 64, 4), (128, 64, 8), (128, 128, 8), (64, 32, 4)),
     256: ((64, 64, 8), (128, 64, 8), (64, 32, 4), (128, 32, 8)),
 }
-"""The same of the pass over the keys."""
+"""Shapes of the pass over the keys."""
 
 
 def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[TritonBackwardConfig]:

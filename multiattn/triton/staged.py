@@ -53,7 +53,7 @@ def stages_of(score: Node) -> Stages:
 
 
 def under_diagonal(lowered: LoweredScore) -> LoweredScore:
-    """The same where scores of keys behind the diagonal are hidden later on: the distance of the others has a sign."""
+    """The score where keys behind the diagonal are hidden later on: the distance of the others has a sign."""
     if lowered.score is None:
         return lowered
     changes = {it: it.args[0] for it in walk(lowered.score) if it.op == "abs" and _is_from_diagonal(it.args[0])}

@@ -129,7 +129,7 @@ def _differentiate_sequences(
     keep: torch.dtype,
     chunk: int | None,
 ) -> Grads:
-    """The same of a packed batch, a sequence at a time, into dq and the other `sums`, which are zero."""
+    """Gradients of a packed batch, a sequence at a time, into dq and the other `sums`, which are zero."""
     for own, options, place, (_, rows, keys) in sequences(given, options_of(problem)):
         found = differentiate_in_chunks(
             own,

@@ -67,7 +67,7 @@ class ForwardConstants:
     score: Any = None
     """The program of scores, a `LoweredScore`; of a kernel that is made, its `TileScoreFunctions`."""
     blocks: BlockTiles | None = None
-    """Those of a block mask. `masked` then says that full blocks need a mask, too."""
+    """Tiles in the blocks of a block mask. `masked` then says that full blocks need a mask, too."""
     packed: bool = False
     """Tiles are of a packed batch's sequences, and come from a list."""
     ragged_queries = False
@@ -96,13 +96,13 @@ class BackwardConstants:
     ragged_queries: bool = False
     """The last block of queries is not full, and needs a mask: a program makes anything of the zeros beyond the end."""
     score: Any = None
-    """As the forward's."""
+    """See the forward's."""
     gradients: tuple[int, ...] = ()
     """Slots of the captured tensors that want a gradient."""
     blocks: BlockTiles | None = None
-    """Those of a block mask. With `ragged_queries` its last block of queries is not full."""
+    """Tiles in the blocks of a block mask. With `ragged_queries` its last block of queries is not full."""
     packed: bool = False
-    """As the forward's."""
+    """See the forward's."""
     dq_transposed: bool = False
     delta_first: bool = False
     """Both as in `OnePassConfig`."""
@@ -150,7 +150,7 @@ class ListTilesConstants:
     query_tile: int
     """Rows of a tile of queries; 0 for no list of them."""
     key_tile: int
-    """The same of keys."""
+    """Rows of a tile of keys; 0 for no list of them."""
     last_first: bool
     """The last tiles of queries, which see most keys, come first."""
     group: int = 32
@@ -191,7 +191,7 @@ class SplitKeysConstants:
     overlapped: bool
     """The kernel that merges parts may begin once all blocks have, to wait for their end (`driver.launch_config`)."""
     score: Any = None
-    """As the forward's."""
+    """See the forward's."""
     tail_d = 0
     last_d = 0
     masked = True
@@ -218,7 +218,7 @@ class MergeSplitsConstants:
     """Parts that are loaded at a time; of few a power of two that holds all."""
     heads: int
     queries: int
-    """Those of the rows that a block has."""
+    """Queries of the rows that a block has."""
     columns: int
     """Columns of a row that a block has."""
     parts: int

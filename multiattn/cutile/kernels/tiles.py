@@ -22,7 +22,7 @@ IN_64_BITS = {Array32: Array64, Vectors32: Vectors64, Tuple32: Tuple64}
 Reach = tuple[int, ...]
 """`Place.reach`: two numbers or none."""
 Numbers = tuple[int, ...]
-"""Those of an `Order`."""
+"""The numbers of an `Order`."""
 Derived = tuple[float, ...]
 """With arrays behind them, `Place.aux`."""
 
@@ -229,7 +229,7 @@ def load_tile(const: Any, array: Any, index: Any, rows: Any, latency: Any) -> An
 
 @ct.function
 def positions(const: Any, place: Any, block: Any) -> Any:
-    """Those of the queries ``[tile_m, 1]``, and of a block's keys ``[1, tile_n]``."""
+    """Positions of the queries ``[tile_m, 1]``, and of a block's keys ``[1, tile_n]``."""
     if place.query is None:
         row = place.tile * const.tile_m + ct.arange(const.tile_m, dtype=ct.int32)[:, None]
     else:

@@ -294,7 +294,7 @@ def _rewritten_module(function: types.FunctionType) -> dict[str, Any]:
 
 @functools.cache
 def _rewritten_standard() -> dict[str, Any]:
-    """The same for Triton's own library of jitted functions: tl.max, tl.sum, tl.zeros and so on."""
+    """Triton's own library of jitted functions, rewritten: tl.max, tl.sum, tl.zeros and so on."""
     return _rewrite_namespace(vars(tl.standard))
 
 

@@ -21,7 +21,7 @@ class ListConstants:
     query_tile: int
     """Rows of a tile of queries; 0 where none are listed."""
     key_tile: int
-    """The same of keys."""
+    """Rows of a tile of keys; 0 where none are listed."""
     last_first: bool
     """The last tile of queries of a sequence is listed first: under a mask that hides keys it sees the most."""
     group: int = 64
@@ -106,7 +106,7 @@ class TileConstants:
 
     @property
     def query_step(self) -> int:
-        """The same of a walk over queries."""
+        """The step of a walk over queries."""
         return 1 if self.blocks is not None else self.tile_m
 
     @property
@@ -116,7 +116,7 @@ class TileConstants:
 
     @property
     def asks_queries(self) -> bool:
-        """The same of one over queries, where no operands of products are in registers across a branch."""
+        """True if a masked walk over queries asks so, as no operands of products are in registers across a branch."""
         return self.two_sided and self.blocks is None and not self.register_operands
 
     @property
@@ -126,7 +126,7 @@ class TileConstants:
 
     @property
     def hides_in_partial(self) -> bool:
-        """The same of a partial block."""
+        """True if pairs of a partial block may be hidden: by its mask, or as those of a full one."""
         return self.hides_in_full or self.has_mask
 
 

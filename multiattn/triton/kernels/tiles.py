@@ -62,7 +62,7 @@ def my_queries(entries, tiles, seq_q, seq_kv, heads, C: tl.constexpr):
 
 @triton.jit
 def my_keys(entries, tiles, seq_q, seq_kv, heads, C: tl.constexpr):
-    """The same of a tile of keys: its first key, batch, the first item of an `at` of queries, `at` of keys, lengths."""
+    """A program's tile of keys: its first key, batch, the first item of an `at` of queries, `at` of keys, lengths."""
     heads_q, group, batch_heads = heads
     if C.packed:
         first_key, head_kv, batch, start_q, start_kv, len_q, len_kv = _my_entry(entries, tiles, batch_heads, C)
@@ -225,7 +225,7 @@ def visible_keys(rows, keys, of_score, band, PARTIAL: tl.constexpr, C: tl.conste
 
 @triton.jit
 def seeing_rows(rows, keys, of_score, band, PARTIAL: tl.constexpr, C: tl.constexpr):
-    """The same from the side of the keys, for tiles ``[keys, rows]`` whose threads hold few keys and many rows."""
+    """Visible pairs from the side of the keys, for tiles ``[keys, rows]`` whose threads hold few keys and many rows."""
     seq_q, seq_kv, left, right = band
     begin = tl.full(keys.shape, 0, tl.int32)
     if C.banded:
@@ -268,7 +268,7 @@ def modified(raw, rows, keys, of_score, band, C: tl.constexpr):
 
 @triton.jit
 def modified_and_slope(raw, rows, keys, of_score, band, C: tl.constexpr):
-    """The same, and how much a score, in its own units, moves with the scaled ``q @ k^T``."""
+    """Modified scores, and how much a score, in its own units, moves with the scaled ``q @ k^T``."""
     if C.has_score:
         batch, head, aux = of_score
         scores, slope = C.score.score_and_slope(raw, batch, head, rows, keys, band[0], band[1], aux)

@@ -48,7 +48,7 @@ def backward(
     masks: tuple[bool, ...] = BOTH,
     reads_keys: bool | None = None,
 ) -> tuple[Rule[Any], ...]:
-    """The same of a backward: tiles of the pass over the queries, and of the pass over the keys if there is one."""
+    """Rules of a backward: tiles of the pass over the queries, and of the pass over the keys if there is one."""
 
     def make(**more: Any) -> TritonBackwardConfig:
         return passes(tiles(*keys, **more), None if dq is None else tiles(*dq, **more))

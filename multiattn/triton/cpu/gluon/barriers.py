@@ -24,7 +24,7 @@ class Barrier:
         self.seen: Clock = {}
         """All that was seen by those who arrived in phases that ended."""
         self.arriving: Clock = {}
-        """The same with the phase that has not."""
+        """All that was seen by those who arrived, in the phase under way as well."""
 
     def __str__(self) -> str:
         to_come = f"{self.pending} of {self.count} arrivals and {self.bytes} bytes to come"
@@ -39,7 +39,7 @@ class Barrier:
         self._end_phase()
 
     def expect(self, number: int) -> None:
-        """The same, with bytes to come."""
+        """So many bytes more are to come before the phase ends."""
         self.bytes += number
         if self.bytes > BYTES_MAX:
             raise BarrierError(f"bytes: got {self.bytes} at {self}; allowed up to {BYTES_MAX}")
@@ -104,7 +104,7 @@ def invalidate(mbarrier: View) -> None:
 
 
 def expect(mbarrier: View, bytes_per_cta: Any = None, pred: Any = True, *, bytes: Any = None, **_: Any) -> None:
-    """An arrival, with bytes to come."""
+    """So many bytes more are to come before the phase ends."""
     if pred:
         barrier_at(mbarrier).expect(int(plain(bytes_per_cta if bytes is None else bytes)))
         running().step()

@@ -39,7 +39,7 @@ def here() -> str:
 
 
 def made_here() -> str:
-    """The same of a helper's caller: where in the kernel something is made."""
+    """The line of a helper's caller: where in the kernel something is made."""
     frame = _line()
     caller = frame
     while caller.f_back is not None and not caller.f_back.f_code.co_filename.startswith(_OWN):

@@ -49,7 +49,7 @@ def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
 
 
 def _convert_layout(value: Any, layout: Any, assert_trivial: Any = False) -> Value:
-    """The same block in registers of another layout."""
+    """The block in registers of another layout."""
     value, layout = needs_block(value), plain(layout)
     data = value.data
     layouts.check_registers(layout, value.shape, partition().warps)

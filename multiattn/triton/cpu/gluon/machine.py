@@ -40,9 +40,9 @@ class Partition:
         self.waits_for: Callable[[], str] = str
         """Says for what, and where."""
         self.products: list[Any] = []
-        """Those of wgmma that are under way."""
+        """Products of wgmma that are under way."""
         self.stores: list[Any] = []
-        """The same of TMA."""
+        """Stores of TMA that are under way."""
 
     @property
     def now(self) -> int:

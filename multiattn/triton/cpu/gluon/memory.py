@@ -203,7 +203,7 @@ class View:
         return self._made[key]
 
     def reshape(self, shape: Any) -> View:
-        """The same elements in another shape."""
+        """Its elements in another shape."""
         key = ("reshape", sizes(shape))
         if key not in self._made:
             layout = layouts.shared_reshaped(self.layout, self.dtype, self.shape, key[1])

@@ -189,7 +189,7 @@ class MappedTensor:
             raise LayoutError(f"{access}: got shared memory with {view.layout}; allowed {self.layout}")
 
     def coordinates(self, coordinates: Any) -> list[int]:
-        """Those of a box's first element, in 32 bits."""
+        """Coordinates of a box's first element, in 32 bits."""
         found = [int(plain(it)) for it in coordinates]
         if len(found) != len(self.shape) or any(dtype_of(plain(it)).is_floating() for it in coordinates):
             raise GluonError(f"coordinates: got {found}; allowed {len(self.shape)} integers")

@@ -88,11 +88,11 @@ class Value:
         return result
 
     def to(self, dtype: Any) -> Value:
-        """The same value in another type."""
+        """This value in another type."""
         return cast(self, dtype)
 
     def reshape(self, *shape: Any) -> Value:
-        """The same elements in another shape, in the layout that follows."""
+        """Its elements in another shape, in the layout that follows."""
         return reshape(self, *shape)
 
     def permute(self, *order: Any) -> Value:
@@ -360,7 +360,7 @@ def expand_dims(x: Any, axis: Any) -> Value:
 
 
 def reshape(x: Any, *shape: Any) -> Value:
-    """The same elements in another shape, in the layout that follows."""
+    """Its elements in another shape, in the layout that follows."""
     x, shape = needs_block(x), sizes(*shape)
     if math.prod(shape) != x.numel:
         raise LayoutError(f"reshape: got {list(x.shape)} to {list(shape)}")

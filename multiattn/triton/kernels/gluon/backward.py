@@ -58,7 +58,7 @@ class BackwardTile(NamedTuple):
     """Where its rows of K are in shared memory, and of V."""
     v_place: Any
     keys: Any
-    """The same rows of K in registers, where a warpgroup keeps them there."""
+    """Its rows of K in registers, where a warpgroup keeps them there."""
     factor: Any
     """For scores, in log2 units."""
     batch: Any
@@ -106,7 +106,7 @@ def _weigh(products, lse, walked, head, tile, C: gl.constexpr):
 
 @gluon.jit
 def _recomputed(number):
-    """The same number, made where it stands: what follows from it is not kept in registers across a loop."""
+    """A number made where it stands: what follows from it is not kept in registers across a loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], gl.int32, is_pure=False, pack=1)
 
 

@@ -54,7 +54,7 @@ def end_of_keys(queries, sizes, C: gl.constexpr):
 
 @gluon.jit
 def end_before(query, sizes, C: gl.constexpr):
-    """The same of the query before `query`, within 0 and seq_kv."""
+    """The end of the keys of the query before `query`, within 0 and seq_kv."""
     seq_q, seq_kv = sizes.seq_q, sizes.seq_kv
     end = seq_kv
     if C.banded:
@@ -183,7 +183,7 @@ def score_tile(first_query, of_score, sizes, C: gl.constexpr):
 
 @gluon.jit
 def score_block(first_query, first_key, of_score, sizes, C: gl.constexpr):
-    """The same with what it has of a block of keys and needs no product for."""
+    """`of_score` with what the expression has of a block of keys and needs no product for."""
     batch, head, aux = of_score
     if C.score.ahead is not None:
         queries, keys = _queries_from(first_query, C), _keys_from(first_key, C)  # [64, 1], [1, tile_n]
@@ -223,7 +223,7 @@ def distance(rows, keys):
 
 @gluon.jit
 def scaled_distance(rows, keys, factor):
-    """The same times a factor that depends on no key."""
+    """Distances of rows and keys times a factor that depends on no key."""
     near, on = _near_and_on(rows, keys)
     return near * factor - on * factor
 
@@ -283,5 +283,5 @@ def pack_weights(weights, like):
 
 @gluon.jit
 def keep_packed(weights):
-    """The same between two loops. Else their halves become variables of their own, and are packed and unpacked."""
+    """Weights kept packed between two loops. Else their halves become variables, and are packed and unpacked."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weights], weights.dtype, is_pure=False, pack=2)
