@@ -134,23 +134,6 @@ def test_sequences_beyond_32_bit_positions_are_refused():
         multiattn.explain(problem, causal=True, arch="sm90")
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"backend": "cuda", "variant": ""}, ValueError, "variant: got ''; cuda has "),
-        ({"backend": "cuda", "variant": "v2"}, ValueError, "variant: got 'v2'; cuda has "),
-        ({"variant": "v2"}, ValueError, "needs a named backend"),
-        ({"direction": "sideways"}, ValueError, "direction: got 'sideways'; allowed forward, backward"),
-    ],
-)
-def test_unknown_names_are_told_with_the_known_ones(given, error, message):
-    q, k, v = qkv(requires_grad=False)
-    calls = [multiattn.explain] if {"arch", "direction"} & set(given) else [multiattn.explain, multiattn.fmha]
-    for call in calls:
-        with pytest.raises(error, match=message):
-            call(q, k, v, **given)
-
-
 @pytest.mark.parametrize("backend", ["auto", *multiattn.BACKENDS])
 @pytest.mark.parametrize("arch", GPU_ARCHS)
 def test_every_arch_and_head_dim_has_a_rule_that_fits(backend, arch):
@@ -349,34 +332,6 @@ def test_a_forward_does_not_mind_who_wants_a_gradient_of_its_scores(backend):
 
 
 SCORE_OPTIONS = ("alibi_slopes", "bias", "score_mod", "block_mask")
-OTHERS = {
-    "is_causal": "here it is causal",
-    "attn_mask": "here it is bias, .* or block_mask",
-    "attention_dropout": "here it is dropout_p, which may be 0.0 alone",
-    "window_size": "here it is window",
-    "enable_gqa": "here it is nothing: k and v may always have fewer heads",
-    "softmax_scale": "here it is scale",
-    "frobnicate": "argument 'frobnicate'; it takes .*causal, window, scale",
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_an_option_by_the_name_of_another_library_is_told_by_ours(name):
-    q = torch.zeros(1, 1, 2, 8)
-    lse = torch.zeros(1, 1, 2)
-    packed, lengths = torch.zeros(2, 1, 8), torch.tensor([0, 2], dtype=torch.int32)
-    of_packed = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths, "max_seqlen_q": 2, "max_seqlen_kv": 2}
-    calls = {
-        multiattn.fmha: ((q, q, q), {}),
-        multiattn.fmha_backward: ((q, q, q, q, lse, q), {}),
-        multiattn.explain: ((q, q, q), {}),
-        multiattn.fmha_varlen: ((packed,) * 3, of_packed),
-        multiattn.fmha_varlen_backward: ((*(packed,) * 4, lse[0], packed), of_packed),
-    }
-    for function, (tensors, options) in calls.items():
-        function(*tensors, **options)
-        with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword .*{OTHERS[name]}"):
-            function(*tensors, **options, **{name: True})
 
 
 def options_shown(function):

@@ -254,7 +254,7 @@ def test_a_known_size_is_its_symbol(name):
         torch.testing.assert_close(run_compiled(q, given), run(q, given))
 
 
-# ---------------------------------------------------------------- layers, and what is refused
+# ---------------------------------------------------------------- layers
 
 
 def test_a_layer_takes_it():
@@ -264,29 +264,3 @@ def test_a_layer_takes_it():
     out = layer(x, bias=tokens[:, None, None])
     torch.testing.assert_close(out[:1], layer(x[:1]))
     torch.testing.assert_close(out[1:], layer(x[1:], x[1:, :6]))
-
-
-WRONG = {
-    "ints": (
-        torch.ones(2, 1, 1, 40, dtype=torch.int64),
-        TypeError,
-        r"torch.int64.*torch.bool; call \.bool\(\) on a mask",
-    ),
-    "of tokens": (torch.ones(2, 40, dtype=torch.bool), ValueError, r"\(2, 40\).*bias\[:, None, None, :\].*fmha_padded"),
-    "of positions": (torch.ones(24, 40, dtype=torch.bool), ValueError, r"\(24, 40\).*; bias\[None, None\]"),
-    "of entries": (torch.ones(2, 24, 40, dtype=torch.bool), ValueError, r"\(2, 24, 40\).*; bias\[:, None\]"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_another_mask_is_told_its_form(name):
-    bias, error, message = WRONG[name]
-    with pytest.raises(error, match=f"(?s){message}"):
-        fmha(*qkv(*SHORT), bias=bias)
-
-
-@pytest.mark.parametrize("name", ["mask", "attn_mask", "attention_mask", "key_padding_mask"])
-@pytest.mark.parametrize("function", [fmha, multiattn.explain])
-def test_other_names_of_a_mask_are_told(function, name):
-    with pytest.raises(TypeError, match=f"{name}'.*bias.*" + ("" if name == "attn_mask" else "fmha_padded")):
-        function(*qkv(*SHORT), **{name: torch.ones(1)})

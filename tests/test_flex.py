@@ -164,19 +164,3 @@ def test_it_returns_what_is_asked_for():
     torch.testing.assert_close(flex_attention(q, k, v, enable_gqa=True), out)
     found, aux = flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest(lse=True))
     torch.testing.assert_close((found, aux.lse), (out, lse))
-
-
-BAD = {
-    "heads differ": ({"heads_kv": 2}, {}, ValueError, "enable_gqa: got False with Hq=4, Hkv=2"),
-    "max_scores": ({}, {"return_aux": AuxRequest(max_scores=True)}, ValueError, "return_aux: got .*max_scores=True"),
-    "no block mask": ({}, {"block_mask": torch.ones(3)}, TypeError, "block_mask must be .*BlockMask; got Tensor"),
-    "too few keys": ({"seq_kv": 200}, {"block_mask": blocks()}, ValueError, r"block_mask: got lists \[1, 1, 3, 3\]"),
-    "no callable": ({}, {"score_mod": 1.0}, TypeError, "score_mod must be callable or None; got float"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named(name):
-    shape, options, error, message = BAD[name]
-    with pytest.raises(error, match=message):
-        flex_attention(*tensors(**shape), **options)

@@ -155,39 +155,3 @@ def test_hints_change_nothing():
         *inputs, num_splits=3, pack_gqa=True, sm_margin=8, attention_chunk=0, qv=None, q_descale=None
     )
     assert torch.equal(found, flash_attn.flash_attn_func(*inputs))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dropout_p": 0.1}, "flash_attn_func: dropout_p: got 0.1; allowed 0.0"),
-        ({"attention_chunk": 64}, "flash_attn_func: attention_chunk: got 64; allowed 0"),
-        ({"qv": torch.ones(2, 3)}, r"flash_attn_func: qv: got a tensor of shape \[2, 3\]; allowed None"),
-        ({"k_descale": torch.ones(2, 2)}, r"k_descale: got a tensor of shape \[2, 2\]; allowed None"),
-    ],
-)
-def test_what_no_kernel_has_is_refused_by_name(options, message):
-    with pytest.raises(NotImplementedError, match=message):
-        flash_attn.flash_attn_func(*qkv(), **options)
-
-
-def test_what_is_wrong_is_told_in_the_layout_of_the_caller():
-    q, k, v = qkv()
-    table = torch.zeros(2, 4, dtype=torch.int32)
-    packed, lengths = q.flatten(0, 1), (torch.tensor([0, 46], dtype=torch.int32),) * 2 + (46, 46)
-    with pytest.raises(
-        ValueError, match=r"k must have rank 4, \[B, S, H, D\] or \[pages, page, H, D\]; got shape \[46"
-    ):
-        flash_attn.flash_attn_varlen_func(packed, packed, packed, *lengths, block_table=table)
-    with pytest.raises(NotImplementedError, match=r"flash_attn_varlen_func: seqused_k: got a tensor of shape \[2\]"):
-        flash_attn.flash_attn_varlen_func(packed, packed, packed, *lengths, seqused_k=table[:, 0])
-    with pytest.raises(NotImplementedError, match="v: got head_dim 8; allowed 20, that of q and k"):
-        flash_attn.flash_attn_func(q, k, v[..., :8])
-    with pytest.raises(ValueError, match=r"q must have rank 4, \[B, S, H, D\]; got shape \[46, 4, 20\]"):
-        flash_attn.flash_attn_func(packed, k, v)
-    with pytest.raises(ValueError, match=r"qkv: got shape \[46, 4, 20\]; allowed \[B, S, 3, H, D\]"):
-        flash_attn.flash_attn_qkvpacked_func(packed)
-    with pytest.raises(ValueError, match=r"qkv: .* num_heads_q=3; allowed \[B, S, num_heads_q \+ 2 \* Hkv, D\]"):
-        flash_attn.flash_attn_qkvpacked_func(q, num_heads_q=3)
-    with pytest.raises(TypeError, match=r"flash_attn_func\(\) got an unexpected keyword argument 'windows'"):
-        flash_attn.flash_attn_func(q, k, v, windows=(1, 1))

@@ -222,43 +222,6 @@ def test_out_without_a_cache_is_written():
     assert torch.equal(out, flash_attn_varlen_func(q, q, q, *lengths, causal=True))
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({"rotary_cos": torch.ones(5, 8)}, NotImplementedError, r"rotary_cos: got a tensor of shape \[5, 8\]; allowed"),
-        ({"cache_leftpad": ints(1, 1, 1)}, NotImplementedError, "cache_leftpad: got a tensor"),
-        ({"attention_chunk": 64}, NotImplementedError, "attention_chunk: got 64; allowed 0"),
-        ({"k_descale": torch.ones(3, 2)}, NotImplementedError, "k_descale: got a tensor"),
-        ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes: got a tensor"),
-        ({"page_table": ints(0), "block_table": ints(0)}, TypeError, "two names of one tensor"),
-        ({"k": torch.ones(3, 1, 2, 16)}, TypeError, "k and v must both be given"),
-        (
-            {"k": torch.ones(3, 1, 2, 16), "v": torch.ones(3, 2, 2, 16)},
-            ValueError,
-            r"v: got \[3, 2, 2, 16\], .*Snew, 2",
-        ),
-        (
-            {"k": torch.ones(3, 1, 1, 16), "v": torch.ones(3, 1, 1, 16)},
-            ValueError,
-            r"k: got .* allowed \[3, Snew, 2, 16",
-        ),
-        ({"cache_seqlens": None, "k": torch.ones(3, 1, 2, 16)}, TypeError, "cache_seqlens must say"),
-        ({"v_cache": torch.ones(3, 24, 2, 8)}, NotImplementedError, "v_cache: got head_dim 8; allowed 16"),
-        ({"q": torch.ones(3, 4, 16)}, ValueError, r"q must have rank 4, \[B, S, H, D\]; got shape \[3, 4, 16\]"),
-    ],
-)
-def test_what_is_not_had_is_refused_by_name(options, kind, message):
-    cached = Cached("dense")
-    call = {
-        "q": normal(3, 1, HEADS_Q, HEAD_DIM),
-        "k_cache": cached.views[0],
-        "v_cache": cached.views[1],
-        **cached.where,
-    }
-    with pytest.raises(kind, match=message):
-        flash_attn_with_kvcache(**call | cached.where | options)
-
-
 def test_new_keys_go_to_no_page_below_0():
     """An index of -1 is the last page, which may be another sequence's."""
     cached = Cached("pages of 8")
@@ -276,12 +239,6 @@ def test_what_goes_with_rotary_embedding_is_nothing_without_it():
     wanted = flash_attn_with_kvcache(q, *cached.views, **cached.where)
     found = flash_attn_with_kvcache(q, *cached.views, **cached.where, rotary_seqlens=ints(1, 2, 3))
     assert torch.equal(found, wanted)
-
-
-def test_a_cache_is_never_copied():
-    cache = torch.ones(1, 8, 2, 20)
-    with pytest.raises(NotImplementedError, match="k_cache: got head_dim 20; allowed multiples of 8, as a cache"):
-        flash_attn_with_kvcache(torch.ones(1, 1, 2, 20), cache, cache, cache_seqlens=3)
 
 
 def test_no_gradient_is_lost_in_silence():

@@ -33,11 +33,3 @@ def test_padded_is_attention_of_what_is_left(options, queries):
         torch.testing.assert_close(out[row], wanted)
         (wanted_grad,) = torch.autograd.grad(wanted.sum(), q, allow_unused=True)
         torch.testing.assert_close(grad[row], torch.zeros_like(q[row]) if wanted_grad is None else wanted_grad[row])
-
-
-def test_padded_refuses_what_does_not_fit():
-    q = torch.randn(2, 2, 6, 8)
-    with pytest.raises(ValueError, match="kv_mask"):
-        fmha_padded(q, q, q, kv_mask=torch.ones(2, 5).bool())
-    with pytest.raises(ValueError, match="Sq <= Skv"):
-        fmha_padded(q, q[:, :, :4], q[:, :, :4], kv_mask=torch.ones(2, 4).bool(), causal=True)
