@@ -59,6 +59,7 @@ COMPILED = [
     (dense, {}),
     (dense, {"causal": True, "num_splits": 3, "return_lse": True, "scale": 0.3}),
     (paged, {"causal": True, "window": (9, 0), "return_lse": True}),
+    (paged, {"causal": True, "backend": "cuda", "num_splits": 2}),
     (paged, {"causal": True, "softcap": 3.0, "sinks": torch.arange(4.0)}),
 ]
 """Calls that are compiled, and what of `fmha_kvcache` they ask for."""

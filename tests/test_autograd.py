@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch._dynamo import compiled_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import multiattn
@@ -69,8 +68,14 @@ def test_agrees_with_autograd_of_the_reference(name, return_lse):
     inputs = qkv(**sizes)
     results = fmha(*inputs, return_lse=return_lse, **options)
     expected = truth(*inputs, **options)
-    loss = weigh(*results) if return_lse else weigh(results)
-    close(gradients(loss, inputs), gradients(weigh(*expected[: 1 + return_lse]), inputs))
+    known = expected[: 1 + return_lse]
+    loss = weigh(*known)
+    wanted = gradients(loss, inputs)
+    close(gradients(weigh(*results) if return_lse else weigh(results), inputs), wanted)
+    dout, *dlse = torch.autograd.grad(weigh(*known), known)
+    given = [it.detach() for it in (*inputs, *expected)]
+    of_lse = {"dlse": dlse[0].float()} if dlse else {}
+    close(fmha_backward(*given[:4], given[4].float(), dout, **of_lse, **options), wanted)
 
 
 def test_only_lse_may_be_used_and_only_one_input_may_require_grad():
@@ -151,14 +156,6 @@ def test_hooks_see_gradients_and_saved_tensors_may_come_back_in_another_layout()
     assert seen == [out.shape]
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(use_reentrant):
-    inputs = qkv()
-    out = checkpoint(lambda *of: fmha(*of, causal=True), *inputs, use_reentrant=use_reentrant)
-    out.backward(random(*out.shape, seed=9))
-    close([tensor.grad for tensor in inputs], gradients(weigh(truth(*inputs, causal=True)[0]), inputs))
-
-
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
 def test_no_graph_where_none_is_wanted(guard):
     with guard():
@@ -172,7 +169,9 @@ def test_differentiating_twice_is_refused_when_it_is_done():
     inputs = qkv()
     (dq,) = torch.autograd.grad(weigh(fmha(*inputs)), inputs[:1], create_graph=True)
     close(dq, gradients(weigh(truth(*inputs)[0]), inputs[:1])[0])
-    with pytest.raises(NotImplementedError, match=r"differentiated once.*multiattn\.reference"):
+    with pytest.raises(
+        NotImplementedError, match=r"differentiated once.*no gradient of their own.*multiattn\.reference"
+    ):
         dq.sum().backward()
     out, lse = fmha(*inputs, return_lse=True)
     dq, _, _ = fmha_backward(*inputs, out, lse, out)
@@ -240,17 +239,6 @@ def test_threads_may_share_it(fresh_calls):
     with ThreadPoolExecutor(4) as threads:
         for grads in threads.map(work, range(4)):
             close(grads, expected)
-
-
-@pytest.mark.parametrize("backend", multiattn.BACKENDS)
-def test_a_named_backend_runs_its_backward_on_cpu_tensors(backend):
-    inputs = qkv(seq_q=6, seq_kv=9, head_dim=16, dtype=torch.bfloat16)
-    out, lse = fmha(*inputs, causal=True, backend=backend, return_lse=True)
-    actual = gradients(weigh(out.double(), lse), inputs)
-    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    expected = gradients(weigh(*truth(*exact, causal=True)), exact)
-    for grad, known in zip(actual, expected, strict=True):
-        torch.testing.assert_close(grad.double(), known, atol=5e-2, rtol=5e-2)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -357,17 +345,6 @@ class TestBackwardCall:
         q, k, v = qkv(requires_grad=False)
         out, lse = fmha(q, k, v, return_lse=True)
         return {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": random(*out.shape, seed=9)} | changes
-
-    @pytest.mark.parametrize("causal", [False, True])
-    def test_agrees_with_autograd(self, causal):
-        inputs = qkv(seq_q=7, seq_kv=5)
-        out, lse = truth(*inputs, causal=causal)
-        dlse = random(*lse.shape, seed=8).float()
-        kept = lse.masked_fill(lse == -math.inf, 0.0)
-        expected = gradients((out * random(*out.shape, seed=9)).sum() + (kept * dlse).sum(), inputs)
-        q, k, v, out = (tensor.detach() for tensor in (*inputs, out))
-        grads = fmha_backward(q, k, v, out, lse.detach().float(), random(*out.shape, seed=9), dlse=dlse, causal=causal)
-        close(grads, expected)
 
     def test_any_layout_is_taken(self):
         straight = self.arguments(dlse=random(2, 4, 5).float())

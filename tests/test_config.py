@@ -10,7 +10,7 @@ from multiattn.operands import Operands, Options, with_score
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS
-from multiattn.plan.config import COMPILED, Config, Rule, select
+from multiattn.plan.config import COMPILED, Config, Rule, conditions, select
 from multiattn.plan.features import Features
 from multiattn.plan.support import Capability
 from multiattn.problem import Problem, problem_of
@@ -59,20 +59,20 @@ def test_each_condition_rejects_in_its_own_words(name):
     assert rejected == (() if name == "arch" else (f"rule {rule.config}: {rule.reject(problem(causal=causal), SM80)}",))
 
 
-def test_a_packed_batch_has_its_own_rules_and_those_for_both():
-    packed = Problem.contiguous(batch=1, heads_q=4, seq_q=1000, head_dim=64, batching=Batching.packed(3, 0, 0))
-    mine, others = (replace(ANY, packed=is_packed) for is_packed in (True, False))
-    assert select((others, mine, ANY), packed, SM80)[0] is mine
-    assert select((others, ANY), packed, SM80)[0] is ANY
-    assert others.reject(packed, SM80) == "for batches [B, H, S, D]"
-
-
-def test_a_cache_has_its_own_rules_and_those_for_both():
-    cached = Problem.contiguous(batch=3, heads_q=4, seq_q=1, seq_kv=1000, head_dim=64, batching=Batching.cached(3, 3))
-    mine, others = (replace(ANY, cached=is_cached) for is_cached in (True, False))
-    assert select((others, mine, ANY), cached, SM80)[0] is mine
-    assert select((others, ANY), cached, SM80)[0] is ANY
-    assert others.reject(cached, SM80) == "for keys that are in no cache"
+@pytest.mark.parametrize(
+    ("kind", "batching", "words"),
+    [
+        ("packed", Batching.packed(3, 0, 0), "for batches [B, H, S, D]"),
+        ("cached", Batching.cached(3, 3), "for keys that are in no cache"),
+    ],
+)
+def test_packed_batches_and_caches_have_their_own_rules_and_those_for_both(kind, batching, words):
+    batch = 1 if kind == "packed" else 3
+    its = Problem.contiguous(batch=batch, heads_q=4, seq_q=1, seq_kv=1000, head_dim=64, batching=batching)
+    mine, others = (replace(ANY, **{kind: is_its}) for is_its in (True, False))
+    assert select((others, mine, ANY), its, SM80)[0] is mine
+    assert select((others, ANY), its, SM80)[0] is ANY
+    assert others.reject(its, SM80) == words
 
 
 def test_a_rule_for_pages_of_a_multiple_is_for_caches_without_pages_too():
@@ -152,39 +152,28 @@ def test_a_packed_batch_has_ragged_keys():
 
 
 def test_a_rule_covers_what_it_would_shadow():
-    rule = Rule(arches=("sm90", "sm80"), config=Config(tile_m=64, tile_n=64), why="x", head_dim_max=128)
-    narrower = replace(
-        rule,
-        arches=("sm90",),
-        head_dim_min=65,
-        whole_sectors=True,
-        ragged=True,
-        banded=True,
-        scored=True,
-        reads_keys=False,
-        packed=False,
-        cached=True,
-        rows_min=2,
-        rows_max=16,
-        lone_max=100,
-        page_multiple=16,
-        dtype="bf16",
-        seq_min=100,
-        seq_max=200,
-        batch_max=4,
-    )
+    wide = Rule(arches=("sm90", "sm80"), config=Config(tile_m=64, tile_n=64), why="x")
+    narrow = {
+        **dict.fromkeys(
+            ("whole_sectors", "ragged", "banded", "scored", "reads_keys", "packed", "cached", "mapped"), True
+        ),
+        **{"arches": ("sm90",), "head_dim_min": 65, "head_dim_max": 128, "page_multiple": 16, "dtype": "bf16"},
+        **{"rows_min": 2, "rows_max": 16, "lone_max": 100, "seq_min": 100, "seq_max": 200, "batch_max": 4},
+        **{"smem_min": 1000, "only_named": True},
+    }
+    assert set(narrow) == set(conditions()), "a new condition needs a value here"
+    rule = replace(wide, **narrow)
+    assert wide.covers(rule)
     assert rule.covers(rule)
-    assert rule.covers(narrower)
-    for change in (
-        {"arches": ("sm100",)}, {"head_dim_max": 256}, {"head_dim_min": 1}, {"whole_sectors": None},
-        {"whole_sectors": False}, {"banded": None}, {"dtype": None}, {"seq_max": None}, {"seq_min": 0},
-        {"batch_max": None}, {"scored": None}, {"reads_keys": None}, {"packed": None},
-        {"cached": None}, {"cached": False}, {"rows_min": 1}, {"rows_max": 17}, {"rows_max": None},
-        {"page_multiple": 8}, {"lone_max": 101}, {"lone_max": None}, {"ragged": None}, {"ragged": False},
-        {"config": Config(tile_m=64, tile_n=32)},
-    ):  # fmt: skip
-        assert not narrower.covers(replace(narrower, **change))
-    assert not replace(rule, only_named=True).covers(rule)
+    for name, value in narrow.items():
+        others = [getattr(wide, name)]
+        if isinstance(value, bool):
+            others.append(False)
+        elif isinstance(value, int):
+            others.append(value + 1 if name.endswith("_max") else value - 1)
+        for other in others:
+            assert not rule.covers(replace(rule, **{name: other})), name
+    assert not rule.covers(replace(rule, config=Config(tile_m=64, tile_n=32)))
 
 
 TIMED = {"cpu", "sm90"}

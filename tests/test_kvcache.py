@@ -245,14 +245,6 @@ def test_a_compiled_call_is_an_eager_one(make, options, has_out):
     assert counter.frame_count == 1
 
 
-def test_a_compiled_call_runs_its_backend():
-    tensors, rest = paged()
-    torch._dynamo.reset()
-    compiled = torch.compile(multiattn.fmha_kvcache, backend="aot_eager", fullgraph=True)
-    options = {"causal": True, "backend": "cuda", "num_splits": 2}
-    equal(compiled(*tensors, **rest, **options), multiattn.fmha_kvcache(*tensors, **rest, **options))
-
-
 @pytest.mark.parametrize("strides", [(0, 64, 64, 1), (64, 64, 64, 1), (512, 32, 64, 1)], ids=str)
 def test_out_may_not_overlap_itself(strides):
     q, cache = torch.randn(4, 8, 1, 64).bfloat16(), torch.randn(4, 2, 16, 64).bfloat16()

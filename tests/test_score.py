@@ -137,15 +137,6 @@ def test_named_modifications_broadcast(shape, slopes_rank):
     assert strides == [axis for axis, size in enumerate(shape) if size > 1]
 
 
-def test_softcap_costs_two_products_and_one_tanh():
-    lowered = lower(bind(softcap=20.0).program, approximate=True)
-    raw, x0, x1 = read("raw"), *(expression.make("derived", "f32", (), name) for name in ("x0", "x1"))
-    assert lowered.score is apply("mul", apply("tanh", apply("mul", raw, x0)), x1)
-    tanh = apply("tanh", apply("mul", raw, x0))
-    assert lowered.slope is apply("sub", const(1.0), apply("mul", tanh, tanh))
-    assert values(lowered, bind(softcap=5.0), 0.25) == (0.25 / 5.0, 5.0 * LOG2_E)
-
-
 def test_infinities_make_no_nan_in_slopes():
     bias = torch.full((1, 1, 20, 28), -float("inf")).requires_grad_()
     modifications = [
@@ -164,13 +155,6 @@ def test_infinities_make_no_nan_in_slopes():
             places = eager._places(SHAPE, CPU)
             slope = eager.evaluate(derivative(root, seed), found, {**places, "score": scores_of(SIZES)}, torch.float64)
             assert torch.isfinite(slope).all(), found.program.text
-
-
-def test_slope_of_an_addition_is_the_constant_one():
-    bias = torch.randn(1, 1, 1, 28)
-    lowered = lower(bind(alibi_slopes=torch.rand(2), bias=bias).program)
-    assert lowered.slope is const(1.0)
-    assert lowered.load_slopes[1].slope is const(1.0)
 
 
 def test_indices_stay_inside_a_captured_tensor():

@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import multiattn
 from multiattn import fmha
-from multiattn.integrations.flash_attn import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func
+from multiattn.integrations.flash_attn import flash_attn_varlen_func
 from multiattn.integrations.flash_attn_kvcache import flash_attn_with_kvcache
 from multiattn.run import values
 from multiattn.varlen import check_lengths
@@ -60,13 +60,7 @@ def by_flash_attn(tensors, starts, **options):
     return flash_attn_varlen_func(*tensors, *starts.values(), most["max_seqlen_q"], most["max_seqlen_kv"])
 
 
-def by_flash_attn_packed(tensors, starts, **options):
-    q, k, v = tensors
-    most = {**MOST, **options}.values()
-    return flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), *starts.values(), *most)
-
-
-ENTRIES = {it.__name__: it for it in (varlen, backward, explain, by_flash_attn, by_flash_attn_packed)}
+ENTRIES = {it.__name__: it for it in (varlen, backward, explain, by_flash_attn)}
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
