@@ -250,6 +250,7 @@ def test_no_mask_is_full_attention_where_a_model_knows_eager_attention_alone():
 
 
 LENGTHS = torch.tensor([0, 4, 18], dtype=torch.int32)
+PACKED = {"cu_seq_lens_q": LENGTHS, "cu_seq_lens_k": LENGTHS, "max_length_q": 14, "max_length_k": 14}
 HOLE = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1, 1], [1] * 9])
 
 
@@ -266,7 +267,9 @@ HOLE = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1, 1], [1] * 9])
         (Layer(), (9, 9), {"output_attentions": True}, NotImplementedError, "output_attentions"),
         (Layer(), (9, 9), {"cu_seq_lens_q": LENGTHS}, ValueError, "lengths without cu_seq_lens_k"),
         (Layer(True), (9, 9), {"cu_seq_lens_k": LENGTHS}, ValueError, "lengths without cu_seq_lens_q"),
-        (Layer(), (9, 9), {"cu_seq_lens_q": LENGTHS, "cu_seq_lens_k": LENGTHS}, NotImplementedError, "is_causal="),
+        (Layer(), (9, 9), PACKED, NotImplementedError, "is_causal="),
+        (Layer(True), (9, 9), {**PACKED, "sliding_window": 0}, ValueError, "sliding_window: got 0"),
+        (Layer(True), (9, 9), {**PACKED, "attention_mask": HOLE}, ValueError, "lengths beside an attention_mask"),
         (Layer(), (9, 9), {"attention_mask": HOLE, "sliding_window": 3}, NotImplementedError, "between tokens"),
         (Layer(), (9, 9), {"attention_mask": torch.ones(3, 9)}, ValueError, "attention_mask"),
         (Layer(), (2, 2), {"attention_mask": torch.ones(2, 2, dtype=int)}, ValueError, "attention_mask"),
@@ -275,12 +278,6 @@ HOLE = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1, 1], [1] * 9])
 def test_what_has_no_certain_meaning_is_refused(layer, lengths, given, error, match):
     with pytest.raises(error, match=match):
         hook.attend(layer, *qkv(*lengths), given.pop("attention_mask", None), **given)
-
-
-def test_a_window_of_nothing_is_refused_with_packing_too():
-    given = {"cu_seq_lens_q": LENGTHS, "cu_seq_lens_k": LENGTHS, "max_length_q": 14, "max_length_k": 14}
-    with pytest.raises(ValueError, match="sliding_window: got 0"):
-        hook.attend(Layer(True), *qkv(), None, sliding_window=0, **given)
 
 
 def test_harmless_keywords_and_none_change_nothing():
@@ -312,12 +309,18 @@ def test_sinks_of_each_query(kind):
     torch.testing.assert_close(out.transpose(1, 2), scores @ v)
 
 
-def test_selected_blocks():
-    """As MiniMax-M3 tells them: blocks of keys of a group of heads, negative where there is none."""
-    q, k, v = qkv()
+def selecting():
+    """A layer that selects blocks of four keys."""
     layer = Layer()
     layer.indexer = torch.nn.Module()
     layer.indexer.block_size = 4
+    return layer
+
+
+def test_selected_blocks():
+    """As MiniMax-M3 tells them: blocks of keys of a group of heads, negative where there is none."""
+    q, k, v = qkv()
+    layer = selecting()
     blocks = torch.tensor([[0, 2], [-1, 1]])[None, :, None].expand(BATCH, -1, FIRST, -1)
     out, _ = hook.attend(layer, q, k, v, None, block_indices=blocks)
     kept = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 1, 1, 1, 0]], dtype=torch.bool)
@@ -329,9 +332,7 @@ def test_selected_blocks():
 def test_queries_that_see_none_of_their_selected_keys(has_sinks):
     """Every score is the lowest number then: all values have one weight, or none where there is a sink."""
     q, k, v = qkv()
-    layer = Layer()
-    layer.indexer = torch.nn.Module()
-    layer.indexer.block_size = 4
+    layer = selecting()
     blocks = torch.zeros(BATCH, 1, FIRST, 1, dtype=torch.int64)
     mask = (torch.arange(FIRST) >= torch.tensor([0, 4] + [2] * 7)[:, None])[None, None]
     sinks = torch.zeros(4) if has_sinks else None

@@ -26,6 +26,8 @@ SAMPLE = {
     "GPT2LMHeadModel": 13,  # flattens masks
     "Gemma2ForCausalLM": 13,  # softcap, a window in every other layer
     "GptOssForCausalLM": 13,  # sinks; masks that know nothing of positions
+    "PhimoeForCausalLM": 14,  # a window that only its masks know
+    "T5GemmaForConditionalGeneration": 8,  # its encoder's attention is told a window that is a key too small
     "Llama4ForCausalLM": 10,  # chunks
     "Qwen3NextForCausalLM": 10,  # recurrent layers
     "DeepseekV32ForCausalLM": 11,  # selected keys, another D of values

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -334,56 +335,47 @@ def inputs(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 def media(config: PretrainedConfig, names: Any) -> list[dict[str, torch.Tensor]]:
     """Images and sounds, for arguments of these names."""
-    images: list[dict[str, torch.Tensor]] = []
-    if "pixel_values" in names or "pixel_values_videos" in names:
-        name = "pixel_values" if "pixel_values" in names else "pixel_values_videos"
-        size = _field(config, "image_size", "input_size", "crop_size") or 32
-        height, width = (
-            (size[-2:] if isinstance(size, (list, tuple)) else (size, size)) if not isinstance(size, dict) else (32, 32)
-        )
-        channels = _field(config, "num_channels", "in_channels", "in_chans", "channels") or 3
-        frames = _field(config, "num_frames", "frames_per_clip") or 4
-        for side in ((height, width), (64, 64), (224, 224)):
-            images.append({name: noise(BATCH, channels, *side)})
-            images.append({name: noise(BATCH, frames, channels, *side)})
-    sounds: list[dict[str, torch.Tensor]] = []
+    found: list[dict[str, torch.Tensor]] = []
+
+    def field(default: int, *its: str) -> Any:
+        return _field(config, *its) or default
+
+    def add(name: str, *shapes: tuple[int, ...], **more: torch.Tensor) -> None:
+        found.extend({name: noise(*shape), **more} for shape in shapes)
+
+    for grid, name in itertools.product(("grid_thw", "image_grid_thw"), ("pixel_values", "hidden_states")):
+        if grid in names and name in names:
+            patch, depth = field(8, "patch_size"), field(1, "temporal_patch_size")
+            width = field(3, "in_channels", "num_channels", "in_chans") * patch**2
+            sizes = torch.tensor([[1, 4, 4], [1, 8, 4]])
+            add(name, (48, width * depth), (48, width), (48, 3, patch, patch), **{grid: sizes})
+    for name in [it for it in ("pixel_values", "pixel_values_videos") if it in names][:1]:
+        size = field(32, "image_size", "input_size", "crop_size")
+        side = (32, 32) if isinstance(size, dict) else size[-2:] if isinstance(size, (list, tuple)) else (size, size)
+        channels = field(3, "num_channels", "in_channels", "in_chans", "channels")
+        frames = field(4, "num_frames", "frames_per_clip")
+        for its in (side, (64, 64), (224, 224)):
+            add(name, (BATCH, channels, *its), (BATCH, frames, channels, *its))
     for name in ("input_features", "input_values", "audio_values", "spectrogram"):
         if name in names:
-            bins = (
-                _field(
-                    config,
-                    "feature_projection_input_dim",
-                    "num_mel_bins",
-                    "feature_size",
-                    "input_feat_per_channel",
-                    "n_mels",
-                    "input_dim",
-                )
-                or 80
+            bins, longest = field(80, *BINS), 2 * field(64, "max_source_positions")
+            add(
+                name, (BATCH, bins, longest), (BATCH, 64, bins), (BATCH, 4000), (BATCH, 1, 4000), (BATCH, longest, bins)
             )
-            longest = 2 * (_field(config, "max_source_positions") or 64)
-            sounds += [{name: noise(BATCH, bins, longest)}, {name: noise(BATCH, 64, bins)}]
-            sounds += [
-                {name: noise(BATCH, 4000)},
-                {name: noise(BATCH, 1, 4000)},
-                {name: noise(BATCH, longest, bins)},
-            ]
-    frames = [{"pixel_values": noise(BATCH, 4, 3, 32, 32)}] if "pixel_values" in names else []
-    grids: list[dict[str, torch.Tensor]] = []
-    for grid in ("grid_thw", "image_grid_thw"):
-        for name in ("pixel_values", "hidden_states"):
-            if grid in names and name in names:
-                patch = _field(config, "patch_size") or 8
-                width = (_field(config, "in_channels", "num_channels", "in_chans") or 3) * patch**2
-                sizes = torch.tensor([[1, 4, 4], [1, 8, 4]])
-                depth = _field(config, "temporal_patch_size") or 1
-                shapes = (48, width * depth), (48, width), (48, 3, patch, patch)
-                grids += [{name: noise(*shape), grid: sizes} for shape in shapes]
-    series: list[dict[str, torch.Tensor]] = []
+    if "pixel_values" in names:
+        add("pixel_values", (BATCH, 4, 3, 32, 32))
     if "past_values" in names:
-        length, width = (
-            (_field(config, "context_length") or 32),
-            (_field(config, "num_input_channels", "input_size") or 1),
-        )
-        series += [{"past_values": noise(BATCH, length, width)}, {"past_values": noise(BATCH, length)}]
-    return grids + images + sounds + frames + series
+        length, width = field(32, "context_length"), field(1, "num_input_channels", "input_size")
+        add("past_values", (BATCH, length, width), (BATCH, length))
+    return found
+
+
+BINS = (
+    "feature_projection_input_dim",
+    "num_mel_bins",
+    "feature_size",
+    "input_feat_per_channel",
+    "n_mels",
+    "input_dim",
+)
+"""Fields of a config that say how many numbers a sound has at each time."""
