@@ -63,11 +63,8 @@ def test_numbers_of_numpy_are_python_s(name):
 def test_a_plan_has_python_s_numbers():
     """An option is part of keys and of generated names."""
     plan = explain(*qkv(), causal=np.bool_(True), window=(np.int64(2), None), scale=np.float32(0.5))
-    assert [type(it) for it in (plan.problem.band.left, plan.problem.band.right, plan.problem.scale)] == [
-        int,
-        int,
-        float,
-    ]
+    its = plan.problem.band.left, plan.problem.band.right, plan.problem.scale
+    assert [*map(type, its)] == [int, int, float]
     rows, starts = torch.randn(9, HEADS, DIM, dtype=bf16), torch.tensor([0, 9], dtype=torch.int32)
     lengths = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), np.int64(9))
     plan = explain(rows, rows, rows, cu_seqlens_q=starts, cu_seqlens_kv=starts, softcap=np.float64(2.0), **lengths)

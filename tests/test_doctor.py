@@ -55,27 +55,15 @@ ALL, WORK = "triton cutile cuda", (ON_CPU, COMPILE)
             "pip install 'multiattn[cutile,cuda]'",
             "cutile and cuda: packages are missing",
         ),
-        (
-            machine(A10, lacks=[("cutile", ["run on cuda:1"], OLD)]),
-            "nvidia-smi",
-            "CUDA 12.4; it takes a driver for CUDA",
-        ),
+        (machine(A10, lacks=[("cutile", ["run on cuda:1"], OLD)]), "nvidia-smi", "CUDA 12.4; it takes a driver"),
         (machine(H200, A10), "python -m multiattn tune --shape", "no measurement of NVIDIA A10 is on record"),
         (machine(H200), "python -m multiattn explain --shape", "all is well"),
         (machine(), "backend='triton'", "there is no GPU"),
         (machine(T4), "backend='triton'", "no kernel is for this GPU"),
         (machine(lacks=[("triton", [ON_CPU], BROKEN)]), "backend='cutile'", "there is no GPU"),
         (machine(lacks=[(ALL, [ON_CPU], BROKEN)]), "python -m multiattn compile --arch sm90", "nothing runs here"),
-        (
-            machine(lacks=[(ALL, WORK, BROKEN)]),
-            "pip install --force-reinstall 'multiattn[all]'",
-            "for the reasons above",
-        ),
-        (
-            machine(lacks=[(ALL, WORK, MISSING)], is_linux=False),
-            "multiattn.fmha(q, q, q",
-            "no backend has packages for",
-        ),
+        (machine(lacks=[(ALL, WORK, BROKEN)]), "pip install --force-reinstall 'multiattn[all]'", "the reasons above"),
+        (machine(lacks=[(ALL, WORK, MISSING)], is_linux=False), "multiattn.fmha(q, q, q", "has packages for"),
     ],
 )
 def test_the_next_step(found, command, why):

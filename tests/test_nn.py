@@ -59,11 +59,7 @@ def test_it_compiles_whole():
 def test_what_it_is_made_of():
     layer = multiattn.nn.Attention(48, 4, 2, head_dim=16, bias=True, causal=True, window=(5, 0), device="meta")
     shapes = {name: tuple(it.shape) for name, it in layer.named_parameters() if name.endswith("weight")}
-    assert shapes == {
-        "q_proj.weight": (64, 48),
-        "k_proj.weight": (32, 48),
-        "v_proj.weight": (32, 48),
-        "o_proj.weight": (48, 64),
-    }
+    expected = {"q_proj": (64, 48), "k_proj": (32, 48), "v_proj": (32, 48), "o_proj": (48, 64)}
+    assert shapes == {f"{name}.weight": its for name, its in expected.items()}
     assert layer(torch.empty(3, 5, 48, device="meta")).shape == (3, 5, 48)
     assert layer.extra_repr() == "causal=True, window=(5, 0)"
