@@ -8,7 +8,7 @@ COLUMNS = "median,iqr,min,rounds,iterations"
 
 def pytest_addoption(parser):
     from bench.matrix import SUITES
-    from bench.timing import Budget
+    from multiattn.tune.timing import Budget
 
     group = parser.getgroup("bench")
     group.addoption("--bench-suite", choices=tuple(SUITES), default="floors", help="cells to time")

@@ -18,12 +18,12 @@ from bench.page import verdict as verdict_of
 from bench.peers import PEERS, find_peers
 from bench.results import NO_GPU, RESULTS, ROOT, Row, Store, environment, is_ours, load, results_dir
 from bench.run import DeviceLostError, Job, Machine, run
-from bench.timing import REGIMES, Budget, CudaClock
 from multiattn.__main__ import main as run_multiattn
 from multiattn.inspect.build import Compilation, requests
 from multiattn.inspect.cli import compile_all, verdict
 from multiattn.inspect.options import Command, layer
 from multiattn.inspect.tables import text_table
+from multiattn.tune.timing import REGIMES, Budget, CudaClock
 from parity.__main__ import main as run_parity
 
 BACKWARD_ARCH = "sm90"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from bench import models
 from bench.decode_cells import DecodeCell
 from bench.matrix import Cell
-from bench.report import markdown
+from bench.report import NOT_MEASURED, NOTHING, by_cell, fastest, markdown
 from bench.results import Row, is_ours, load, one_run
 from bench.verdicts import runs_now
 from multiattn.operands import Options
@@ -24,7 +24,6 @@ from multiattn.plan.support import Unsupported
 from multiattn.problem import Problem
 from multiattn.sequences import Batching
 
-NOTHING = "-"
 AUTO = "auto"
 GPU_FOLDERS = ("h200", "h100")
 TITLES = {"triton": "Triton", "cutile": "cuTile", "cuda": "CUDA", AUTO: "`auto`"}
@@ -38,7 +37,6 @@ OLD = "†"
 """Stands by ratios of kernels that have been replaced."""
 LEVEL = 0.02
 """How far from 1 a mean may be and still count as level."""
-NOT_MEASURED = "Not measured yet: `python -m bench` on a GPU writes bench/results."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,22 +110,17 @@ def short_name(cell: Cell) -> str:
 
 def over_best_peer(rows: Iterable[Row], direction: Direction) -> dict[str, list[Ratio]]:
     """The ratios of ``auto`` and of each backend, over cells in which it and a peer were timed in the same turns."""
-    by_cell: dict[Cell, dict[str, Row]] = {}
-    for row in rows:
-        by_cell.setdefault(row.cell, {})[row.contender] = row
     found: dict[str, list[Ratio]] = {name: [] for name in (AUTO, *BACKENDS)}
-    for cell, its in by_cell.items():
-        best = max((row.tflops for name, row in its.items() if not is_ours(name)), default=0.0)
-        if not best:
+    for cell, its in by_cell(rows).items():
+        peer = fastest(its.values(), ours=False)
+        if peer is None:
             continue
-        arch = next(iter(its.values())).environment.arch
-        picked = auto_backend(cell, arch, direction)
+        picked = auto_backend(cell, peer.environment.arch, direction)
         for name, ratios in found.items():
-            contender = picked if name == AUTO else name
-            if contender in its:
-                row = its[contender]
+            row = its.get(picked if name == AUTO else name)
+            if row is not None:
                 is_old = not isinstance(cell, DecodeCell) and not runs_now(row)
-                ratios.append(Ratio(row.tflops / best, short_name(cell), cell, is_old))
+                ratios.append(Ratio(row.tflops / peer.tflops, short_name(cell), cell, is_old))
     return found
 
 

@@ -14,7 +14,7 @@ from bench.matrix import SUITES, Cell, Direction
 from bench.peers import PEERS, Provider
 from bench.results import NO_GPU, environment
 from bench.run import Machine, admit, tensors_and_truth
-from bench.timing import Budget, Contestant, CudaClock, Sample, Timing, warm_up
+from multiattn.tune.timing import Budget, Contestant, CudaClock, Sample, Timing, warm_up
 
 
 class EventClock:

@@ -16,7 +16,6 @@ import torch
 from bench.features import hide_others, ids_of
 from bench.matrix import Cell, Direction, InputError, Tensors
 from bench.results import NO_GPU
-from bench.timing import Call, Contestant
 from multiattn.layout import Strides
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
@@ -27,6 +26,7 @@ from multiattn.problem import Problem
 from multiattn.run.execute import gradient_of_sinks
 from multiattn.score import bind_score
 from multiattn.sequences import Batching
+from multiattn.tune.timing import Call, Contestant
 from parity.gradients import GradTruth
 from parity.tolerance import Expected, Mismatch, Packed, Truth, adds_up_in_fp16, deviate, takes_rough_tanh
 

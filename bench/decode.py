@@ -11,9 +11,8 @@ import argparse
 import gc
 import itertools
 import shlex
-import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,15 +23,28 @@ from bench.decode_cells import DecodeCell, matching, too_large
 from bench.matrix import Cell, InputError, Tensors
 from bench.options import AGAIN, positive
 from bench.peers_decode import PEERS, providers
-from bench.report import footnotes, markdown
+from bench.report import (
+    NOTHING,
+    Column,
+    by_cell,
+    cells_table,
+    fastest,
+    footnotes,
+    markdown,
+    mean_text,
+    over,
+    rates,
+    timed_names,
+    times_as_fast,
+)
 from bench.results import NO_GPU, Row, Store, environment, is_ours, load, one_run, results_dir
 from bench.run import Copy, Job, Machine, run, tensors_and_truth
-from bench.timing import Budget
 from multiattn.inspect.options import count, some_of
 from multiattn.mask import FULL
 from multiattn.operands import Operands, Options
 from multiattn.plan.backend import BACKENDS
 from multiattn.problem import problem_of
+from multiattn.tune.timing import Budget
 from parity.tolerance import Expected, Truth, derive_budget, probe_rounding, reference_in_chunks
 
 BUDGET = Budget(rounds=7, sample_ms=15.0, warmup_ms=15.0)
@@ -180,8 +192,9 @@ def run_cells(
 
 # ---------------------------------------------------------------- tables
 
-NOTHING = "-"
 NOT_MEASURED = "Not measured yet: `python -m bench decode` on a GPU writes bench/results."
+LARGE_BYTES = 256_000_000
+"""Keys and values from which a cell's share of a copy's rate counts: smaller ones end before memory is at its rate."""
 
 
 def cell_of(row: Row) -> DecodeCell:
@@ -191,29 +204,18 @@ def cell_of(row: Row) -> DecodeCell:
     return row.cell
 
 
-def copy_share(row: Row) -> float | None:
-    """The rate over that of a copy in the same turns; None where either is missing."""
-    found = row.measured
+def copy_share(row: Row | None) -> float | None:
+    """The rate over that of a copy in the same turns; None where either is missing, or products bound the cell."""
+    found = row.measured if row is not None and cell_of(row).has_rate_of_memory else None
     if found is None or found.tb_per_s is None or not found.copy_tb_per_s:
         return None
     return found.tb_per_s / found.copy_tb_per_s
 
 
-def best(rows: Iterable[Row], *, ours: bool) -> Row | None:
-    """The fastest of ours, or of the others; None where nothing of them has a time."""
-    timed = [row for row in rows if row.measured is not None and is_ours(row.contender) == ours]
-    return min(timed, key=_time_ms, default=None)
-
-
-def _time_ms(row: Row) -> float:
-    assert row.measured is not None
-    return row.measured.time_ms
-
-
-def over_best_peer(row: Row | None, rows: Iterable[Row]) -> str:
-    """How many times as fast a contender is as the best peer of the same cell."""
-    peer = best(rows, ours=False)
-    return NOTHING if row is None or peer is None else f"{_time_ms(peer) / _time_ms(row):.2f}"
+def share_text(row: Row | None) -> str:
+    """`copy_share` for a table."""
+    share = copy_share(row)
+    return NOTHING if share is None else f"{100 * share:.0f} %"
 
 
 def figure(row: Row | None) -> str:
@@ -225,109 +227,92 @@ def figure(row: Row | None) -> str:
     return f"{row.measured.tb_per_s:.2f}" + (" (host-bound)" if row.measured.host_bound else "")
 
 
+def _best(its: Mapping[str, Row]) -> Row | None:
+    return fastest(its.values(), ours=True)
+
+
+def _us(row: Row | None) -> str:
+    return NOTHING if row is None or row.measured is None else f"{1e3 * row.measured.time_ms:.1f}"
+
+
 def line(rows: Sequence[Row]) -> str:
     """The rows of one cell, on one line."""
-    cell = cell_of(rows[0])
+    cell, peer = cell_of(rows[0]), fastest(rows, ours=False)
     unit = "TB/s" if cell.has_rate_of_memory else "TFLOPS"
     copied = next((it.measured.copy_tb_per_s for it in rows if it.measured is not None), None)
     parts = [cell.key, f"{cell.moved_bytes / 1e9:.3g} GB", f"copy {copied:.2f} TB/s" if copied else "no copy"]
     for row in rows:
-        words = [row.contender, figure(row)]
+        words = [row.contender, figure(row), f"({row.text[:100]})" if row.error else ""]
         if row.measured is not None:
-            share = copy_share(row)
-            told = f"{100 * share:.0f} %" if share is not None and cell.has_rate_of_memory else ""
-            ratio = f"x{over_best_peer(row, rows)}" if is_ours(row.contender) else ""
-            detail = f"({row.detail})" if row.detail else ""
-            words = [row.contender, f"{1e3 * row.measured.time_ms:.1f} us", figure(row), unit, told, ratio, detail]
-        elif row.error:
-            words.append(f"({row.text[:100]})")
+            ratio = f"x{over(row, peer)}" if is_ours(row.contender) else ""
+            share = share_text(row).replace(NOTHING, "")
+            words = [row.contender, f"{_us(row)} us", figure(row), unit, share, ratio]
+            words += [f"({row.detail})"] if row.detail else []
         parts.append(" ".join(filter(None, words)))
     return " | ".join(parts)
 
 
-def _by_cell(rows: Iterable[Row]) -> dict[DecodeCell, dict[str, Row]]:
-    """The rows of each cell by contender."""
-    found: dict[DecodeCell, dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault(cell_of(row), {})[row.contender] = row
-    return found
-
-
 def table(rows: Sequence[Row]) -> str:
     """A line for each cell, a column for each contender that has a time anywhere."""
-    by_cell = _by_cell(rows)
-    names = list(dict.fromkeys(row.contender for row in rows if row.measured is not None or row.error))
-    lines = []
-    for cell, its in sorted(by_cell.items(), key=lambda item: _place(item[0])):
-        mine = best(its.values(), ours=True)
-        share = copy_share(mine) if mine is not None and cell.has_rate_of_memory else None
-        told = NOTHING if share is None else f"{100 * share:.0f} %"
-        time_us = NOTHING if mine is None else f"{1e3 * _time_ms(mine):.1f}"
-        figures = (figure(its.get(name)) for name in names)
-        place = cell.heads_text, cell.queries, cell.batch, cell.seq, f"{cell.moved_bytes / 1e9:.3g}"
-        lines.append((*place, *figures, time_us, told, over_best_peer(mine, its.values())))
-    header = ("heads", "Q", "B", "N", "GB", *names, "best of ours, us", "of a copy", "over the best peer")
-    return markdown(header, lines)
+    names = dict.fromkeys(row.contender for row in rows if row.measured is not None or row.error)
+    columns: dict[str, Column] = {
+        "cache": lambda cell, _: cell.cache,
+        "heads": lambda cell, _: cell.heads_text,
+        "Q": lambda cell, _: cell.queries,
+        "B": lambda cell, _: cell.batch,
+        "N": lambda cell, _: cell.seq,
+        "GB": lambda cell, _: f"{cell.moved_bytes / 1e9:.3g}",
+        **rates(names, figure),
+        "best of ours, us": lambda _, its: _us(_best(its)),
+        "of a copy": lambda _, its: share_text(_best(its)),
+        "over the best peer": lambda _, its: over(_best(its), fastest(its.values(), ours=False)),
+    }
+    return cells_table(sorted(rows, key=_place), columns)
 
 
-LARGE_BYTES = 256_000_000
-"""Keys and values from which a cell's share of a copy's rate counts: smaller ones end before memory is at its rate."""
+def _place(row: Row) -> tuple[int, ...]:
+    cell = cell_of(row)
+    return cell.page or 0, cell.heads, cell.heads_kv or cell.heads, cell.queries, cell.seq, cell.batch
 
 
 def summary(rows: Sequence[Row]) -> str:
     """Cells of one query by head_dim and kind of cache: geometric means over them, and the least of each."""
-    by_cell = _by_cell(row for row in rows if row.measured is not None and cell_of(row).queries == 1)
-    groups: dict[tuple[str, str], list[tuple[DecodeCell, dict[str, Row]]]] = {}
-    for cell, its in sorted(by_cell.items(), key=lambda item: (item[0].head_dim, item[0].page or 0)):
-        groups.setdefault((str(cell.head_dim), cell.cache), []).append((cell, its))
+    timed = [row for row in rows if row.measured is not None and cell_of(row).queries == 1]
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(timed, key=lambda it: (it.cell.head_dim, cell_of(it).page or 0)):
+        groups.setdefault((str(row.cell.head_dim), cell_of(row).cache), []).append(row)
     if not groups:
         return ""
-    groups[("all", "all")] = list(by_cell.items())
-    lines = [(*key, len(members), *_means(members)) for key, members in groups.items()]
+    groups["all", "all"] = timed
+    others = [name for name in BACKENDS if name != "cuda"]
+    lines = []
+    for place, members in groups.items():
+        cells = by_cell(members)
+        best = {cell: _best(its) for cell, its in cells.items()}
+        over_peers = [times_as_fast(best[cell], fastest(its.values(), ours=False)) for cell, its in cells.items()]
+        shares = [copy_share(row) for row in best.values() if row and cell_of(row).cache_bytes >= LARGE_BYTES]
+        over_cuda = ([times_as_fast(its.get(name), its.get("cuda")) for its in cells.values()] for name in others)
+        lines.append((*place, len(cells), *map(_mean_and_least, (over_peers, shares, *over_cuda))))
     header = ("D", "cache", "cells", "best of ours over the best peer", "of a copy, past 256 MB")
-    return markdown((*header, *(f"{name} over cuda" for name in BACKENDS if name != "cuda")), lines)
+    return markdown((*header, *(f"{name} over cuda" for name in others)), lines)
 
 
-def _means(members: Iterable[tuple[DecodeCell, dict[str, Row]]]) -> list[str]:
-    over_peers, shares = [], []
-    over_cuda: dict[str, list[float]] = {name: [] for name in BACKENDS if name != "cuda"}
-    for cell, its in members:
-        mine, peer = best(its.values(), ours=True), best(its.values(), ours=False)
-        if mine is not None and peer is not None:
-            over_peers.append(_time_ms(peer) / _time_ms(mine))
-        if mine is not None and cell.cache_bytes >= LARGE_BYTES and (share := copy_share(mine)) is not None:
-            shares.append(share)
-        for name in over_cuda.keys() & its.keys():
-            if "cuda" in its:
-                over_cuda[name].append(_time_ms(its["cuda"]) / _time_ms(its[name]))
-    return [_mean_and_least(ratios) for ratios in (over_peers, shares, *over_cuda.values())]
-
-
-def _mean_and_least(ratios: Sequence[float]) -> str:
+def _mean_and_least(ratios: Iterable[float | None]) -> str:
     """``1.108, least 0.952 (410)``."""
-    if not ratios:
-        return NOTHING
-    return f"{statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f} ({len(ratios)})"
-
-
-def _place(cell: DecodeCell) -> tuple[int, ...]:
-    return cell.heads, cell.heads_kv or cell.heads, cell.queries, cell.seq, cell.batch
+    found = [ratio for ratio in ratios if ratio is not None]
+    return f"{mean_text(found, 3)}, least {min(found):.3f} ({len(found)})" if found else NOTHING
 
 
 def block(path: Path) -> str:
-    """The tables of a results file, by head_dim and kind of cache, and where they were measured."""
+    """The tables of a results file, by head_dim and work, and where they were measured."""
     rows = [row for row in one_run(load(path)) if row.regime == REGIMES[0]] if path.exists() else []
     groups: dict[str, list[Row]] = {}
     for row in rows:
         cell = cell_of(row)
         kind = "mixed batches" if cell.mixed else "decode" if cell.has_rate_of_memory else "chunks of prefill"
         unit = "TB/s" if cell.has_rate_of_memory else "TFLOPS"
-        groups.setdefault(f"{kind}, D = {cell.head_dim}, {cell.dtype}, cache {cell.cache}, {unit}", []).append(row)
-    made = [
-        f"**{title}**\n\n{table(members)}"
-        for title, members in groups.items()
-        if any(row.measured is not None for row in members)
-    ]
+        groups.setdefault(f"{kind}, D = {cell.head_dim}, {cell.dtype}, {unit}", []).append(row)
+    made = [f"**{title}**\n\n{table(members)}" for title, members in groups.items() if timed_names(members)]
     if not made:
         return NOT_MEASURED
     notes = (f"{title}:\n\n" + "\n".join(f"- {it}" for it in lines) for title, lines in footnotes(rows).items())

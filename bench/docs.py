@@ -8,21 +8,34 @@ measured, or for a kernel that does not exist.
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import Literal
 
 from bench import decode, host, ladder, layout_docs, models, pictures, record, scaling
-from bench.comparison import NOT_MEASURED, auto_backend, compared, comparison_block, verdict_block
+from bench.comparison import auto_backend, compared, comparison_block, verdict_block
 from bench.docs_support import LANGUAGES, features_block, head_dims_block, language_of, support_block
 from bench.layout_docs import Blocks
 from bench.matrix import SUITES, Cell, InputError
 from bench.record_kernels import main_of
-from bench.report import describe, figure, markdown, memory_summary, provenance, write
+from bench.report import (
+    NOT_MEASURED,
+    NOTHING,
+    Column,
+    by_cell,
+    cells_table,
+    describe,
+    figure,
+    markdown,
+    mean_text,
+    memory_summary,
+    over,
+    provenance,
+    rates,
+    timed_names,
+    write,
+)
 from bench.results import RESULTS, ROOT, Row, load, one_run
 from multiattn.inspect.layout_svg import draw
 from multiattn.plan import backend as registry
@@ -34,7 +47,6 @@ MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated -->)", 
 
 
 GPU_FOLDER = "h200"
-NOTHING = "-"
 SHOWN_SEQS = (1024, 4096, 16384)
 PEERS = ("sdpa-cudnn", "fa4")
 """The peers that ours are compared with: the fastest two."""
@@ -51,13 +63,8 @@ def _rows(path: Path) -> list[Row]:
     return one_run(load(path)) if path.exists() else []
 
 
-def _place(cell: Cell) -> tuple[int, bool, int]:
-    return cell.head_dim, cell.causal, cell.seq
-
-
-def geometric_mean(ratios: Sequence[float], digits: int) -> str:
-    """The geometric mean for a table."""
-    return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.{digits}f}" if ratios else NOTHING
+def _place(row: Row) -> tuple[int, bool, int]:
+    return row.cell.head_dim, row.cell.causal, row.cell.seq
 
 
 # ---------------------------------------------------------------- compiled
@@ -114,38 +121,46 @@ def _sections(folder: Path) -> Iterator[tuple[str, list[str]]]:
         yield "Host cost", [told, found.table("github")]
 
 
+PLACE: Mapping[str, Column] = {
+    "D": lambda cell, _: cell.head_dim,
+    "mask": lambda cell, _: cell.mask,
+    "N": lambda cell, _: cell.seq,
+}
+
+
 def _speed_table(rows: Sequence[Row], what: str) -> str:
     """TFLOPS back to back at some lengths; nothing where nothing was measured."""
     chosen = [row for row in rows if row.regime == "device" and row.cell.seq in SHOWN_SEQS]
-    timed = {row.contender for row in chosen if row.tflops}
-    names = [name for name in dict.fromkeys(row.contender for row in chosen) if name in timed]
-    found = {(row.cell, row.contender): row for row in chosen}
-    lines = [
-        (cell.head_dim, cell.mask, cell.seq, *(figure(found.get((cell, name))) for name in names))
-        for cell in sorted({row.cell for row in chosen}, key=_place)
-    ]
-    table = markdown(("D", "mask", "N", *names), lines)
+    table = cells_table(sorted(chosen, key=_place), {**PLACE, **rates(names := timed_names(chosen), figure)})
     told = f"TFLOPS, {what}, 16k tokens, H*D = 2048, back to back:\n\n{table}\n\n" + "\n".join(provenance(chosen))
     return told if names else ""
 
 
+def _auto(cell: Cell, its: Mapping[str, Row]) -> str:
+    arch = next(iter(its.values())).environment.arch
+    return auto_backend(cell, arch, "forward" if cell.direction == "fwd" else "backward")
+
+
+def _over_auto(peer: str, cell: Cell, its: Mapping[str, Row]) -> str:
+    return over(its.get(_auto(cell, its)), its.get(peer))
+
+
 def features_tables(rows: Sequence[Row]) -> list[str]:
     """TFLOPS by visible pairs of windows and features, one table a direction, and what ``auto`` runs over two peers."""
-    timed, tables = [row for row in rows if row.regime == "device" and row.tflops], []
+    tables = []
     for title, direction in (("forward", "fwd"), ("backward", "bwd")):
-        chosen = [row for row in timed if row.cell.direction == direction]
-        names = list(dict.fromkeys(row.contender for row in chosen))
-        found = {(row.cell, row.contender): row for row in chosen}
-        lines = []
-        for cell in dict.fromkeys(row.cell for row in chosen):
-            auto = auto_backend(cell, chosen[0].environment.arch, "forward" if direction == "fwd" else "backward")
-            ours = found.get((cell, auto))
-            figures = (figure(found[cell, name]) if (cell, name) in found else NOTHING for name in names)
-            ratios = (_ratio(ours, found.get((cell, name))) for name in FEATURE_PEERS)
-            lines.append((cell.attention, cell.head_dim, cell.seq, *figures, auto, *ratios))
-        header = ("mask and feature", "D", "N", *names, "auto", *(f"auto / {name}" for name in FEATURE_PEERS))
+        chosen = [it for it in rows if it.regime == "device" and it.tflops and it.cell.direction == direction]
+
+        columns: dict[str, Column] = {
+            "mask and feature": lambda cell, _: cell.attention,
+            "D": PLACE["D"],
+            "N": PLACE["N"],
+            **rates(timed_names(chosen), lambda row: NOTHING if row is None else figure(row)),
+            "auto": _auto,
+            **{f"auto / {name}": partial(_over_auto, name) for name in FEATURE_PEERS},
+        }
         told = f"TFLOPS over visible pairs, {title}, B = 1, H*D = 2048, back to back:"
-        tables += [told, markdown(header, lines), *provenance(chosen)] if chosen else []
+        tables += [told, cells_table(chosen, columns), *provenance(chosen)] if chosen else []
     return tables
 
 
@@ -160,18 +175,16 @@ def models_table(runs: Sequence[models.ModelRun]) -> str:
     return "\n\n".join((told, models.table_text(runs, "github"), *where))
 
 
-def _ratio(row: Row | None, peer: Row | None) -> str:
-    return NOTHING if row is None or peer is None else f"{row.tflops / peer.tflops:.2f}"
-
-
 def over_peers(rows: Iterable[Row], name_of: Callable[[Row], str]) -> dict[str, dict[Cell, float]]:
     """By name and cell, TFLOPS of the best row over those of the fastest of PEERS; rows named "" are left out."""
-    best: dict[str, dict[Cell, float]] = {}
-    for row in rows:
-        rates = best.setdefault("" if row.contender in PEERS else name_of(row) or "left out", {})
-        rates[row.cell] = max(row.tflops, rates.get(row.cell, 0.0))
-    peers = best.pop("", {})
-    return {name: {cell: it / peers[cell] for cell, it in its.items() if cell in peers} for name, its in best.items()}
+    found: dict[str, dict[Cell, float]] = {}
+    for cell, its in by_cell(rows).items():
+        peer = max((its[name].tflops for name in PEERS if name in its), default=0.0)
+        for row in its.values():
+            if peer and (name := name_of(row)):
+                ratios = found.setdefault(name, {})
+                ratios[cell] = max(row.tflops / peer, ratios.get(cell, 0.0))
+    return found
 
 
 def _timed(path: Path, regime: str = "device") -> list[Row]:
@@ -184,14 +197,11 @@ def _cuda_over_peers(rows: Iterable[Row]) -> dict[Cell, float]:
 
 def peers_block(results: Path) -> str:
     """CUDA beside its peers, a line for each cell of the suite `standard`, back to back."""
-    rows, names = _timed(results / GPU_FOLDER / "peers" / "standard.json"), ("cuda", *PEERS)
-    found, ratios = {(row.cell, row.contender): row for row in rows}, _cuda_over_peers(rows)
-    lines = []
-    for cell in sorted(ratios, key=_place):
-        rates = (figure(found.get((cell, name))) for name in names)
-        lines.append((cell.head_dim, cell.mask, cell.seq, *rates, f"{ratios[cell]:.2f}"))
-    table = markdown(("D", "mask", "N", *names, "ratio"), lines)
-    return "\n\n".join((table, *provenance(rows))) if rows else NOT_MEASURED
+    rows = _timed(results / GPU_FOLDER / "peers" / "standard.json")
+    ratios = _cuda_over_peers(rows)
+    chosen = sorted((row for row in rows if row.cell in ratios), key=_place)
+    columns = {**PLACE, **rates(("cuda", *PEERS), figure), "ratio": lambda cell, _: f"{ratios[cell]:.2f}"}
+    return "\n\n".join((cells_table(chosen, columns), *provenance(rows))) if rows else NOT_MEASURED
 
 
 def peers_summary(results: Path) -> str:
@@ -205,7 +215,7 @@ def peers_summary(results: Path) -> str:
         ratios = _cuda_over_peers(_timed(results / GPU_FOLDER / name, regime))
         least = min(ratios, key=lambda cell: ratios[cell], default=None)
         worst = NOTHING if least is None else f"{ratios[least]:.3f}, {least.key}"
-        rows.append((title, len(ratios), geometric_mean(list(ratios.values()), 3), worst))
+        rows.append((title, len(ratios), mean_text([*ratios.values()], 3), worst))
     return markdown(("suite", "cells", "geometric mean", "least ratio, and where"), rows)
 
 
@@ -216,19 +226,19 @@ def speed_block(path: Path, cells: Sequence[Cell]) -> str:
     """The geometric mean over lengths of each language's TFLOPS over the fastest peer's, by head_dim and mask."""
     rows = _timed(path)
     ratios = over_peers(rows, _language)
-
-    def line(*place: object, members: Sequence[Cell]) -> list[object]:
-        parts = list(place)
+    groups: dict[tuple[object, str], list[Cell]] = {}
+    for cell in sorted(cells, key=lambda it: (it.head_dim, it.causal)):
+        groups.setdefault((cell.head_dim, cell.mask), []).append(cell)
+    groups["all", ""] = [*cells]
+    lines: list[list[object]] = []
+    for place, members in groups.items():
+        lines.append([*place])
         for its in (ratios.get(language, {}) for language in LANGUAGES):
             found = [its[cell] for cell in members if cell in its]
             counted = f" ({len(found)} of {len(members)} cells)" if 0 < len(found) < len(members) else ""
-            parts.append(geometric_mean(found, 2) + counted)
-        return parts
-
-    by_place = groupby(sorted(cells, key=_place), lambda cell: (cell.head_dim, cell.mask))
-    table = [line(*place, members=list(members)) for place, members in by_place]
+            lines[-1].append(mean_text(found, 2) + counted)
     told = provenance(row for row in rows if _language(row))
-    return "\n\n".join((markdown(("D", "mask", *LANGUAGES), [*table, line("all", "", members=cells)]), "\n".join(told)))
+    return "\n\n".join((markdown(("D", "mask", *LANGUAGES), lines), "\n".join(told)))
 
 
 def host_block(path: Path) -> str:
@@ -250,14 +260,6 @@ def ladder_block(results: Path, backend: str) -> str:
     return "\n\n".join(f"**{it.title}**\n\n{write(it, 'github')}" for it in made) or NOT_MEASURED
 
 
-# ---------------------------------------------------------------- on paper
-
-
-def scaling_block(folder: Path, direction: Literal["fwd", "bwd"]) -> str:
-    """One pass over many GPUs, as predicted from the speed of one."""
-    return scaling.block(folder, direction) or NOT_MEASURED
-
-
 def pages(results: Path = RESULTS) -> Mapping[str, Blocks]:
     """The tables of each page, by the names in its markers."""
     gpu = results / GPU_FOLDER
@@ -271,10 +273,10 @@ def pages(results: Path = RESULTS) -> Mapping[str, Blocks]:
         },
         "docs/support.md": {"features": features_block, "support": support_block},
         "docs/results.md": {
-            "picture_128": partial(pictures.element, pictures.H200, results, "pictures/"),
-            "picture_64": partial(pictures.element, pictures.H200_D64, results, "pictures/"),
-            "picture_256": partial(pictures.element, pictures.H200_D256, results, "pictures/"),
-            "picture_h100": partial(pictures.element, pictures.H100, results, "pictures/"),
+            **{
+                f"picture_{name}": partial(pictures.element, picture, results, "pictures/")
+                for name, picture in zip(("128", "64", "256", "h100"), pictures.PICTURES, strict=True)
+            },
             "comparison": lambda: comparison_block(beside_peers()),
             "peers": partial(peers_summary, results),
             "results": partial(results_block, results),
@@ -288,14 +290,13 @@ def pages(results: Path = RESULTS) -> Mapping[str, Blocks]:
             "head_dims": head_dims_block,
         },
         "docs/ladder.md": {
-            "triton_lengths": partial(ladder_block, results, "triton"),
-            "cutile_lengths": partial(ladder_block, results, "cutile"),
+            **{f"{name}_lengths": partial(ladder_block, results, name) for name in ("triton", "cutile")},
             "cuda_axes": partial(ladder_block, results, "cuda"),
         },
         "docs/scaling.md": {
             "assumptions": scaling.assumptions,
-            "forward": partial(scaling_block, gpu, "fwd"),
-            "backward": partial(scaling_block, gpu, "bwd"),
+            "forward": partial(scaling.block, gpu, "fwd"),
+            "backward": partial(scaling.block, gpu, "bwd"),
         },
         "docs/targets.md": {"targets": targets_block},
         "docs/swizzle.md": layout_docs.SWIZZLE,

@@ -7,10 +7,13 @@ left of a forward without the host: the device's time of one call in a CUDA grap
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tabulate import tabulate
@@ -19,12 +22,12 @@ import multiattn
 from bench.contenders import differentiate, require_grad
 from bench.matrix import Cell, Tensors
 from bench.results import Environment, dump, read
-from bench.timing import Budget, Call, Contestant, CudaClock, Timing, host_ms, measure
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import BACKENDS, make_plan
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
+from multiattn.tune.timing import Budget, Call, Contestant, CudaClock, Timing, measure
 
 CELL = Cell(batch=1, heads=8, seq=128, head_dim=64, dtype="bf16", causal=True, layout="bhsd")
 SDPA = "sdpa"
@@ -140,3 +143,35 @@ def timed(
     found = host_ms(others, synchronize=synchronize)
     graphs = measure(in_graph, clock, regime="graph", budget=GRAPH_BUDGET)
     return found | {(name, GRAPH): it.time_ms if isinstance(it, Timing) else it for name, it in graphs.items()}
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def host_ms(
+    calls: Mapping[Key, Call], *, each: int = 200, rounds: int = 7, synchronize: Callable[[], None]
+) -> dict[Key, float | Exception]:
+    """Host milliseconds of one call of each, its launch included, without waiting for the device.
+
+    They take turns: a round times `each` calls of everybody; the median of the rounds' medians counts. For shapes so
+    small that the queue never fills. The device is idle at the start of each turn. What a call raises is its result.
+    """
+    medians: dict[Key, list[float]] = {name: [] for name in calls}
+    failed: dict[Key, float | Exception] = {}
+    for _ in range(rounds):
+        for name in [name for name in calls if name not in failed]:
+            synchronize()
+            try:
+                medians[name].append(_host_turn(calls[name], each))
+            except Exception as error:  # broad: a call is anybody's code; its error is its result
+                failed[name] = error
+    synchronize()
+    return {name: statistics.median(taken) * 1e3 for name, taken in medians.items() if name not in failed} | failed
+
+
+def _host_turn(call: Call, each: int) -> float:
+    stamps = [time.perf_counter()]
+    for _ in range(each):
+        call()
+        stamps.append(time.perf_counter())
+    return statistics.median(after - before for before, after in itertools.pairwise(stamps))

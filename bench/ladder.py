@@ -17,9 +17,9 @@ from bench.peers import find_peers
 from bench.report import figure, text_report
 from bench.results import NO_GPU, ROOT, Row, Store, environment, is_ours, one_run, results_dir
 from bench.run import Job, Machine, run
-from bench.timing import Budget
 from multiattn.plan import backend as registry
 from multiattn.plan.backend import BACKENDS, Variant, ladder
+from multiattn.tune.timing import Budget
 from parity.report import Table
 
 LISTED = "cuda"

@@ -19,7 +19,7 @@ import torch
 from tabulate import tabulate
 
 from bench.results import Environment, dump, environment, read
-from bench.timing import Budget, Contestant, CudaClock, Timing, measure
+from multiattn.tune.timing import Budget, Contestant, CudaClock, Timing, measure
 
 SCHEMA = 2
 Mode = Literal["training", "prefill"]

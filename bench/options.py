@@ -12,10 +12,10 @@ from pathlib import Path
 from bench.features import FEATURES
 from bench.matrix import DIRECTIONS, SUITES, Cell, in_directions, narrowed
 from bench.run import Job
-from bench.timing import Budget
 from multiattn.inspect.options import count, counts, some_of
 from multiattn.layout import DTYPES
 from multiattn.plan.backend import BACKENDS
+from multiattn.tune.timing import Budget
 
 AGAIN = "out/bench/again"
 """Where a stored command writes: repeating it overwrites no recorded result."""

@@ -23,10 +23,10 @@ from bench.contenders import Contender, RefusedError, Results, alike, differenti
 from bench.features import FEATURES, SOFTCAP, Feature, ids_of, slopes_of
 from bench.matrix import Cell, Tensors
 from bench.results import NO_GPU
-from bench.timing import Call, Contestant
 from multiattn.mask import KINDS, Kind
 from multiattn.plan.arch import Arch
 from multiattn.plan.support import Reason
+from multiattn.tune.timing import Call, Contestant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

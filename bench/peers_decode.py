@@ -22,13 +22,13 @@ from bench.decode_cells import DecodeCell, Served, fmha_kvcache
 from bench.matrix import Cell, Tensors
 from bench.peers import Peer, Provider, find_peers
 from bench.results import NO_GPU
-from bench.timing import Budget, Call, Contestant, CudaClock, Timing, measure
 from multiattn.operands import Options
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import BACKENDS, Plan
 from multiattn.plan.choice import choose
 from multiattn.plan.support import Reason
 from multiattn.problem import problem_of
+from multiattn.tune.timing import Budget, Call, Contestant, CudaClock, Timing, measure
 
 SPLITS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 """Parts that FlashAttention-3 splits keys into; 0 is its own choice."""

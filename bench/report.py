@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from bench.matrix import Cell
 from bench.results import Environment, Row, is_ours, load, one_run
 from parity.report import Table
 
+NOTHING = "-"
+NOT_MEASURED = "Not measured yet: `python -m bench` on a GPU writes bench/results."
 TITLES = {"fwd": "", "bwd": "backward, ", "fwdbwd": "forward and backward, "}
 
 
@@ -24,6 +27,55 @@ def write(table: Table, form: str) -> str:
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table of a page, whose cells may be anything."""
     return tabulate([[str(it) for it in row] for row in rows], header, tablefmt="github", disable_numparse=True)
+
+
+def by_cell(rows: Iterable[Row]) -> dict[Cell, dict[str, Row]]:
+    """The rows of each cell by contender."""
+    found: dict[Cell, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(row.cell, {})[row.contender] = row
+    return found
+
+
+def fastest(rows: Iterable[Row], *, ours: bool) -> Row | None:
+    """The fastest row of ours, or of peers; None where none of them has a time."""
+    timed = (row for row in rows if row.measured is not None and is_ours(row.contender) == ours)
+    return max(timed, key=lambda row: row.tflops, default=None)
+
+
+def times_as_fast(row: Row | None, other: Row | None) -> float | None:
+    """How many times as fast one row is as another; None where one of them has no time."""
+    return row.tflops / other.tflops if row is not None and other is not None and row.tflops and other.tflops else None
+
+
+def over(row: Row | None, other: Row | None) -> str:
+    """`times_as_fast` for a table."""
+    ratio = times_as_fast(row, other)
+    return NOTHING if ratio is None else f"{ratio:.2f}"
+
+
+def mean_text(ratios: Sequence[float], digits: int) -> str:
+    """The geometric mean for a table."""
+    return f"{statistics.geometric_mean(ratios):.{digits}f}" if ratios else NOTHING
+
+
+def timed_names(rows: Iterable[Row]) -> list[str]:
+    """The contenders that have a time in some row."""
+    return list(dict.fromkeys(row.contender for row in rows if row.measured is not None))
+
+
+Column = Callable[[Any, Mapping[str, Row]], object]
+"""Makes a cell of a table from a cell of the matrix and its rows by contender."""
+
+
+def cells_table(rows: Iterable[Row], columns: Mapping[str, Column]) -> str:
+    """A line for each cell, with `columns` by their titles."""
+    return markdown([*columns], [[make(*it) for make in columns.values()] for it in by_cell(rows).items()])
+
+
+def rates(names: Iterable[str], show: Callable[[Row | None], str]) -> dict[str, Column]:
+    """A column for each contender."""
+    return {name: lambda _, its, name=name: show(its.get(name)) for name in names}  # type: ignore[misc]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,12 +19,12 @@ import torch
 
 from bench.decode_cells import DecodeCell
 from bench.matrix import Cell, InputError, rate_text
-from bench.timing import Budget
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch, detect, find_gpu
 from multiattn.plan.backend import BACKENDS
 from multiattn.plan.support import Reason
 from multiattn.plan.toolchain import driver_version, version_of
+from multiattn.tune.timing import Budget
 
 T = TypeVar("T")
 
@@ -309,7 +309,7 @@ PEER_PACKAGES = (
     *("flashinfer-python", "nvidia-cudnn-frontend"),
 )
 _PEERS = ("peers.py", "peers_cute.py", "peers_jax.py", "peers_decode.py", "xla_ffi.py")
-TIMED_WITH = ("matrix.py", "decode_cells.py", "features.py", "contenders.py", *_PEERS, "timing.py")
+TIMED_WITH = ("matrix.py", "decode_cells.py", "features.py", "contenders.py", *_PEERS)
 
 
 def gpu_arch() -> Arch | None:

@@ -19,12 +19,12 @@ from bench.decode_cells import DecodeCell
 from bench.matrix import Cell, Direction, Tensors, cell_flops, tflops
 from bench.peers import PEERS, Provider
 from bench.results import LOST_DEVICE, Environment, Measured, Row, Store, environment, gpu_arch
-from bench.timing import Budget, Call, Contestant, CudaClock, Timing, measure
 from multiattn.bars import Bar
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan.arch import Arch
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.tune.check import device_works
+from multiattn.tune.timing import Budget, Call, Contestant, CudaClock, Timing, measure
 
 ERROR_CHARACTERS = 600
 

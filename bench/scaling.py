@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench.matrix import Cell, Direction, InputError
-from bench.report import provenance, write
+from bench.report import NOT_MEASURED, NOTHING, provenance, write
 from bench.results import RESULTS, Row, is_ours, load
 from multiattn.inspect.options import count
 from parity.report import Table
@@ -185,7 +185,6 @@ HEADER = (
     "exchanges, ms",
     "efficiency",
 )
-NOTHING = "-"
 
 
 def table(layer: Layer, direction: Direction, rates: Rates) -> Table:
@@ -268,11 +267,11 @@ def predict(options: argparse.Namespace) -> int:
 
 
 def block(folder: Path, direction: Direction) -> str:
-    """A table of a page; empty where no GPU was measured."""
+    """A table of a page."""
     layer = Layer()
     rows = measured(layer.head_dim, folder, [direction])
     made = table(layer, direction, rates_of(rows))
-    return "\n\n".join((f"**{made.title}**", write(made, "github"), *provenance(rows))) if rows else ""
+    return "\n\n".join((f"**{made.title}**", write(made, "github"), *provenance(rows))) if rows else NOT_MEASURED
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from bench.conftest import CLOCK, feed
 from bench.contenders import Contender, plan_data
 from bench.matrix import Cell, cell_flops, tflops
 from bench.run import Machine
-from bench.timing import Budget
+from multiattn.tune.timing import Budget
 
 
 @pytest.mark.benchmark(timer=CLOCK, disable_gc=True)

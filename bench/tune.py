@@ -22,7 +22,6 @@ from bench.matrix import SUITES, Cell, InputError, Tensors, rate_text
 from bench.peers import Provider, find_peers
 from bench.results import NO_GPU, ROOT, Row, Store
 from bench.run import Job, Machine, run
-from bench.timing import Budget
 from bench.tuned_lines import print_lines
 from multiattn.bars import Bar
 from multiattn.inspect.facts import read_plan
@@ -34,6 +33,7 @@ from multiattn.plan.support import Unsupported
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.tune import check as checking
 from multiattn.tune.candidates import configs_of
+from multiattn.tune.timing import Budget
 
 YARDSTICK = "sdpa-cudnn"
 TUNE_SEQ = 4096

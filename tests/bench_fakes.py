@@ -13,8 +13,8 @@ from bench.matrix import Cell, Tensors
 from bench.peers import Peer
 from bench.results import Environment, Measured, Row, Store
 from bench.run import Job, Machine
-from bench.timing import Budget, Call, Sample
 from multiattn.plan.arch import ARCHS
+from multiattn.tune.timing import Budget, Call, Sample
 
 CELL = Cell(batch=1, heads=2, seq=48, head_dim=16, dtype="bf16", causal=True, layout="bshd")
 BUDGET = Budget(rounds=3, sample_ms=1.0, warmup_ms=1.0)
@@ -38,15 +38,15 @@ class FakeClock:
         self.log: list[tuple[str, str, int]] = []
 
     def device(self, call: Call, launches: int) -> Sample:
-        """As `bench.timing.CudaClock`."""
+        """As `multiattn.tune.timing.CudaClock`."""
         return self._sample("device", call, launches)
 
     def single(self, call: Call) -> Sample:
-        """As `bench.timing.CudaClock`."""
+        """As `multiattn.tune.timing.CudaClock`."""
         return self._sample("single", call, 1)
 
     def captured(self, call: Call, launches: int) -> Call:
-        """As `bench.timing.CudaClock`; named like what it replays."""
+        """As `multiattn.tune.timing.CudaClock`; named like what it replays."""
 
         def replay() -> None:
             for _ in range(launches):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench.timing import L2_FLUSH_BYTES
 from multiattn.plan.arch import ARCHS, CPU, GPU_ARCHS, GPUS, KIB, Arch, find_gpu, gpu_by_name, occupancy
+from multiattn.tune.timing import L2_FLUSH_BYTES
 
 
 @pytest.mark.parametrize(

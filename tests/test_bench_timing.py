@@ -1,4 +1,4 @@
-"""bench.timing: turns, medians, and what becomes of a contestant that raises; with a clock that is no clock."""
+"""The one timer: turns, medians, and what becomes of a contestant that raises; with a clock that is no clock."""
 
 import contextlib
 import itertools
@@ -11,7 +11,8 @@ import torch
 from bench_fakes import FakeClock
 
 from bench.conftest import CLOCK, feed
-from bench.timing import (
+from bench.host import host_ms
+from multiattn.tune.timing import (
     MAX_QUEUED,
     SPIN_ATTEMPTS,
     Budget,
@@ -20,7 +21,6 @@ from bench.timing import (
     Sample,
     Timing,
     Turns,
-    host_ms,
     measure,
 )
 

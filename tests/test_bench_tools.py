@@ -17,7 +17,6 @@ from bench import options as shared
 from bench.contenders import Ours, RefusedError, our_providers
 from bench.matrix import SUITES
 from bench.results import NO_GPU, load
-from bench.timing import Sample
 from multiattn.inspect import cli as targets_cli
 from multiattn.inspect.pool import Outcome
 from multiattn.plan.arch import ARCHS
@@ -25,6 +24,7 @@ from multiattn.plan.backend import BACKENDS, Plan, find_variant, get, plan_varia
 from multiattn.plan.config import Config
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.tune import check as checking
+from multiattn.tune.timing import Sample
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 

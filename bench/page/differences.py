@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.docs import geometric_mean
 from bench.page.data import pack_records, page_data, script_json
 from bench.page.page import here, render
 from bench.page.sources import Source, kind_of
 from bench.page.styles import in_order
-from bench.report import provenance
+from bench.report import mean_text, provenance
 from bench.results import is_ours
 from bench.verdicts import Change
 
@@ -42,7 +41,7 @@ def summaries(changes: Sequence[Change]) -> list[Summary]:
     for name in in_order(it.before.contender for it in changes):
         mine = [it for it in changes if it.before.contender == name]
         timed = [it for it in mine if it.speedup]
-        mean = geometric_mean([it.speedup for it in timed], 3)
+        mean = mean_text([it.speedup for it in timed], 3)
         least = min(timed, key=lambda it: it.speedup, default=None)
         counts = Counter(it.verdict for it in mine)
         made.append(Summary(name=name, is_ours=is_ours(name), counts=counts, mean=mean, least=least))
