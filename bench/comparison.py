@@ -230,32 +230,16 @@ def _of_kernels(results: Path) -> Iterator[Compared]:
 
 def _of_models(results: Path) -> Iterator[Compared]:
     for (mode, title), folder in itertools.product(MODES.items(), GPU_FOLDERS):
-        rates = _tokens_per_s(results / folder / "models.json", mode)
-        if ratios := _over_others(rates):
-            peers = peers_of((name, model) for model, its in rates.items() for name in its)
-            yield Compared(title, folder.upper(), len(rates), {AUTO: ratios}, peers)
+        path = results / folder / "models.json"
+        runs = models.load(path) if path.exists() else ()
+        rows = [row for run in runs for row in run.rows if row.mode == mode and row.tokens_per_s is not None]
+        ours = [row for row in rows if row.implementation == models.IMPLEMENTATIONS[0]]
+        ratios = [Ratio(it, row.model) for row in ours if (it := models.over_others(row, rows)) is not None]
+        if ratios:
+            peers = peers_of((row.implementation, row.model) for row in rows)
+            yield Compared(title, folder.upper(), len({row.model for row in rows}), {AUTO: ratios}, peers)
 
 
 def _timed(path: Path, part: Part) -> list[Row]:
     rows = one_run(load(path)) if path.exists() else []
     return [row for row in rows if row.tflops and (row.cell.direction, row.regime) == (part.direction, part.regime)]
-
-
-def _tokens_per_s(path: Path, mode: str) -> dict[str, dict[str, float]]:
-    """The rates of each implementation that ran, by model."""
-    rates: dict[str, dict[str, float]] = {}
-    for run in models.load(path) if path.exists() else ():
-        for row in run.rows:
-            if row.mode == mode and row.tokens_per_s is not None:
-                rates.setdefault(row.model, {})[row.implementation] = row.tokens_per_s
-    return rates
-
-
-def _over_others(rates: Mapping[str, Mapping[str, float]]) -> list[Ratio]:
-    """Ours over the fastest of the others, in each model."""
-    ours = models.IMPLEMENTATIONS[0]
-    return [
-        Ratio(its[ours] / max(rate for name, rate in its.items() if name != ours), model)
-        for model, its in rates.items()
-        if ours in its and len(its) > 1
-    ]

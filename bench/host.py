@@ -62,14 +62,20 @@ class HostTable:
     environment: Environment
     costs: tuple[HostCost, ...]
 
-    def table(self, form: str = "simple") -> str:
-        """A row per contender, a column per kind of call, in microseconds."""
+    @property
+    def rows(self) -> dict[str, list[str]]:
+        """Microseconds of each contender's calls, a text for each kind, or why there are none."""
         rows: dict[str, list[str]] = {}
         for it in self.costs:
             text = f"{it.call_us:.1f}" if it.call_us is not None else "; ".join(map(str, it.reasons)) or it.error
-            rows.setdefault(it.contender, [it.contender]).append(text)
+            rows.setdefault(it.contender, []).append(text)
+        return rows
+
+    def table(self, form: str = "simple") -> str:
+        """A row per contender, a column per kind of call, in microseconds."""
         headers = ("contender", *(f"{kind} [us]" for kind in KINDS))
-        return tabulate(rows.values(), headers=headers, tablefmt=form, disable_numparse=True)
+        rows = [(name, *texts) for name, texts in self.rows.items()]
+        return tabulate(rows, headers=headers, tablefmt=form, disable_numparse=True)
 
     def save(self, path: Path) -> None:
         """Write them as JSON, a cost a line."""

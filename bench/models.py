@@ -111,7 +111,11 @@ def table_text(runs: Iterable[ModelRun], form: str = "simple") -> str:
     cells: dict[tuple[str, str], dict[str, ModelRow]] = {}
     for row in sorted((row for it in runs for row in it.rows), key=_place):
         cells.setdefault((row.model, row.mode), {})[row.implementation] = row
-    lines = [(*names, *(_text(its.get(name)) for name in IMPLEMENTATIONS), _ratio(its)) for names, its in cells.items()]
+    lines = []
+    for names, its in cells.items():
+        ratio = over_others(its.get(IMPLEMENTATIONS[0]), its.values())
+        texts = (rate_text(its.get(name)) for name in IMPLEMENTATIONS)
+        lines.append((*names, *texts, "" if ratio is None else f"{ratio:.3f}"))
     headers = ("model", "mode", *IMPLEMENTATIONS, "multiattn / best")
     return tabulate(lines, headers=headers, tablefmt=form, disable_numparse=True)
 
@@ -151,20 +155,20 @@ def load(path: Path) -> tuple[ModelRun, ...]:
     return read(path, SCHEMA, parse)
 
 
-def _text(row: ModelRow | None) -> str:
+def rate_text(row: ModelRow | None) -> str:
+    """Thousands of tokens a second."""
     if row is None:
         return ""
     return f"{row.tokens_per_s / 1e3:.1f}k" if row.tokens_per_s is not None else "no"
 
 
-def _ratio(rows: Mapping[str, ModelRow]) -> str:
-    others = [
-        it.tokens_per_s for name, it in rows.items() if name != IMPLEMENTATIONS[0] and it.tokens_per_s is not None
-    ]
-    ours = rows.get(IMPLEMENTATIONS[0])
-    if ours is None or ours.tokens_per_s is None or not others:
-        return ""
-    return f"{ours.tokens_per_s / max(others):.3f}"
+def over_others(row: ModelRow | None, rows: Iterable[ModelRow]) -> float | None:
+    """Its rate over that of the fastest other in the same model and mode; None where one of them has none."""
+    if row is None or row.tokens_per_s is None:
+        return None
+    alike = (it for it in rows if (it.model, it.mode) == (row.model, row.mode) and it is not row)
+    others = [it.tokens_per_s for it in alike if it.tokens_per_s is not None]
+    return row.tokens_per_s / max(others) if others else None
 
 
 # ---------------------------------------------------------------- one model

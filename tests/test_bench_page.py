@@ -16,6 +16,7 @@ from bench.comparison import Ratio, over_best_peer
 from bench.matrix import SUITES, InputError
 from bench.page import differences, explorers, extras, page, plots, sources, styles, verdict
 from bench.page.data import COLUMNS, cell_data, pack_records, script_json
+from bench.report import mean_text
 from bench.results import RESULTS, dumps, is_ours, load, one_run
 from bench.verdicts import compare
 from multiattn.plan.arch import GPU_ARCHS
@@ -116,7 +117,7 @@ def test_the_verdict_has_the_numbers_of_the_docs(folder, suite, kind, monkeypatc
     found = of_file(f"{folder}/{suite}.json", kind)
     for name in BACKENDS:
         assert {it.cell: it.value for it in found[name].ratios} == pytest.approx(expected[name])
-        assert found[name].mean == docs.geometric_mean(list(expected[name].values()), 2)
+        assert found[name].mean == mean_text([*expected[name].values()], 2)
         assert found[name].least == f"{min(expected[name].values()):.3f}"
 
 
@@ -300,18 +301,18 @@ def test_a_peer_that_is_all_wrong_does_not_keep_the_page_from_being_written(rati
 
 def test_parity_shows_the_worst_of_each_case_and_never_hides_an_infinite_error():
     points = list(extras.parity_points(sources.Parity(name="here", data=report_pages.PARITY)))
-    ratios = {(it["case"], it["tensor"]): (it["ratio"], it["fed_by"]) for it in points}
+    ratios = {(it["case"], it["tensor"]): (it["value"], it["fed_by"]) for it in points}
     assert ratios["even", "dq"] == (0.3, "triton")
     assert ratios["odd", "out"][0] == extras.OFF_THE_SCALE
     (odd,) = (it for it in points if it["case"] == "odd")
-    assert (odd["error"], odd["beyond"]) == (float("inf"), "inf"), "10 is where it is drawn, not what it is"
+    assert (odd["error"], odd["figure"]) == (float("inf"), "inf"), "10 is where it is drawn, not what it is"
     assert len(points) == 4
 
 
 def test_an_infinite_error_is_worse_than_any_other():
     results = [{"case": "a", "backend": "cuda", "out": [it, 1e-3, it, "max"]} for it in (50.0, "nan", 60.0)]
     (point,) = extras.parity_points(sources.Parity(name="here", data={"results": results}))
-    assert point["beyond"] == "nan"
+    assert point["figure"] == "nan"
 
 
 @pytest.mark.parametrize("has_cases", [True, False])
@@ -330,7 +331,7 @@ def test_the_worst_errors_of_parity_are_those_of_its_summary(has_cases):
         worst: dict[tuple[str, str], float] = {}
         for it in extras.parity_points(report):
             key = it["backend"] + " backward" * (it["direction"] == "backward"), it["tensor"]
-            worst[key] = max(it["ratio"], worst.get(key, 0.0))
+            worst[key] = max(it["value"], worst.get(key, 0.0))
         assert worst.keys() == told.keys()
         assert worst == pytest.approx(told, abs=0.0051)  # two digits of three
 
@@ -348,7 +349,7 @@ def test_targets_have_the_numbers_of_the_docs(evidence):
     found = {}
     for it in extras.targets(evidence):
         spills = f" +{it['spills']}" if it["spills"] else ""
-        text = f"{it['registers']}{spills} {100 * it['share']:.3g}%" if it["registers"] else docs.NOTHING
+        text = f"{it['registers']}{spills} {100 * it['value']:.3g}%" if it["registers"] else docs.NOTHING
         found[it["backend"], it["direction"], it["d"], it["arch"]] = text
     assert found == told
 

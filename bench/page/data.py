@@ -13,6 +13,7 @@ from typing import Any
 
 from bench.decode_cells import DecodeCell
 from bench.matrix import Cell
+from bench.page.parts import PARTS
 from bench.page.sources import Source, kind_of
 from bench.page.styles import as_data, in_order
 from bench.report import describe, notes
@@ -162,6 +163,7 @@ def page_data(sources: Sequence[Source], more: Mapping[str, Any]) -> dict[str, A
         "ours": [name for name in names if is_ours(name)],
         "order": in_order(drawn),
         "styles": as_data(drawn),
+        "parts": {name: it for name, it in PARTS.items() if name in more},
         **more,
     }
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from bench.page.data import pack_records, page_data, script_json
 from bench.page.page import here, render
-from bench.page.sources import Source, kind_of
+from bench.page.parts import shown
+from bench.page.sources import Source
 from bench.page.styles import in_order
 from bench.report import mean_text, provenance
 from bench.results import is_ours
@@ -66,28 +67,25 @@ def changes_page(changes: Sequence[Change], before: str, after: str) -> str:
         lead="A speed-up is old time over new. It counts as a change beyond the spread of both readings.",
         here=here(),
         explorers=[],
-        extras={"changes": _part(bool(changes))},
+        extras={"changes": shown("changes", is_drawn=bool(changes))},
         changes={"good": is_good, "told": told, "summaries": summaries(changes), "verdicts": VERDICTS},
         setups=[(f"Before: {before}", provenance(old)), (f"After: {after}", provenance(new))],
         data=script_json(page_data(sources, {"changes": pack_records(records(changes))} if changes else {})),
     )
 
 
-def _part(is_drawn: bool) -> dict[str, Any]:
-    note = "Click a mark, or a figure of the table, for both readings and their plans."
-    told = {"title": "Every difference", "note": note, "heading": "Speed-up, cell by cell", "template": "part.html"}
-    return {**told, "failures": [], "is_wide": False, "is_drawn": is_drawn}
-
-
 def records(changes: Sequence[Change]) -> list[dict[str, Any]]:
     """The changes for the page's JSON; `before` and `after` are numbers of rows."""
     made, place = [], len(changes)
+    order = in_order(it.before.contender for it in changes)
     for at, it in enumerate(changes):
         after = None
         if it.after is not None:
             after, place = place, place + 1
-        told = {"contender": it.before.contender, "cell": it.before.cell.key, "regime": it.before.regime}
+        name, cell = it.before.contender, it.before.cell.key
+        told = {"contender": name, "cell": cell, "regime": it.before.regime, "verdict": it.verdict}
         told |= {"before_text": it.before.text, "after_text": it.after.text if it.after is not None else "no row"}
-        numbers = {"before": at, "after": after, "speedup": round(it.speedup, 4), "spread": round(it.spread, 4)}
-        made.append({**told, **numbers, "kind": kind_of(it.before.cell), "verdict": it.verdict})
+        told |= {"figure": f"{it.speedup:.3f}" if it.speedup else "", "lane": name, "what": cell}
+        numbers = {"before": at, "after": after, "value": round(it.speedup, 4) or None, "spread": round(it.spread, 4)}
+        made.append({**told, **numbers, "yo": order.index(name)})
     return made

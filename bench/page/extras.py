@@ -5,20 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from bench import host, models
 from bench.page.data import pack_records
+from bench.page.parts import shown
 from bench.page.sources import Evidence, Parity, kind_of, short_name
-from bench.record import Record
 from bench.record_kernels import Kernel, main_of
 from bench.report import describe, notes, provenance
 from multiattn.inspect.build import Compilation
 from multiattn.inspect.facts import Facts
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS, by_name
-from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, make_plan
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, make_plan
 from multiattn.plan.support import Unsupported
 from multiattn.problem import Problem
 
@@ -37,35 +36,16 @@ def data(evidence: Evidence) -> dict[str, Any]:
     return {name: pack_records(rows) for name, rows in found.items() if rows}
 
 
-NOTES = {
-    "parity": (
-        "Parity",
-        "The error of each result against fp64, over the budget that its case derives; 1 is the limit.",
-    ),
-    "targets": (
-        "Targets",
-        "Registers a thread +spills in hot loops; below, the share of an SM's warps. It takes no GPU.",
-    ),
-    "models": ("Models", "Tokens a second; below, over the fastest other attention. Random weights, 8 layers, bf16."),
-}
-HEADINGS = {
-    "parity": "Error over budget",
-    "targets": "Registers, spills and occupancy",
-    "models": "Thousands of tokens a second",
-}
-
-
 def parts(evidence: Evidence, drawn: Collection[str]) -> dict[str, Any]:
     """The parts that the page has, with what the template says of each; `drawn` are those that have records."""
     told: dict[str, Any] = {}
     failures = [str(text) for it in evidence.parities for text in it.data.get("failures", ())]
-    for name, (title, note) in NOTES.items():
+    for name in ("parity", "targets", "models"):
         mine = failures if name == "parity" else []
         if name in drawn or mine:
-            told[name] = {"title": title, "note": note, "heading": HEADINGS[name], "template": "part.html"}
-            told[name] |= {"failures": mine, "is_wide": name != "parity", "is_drawn": name in drawn}
+            told[name] = shown(name, is_drawn=name in drawn, failures=mine)
     if evidence.hosts:
-        tables = [{"title": short_name(it.environment.gpu), "rows": _host_rows(it)} for it in evidence.hosts]
+        tables = [{"title": short_name(it.environment.gpu), "rows": it.rows} for it in evidence.hosts]
         told["host"] = {"title": "Host", "tables": tables, "kinds": host.KINDS, "template": "host.html"}
     told["where"] = {"title": "Where", "template": "where.html", **where(evidence)}
     return told
@@ -77,7 +57,7 @@ def parts(evidence: Evidence, drawn: Collection[str]) -> dict[str, Any]:
 def parity_points(report: Parity) -> Iterator[dict[str, Any]]:
     """The worst ratio of each case, backend and result; of a report that has only its summary the worst of all."""
     told = report.data
-    named = {"report": report.name, "variant": "", "config": "", "fed_by": "", "problem": "", "of": "", "beyond": ""}
+    named = {"report": report.name, "variant": "", "config": "", "fed_by": "", "problem": "", "told": ""}
     if "results" not in told:
         yield from _summary_points(told, named)
         return
@@ -91,11 +71,19 @@ def parity_points(report: Parity) -> Iterator[dict[str, Any]]:
         for tensor in TENSORS[direction]:
             if tensor in it:
                 error, budget, ratio, of = it[tensor]
-                numbers = {"error": float(error), "budget": float(budget), **_drawn(ratio)}
+                numbers = {"error": float(error), "budget": float(budget), "told": f"{float(error):g} ({of})"}
                 key = it["case"], it["backend"], tensor
-                if key not in worst or _size(numbers) > _size(worst[key]):
-                    worst[key] = {**where, "tensor": tensor, **numbers, "of": of}
-    yield from worst.values()
+                point = {**where, "tensor": tensor, **numbers, **_drawn(ratio)}
+                if key not in worst or _size(point) > _size(worst[key]):
+                    worst[key] = point
+    yield from map(_placed, worst.values())
+
+
+def _placed(point: dict[str, Any]) -> dict[str, Any]:
+    """A point with its lane of the plot."""
+    direction, tensor = point["direction"], point["tensor"]
+    place = [name for its in TENSORS.values() for name in its].index(tensor)
+    return {**point, "lane": f"{direction} {tensor}", "yo": place, "what": f"{point['backend']} {point['case']}"}
 
 
 def _summary_points(told: Any, named: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -107,18 +95,17 @@ def _summary_points(told: Any, named: dict[str, Any]) -> Iterator[dict[str, Any]
             for tensor in tensors:
                 if (direction or "forward") == direction_of and (text := row[table["header"].index(tensor)]):
                     ratio = {**_drawn(text), "error": None, "budget": None, "case": "the worst of all cases"}
-                    yield {**named, "backend": backend, "direction": direction_of, "tensor": tensor, **ratio}
+                    yield _placed({**named, "backend": backend, "direction": direction_of, "tensor": tensor, **ratio})
 
 
 def _drawn(value: float | str) -> dict[str, Any]:
-    """A ratio where a plot has it; `beyond` is what it is where that is no place."""
+    """The place of a ratio in the plot, and the ratio as it is told."""
     number = float(value)
-    is_finite = math.isfinite(number)
-    return {"ratio": number if is_finite else OFF_THE_SCALE, "beyond": "" if is_finite else str(number)}
+    return {"value": number if math.isfinite(number) else OFF_THE_SCALE, "figure": f"{number:.3g}"}
 
 
 def _size(point: Mapping[str, Any]) -> float:
-    return math.inf if point["beyond"] else float(point["ratio"])
+    return float(point["value"]) if math.isfinite(float(point["figure"])) else math.inf
 
 
 # ---------------------------------------------------------------- targets
@@ -130,33 +117,35 @@ def targets(evidence: Evidence) -> Iterator[dict[str, Any]]:
     """The recorded kernels of each backend's best variant, by direction, head_dim and arch, as docs/targets.md has."""
     arches = [arch for arch in GPU_ARCHS if arch in evidence.compiled]
     for direction, name, head_dim, arch in itertools.product(DIRECTIONS, BACKENDS, HEAD_DIMS, arches):
-        where = {"made": "on record", "direction": direction, "mask": "causal"}
-        where |= {"backend": name, "d": str(head_dim), "arch": arch}
-        yield {**where, **_recorded(evidence.compiled[arch], name, direction, head_dim, arch)}
-
-
-def _recorded(found: Record, backend: str, direction: Direction, head_dim: int, arch: str) -> dict[str, Any]:
-    problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim, causal=True)
-    try:
-        plan = make_plan(registry.get(backend), problem, by_name(arch), direction=direction, probe=False)
-    except Unsupported as refusal:
-        return _no_kernel(list(map(str, refusal.reasons)))
-    told = {"variant": plan.variant, "config": str(plan.config)}
-    kernels = found.kernels_of(plan)
-    if not kernels:
-        return {**_no_kernel(["not on record"]), **told}
-    return {**_kernel(main_of(kernels), sum(it.hot_spills for it in kernels)), **told}
+        problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim, causal=True)
+        where = _where("on record", direction, problem, name, arch)
+        try:
+            plan = make_plan(registry.get(name), problem, by_name(arch), direction=direction, probe=False)
+        except Unsupported as refusal:
+            yield {**where, **_no_kernel(list(map(str, refusal.reasons)))}
+            continue
+        kernels = evidence.compiled[arch].kernels_of(plan)
+        spills = sum(it.hot_spills for it in kernels)
+        found = _kernel(main_of(kernels), spills) if kernels else _no_kernel(["not on record"])
+        yield {**where, **found, "variant": plan.variant, "config": str(plan.config)}
 
 
 def compiled_now(entries: Iterable[Compilation]) -> Iterator[dict[str, Any]]:
     """The kernels that this machine compiled just now."""
     for entry in sorted(entries, key=_place):
         it = entry.request
-        asked = {"made": "just now", "direction": it.direction, "mask": it.problem.mask, "backend": it.backend}
-        asked |= {"d": str(it.problem.head_dim), "arch": it.arch}
         spills = sum(kernel.hot_spills for kernel in entry.kernels)
         found = _kernel(entry.main, spills) if entry.ok else _no_kernel([entry.text])
-        yield {**asked, **found, "variant": entry.variant, "config": entry.config}
+        where = _where("just now", it.direction, it.problem, it.backend, it.arch)
+        yield {**where, **found, "variant": entry.variant, "config": entry.config}
+
+
+def _where(made: str, direction: str, problem: Problem, backend: Any, arch: str) -> dict[str, Any]:
+    """The names of a cell of the heat map, and its place."""
+    d = problem.head_dim
+    told = {"made": made, "direction": direction, "mask": problem.mask, "backend": backend, "d": str(d), "arch": arch}
+    place = {"x": arch, "xo": int(arch[2:]), "y": f"{backend} D {d}", "yo": 10000 * BACKENDS.index(backend) + d}
+    return {**told, **place, "cell": f"{backend} D={d} {arch}"}
 
 
 def _place(entry: Compilation) -> tuple[int, ...]:
@@ -169,13 +158,17 @@ def _place(entry: Compilation) -> tuple[int, ...]:
 
 def _kernel(main: Kernel | Facts, spills: int) -> dict[str, Any]:
     mma = list(main.mma) if isinstance(main, Kernel) else [main.main_mma or "none"]
-    told = {name: getattr(main, name) for name in ("registers", "share", "threads", "limiter")}
-    return {**told, "smem": main.smem_bytes, "spills": spills, "kernel": main.name, "mma": ", ".join(mma), "why": []}
+    told = {name: getattr(main, name) for name in ("registers", "threads", "limiter")}
+    words = {"label": f"{main.registers}{f' +{spills}' if spills else ''}", "below": f"{100 * main.share:.0f} %"}
+    words |= {"figure": f"{main.registers} registers, {spills} spills in hot loops"}
+    words |= {"print": f"{words['below']} of an SM's warps", "kernel": main.name, "mma": ", ".join(mma)}
+    return {**told, **words, "value": main.share, "smem_kib": main.smem_bytes / 1024, "spills": spills, "why": []}
 
 
 def _no_kernel(why: list[str]) -> dict[str, Any]:
-    names = ("registers", "share", "threads", "smem", "spills")
-    return {**dict.fromkeys(names), "limiter": "", "kernel": "", "mma": "", "variant": "", "config": "", "why": why}
+    numbers = dict.fromkeys(("value", "registers", "threads", "smem_kib", "spills"))
+    words = dict.fromkeys(("limiter", "kernel", "mma", "variant", "config", "below", "figure", "print"), "")
+    return {**numbers, **words, "label": why[0].partition(":")[0], "why": why}
 
 
 # ---------------------------------------------------------------- models and calls
@@ -184,23 +177,22 @@ def _no_kernel(why: list[str]) -> dict[str, Any]:
 def model_rows(run: models.ModelRun) -> Iterator[dict[str, Any]]:
     """Each attention in each model and mode: tokens a second, and those over the fastest other's."""
     where = {"gpu": short_name(run.environment.gpu), "environment": describe(run.environment)}
-    for row in run.rows:
-        others = [
-            it.tokens_per_s
-            for it in run.rows
-            if (it.model, it.mode) == (row.model, row.mode) and it is not row and it.tokens_per_s is not None
-        ]
-        ratio = row.tokens_per_s / max(others) if row.tokens_per_s is not None and others else None
-        told = {name: value for name, value in asdict(row).items() if name != "tokens_per_s"}
-        yield {**told, **where, "tokens": row.tokens_per_s, "ratio": ratio}
-
-
-def _host_rows(found: Any) -> dict[str, list[str]]:
-    rows: dict[str, list[str]] = {}
-    for it in found.costs:
-        text = f"{it.call_us:.1f}" if it.call_us is not None else "; ".join(map(str, it.reasons)) or it.error
-        rows.setdefault(it.contender, []).append(text)
-    return rows
+    for at, row in enumerate(run.rows):
+        ratio, rate = models.over_others(row, run.rows), row.tokens_per_s
+        told = {name: getattr(row, name) for name in ("model", "mode", "implementation", "logits_error", "error")}
+        place = {
+            "x": row.implementation,
+            "xo": at,
+            "y": row.model,
+            "yo": at,
+            "cell": f"{row.model}, {row.implementation}",
+        }
+        numbers = {"ratio": ratio, "thousands": rate and round(rate / 1000, 1), "value": rate and (ratio or 1.0)}
+        text = models.rate_text(row)
+        words = {"label": text, "figure": f"{text} tokens a second", "below": "" if ratio is None else f"{ratio:.2f}"}
+        words["print"] = f"{words['below']} times the fastest other"
+        words["step"] = f"{row.time_ms:.4g} ms, quartiles {row.low_ms:.4g} to {row.high_ms:.4g}" if rate else ""
+        yield {**told, **where, **place, **numbers, **words}
 
 
 def where(evidence: Evidence) -> dict[str, list[str]]:
