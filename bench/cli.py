@@ -17,13 +17,13 @@ from bench.page import differences, page, sources
 from bench.page import verdict as verdict_of
 from bench.peers import PEERS, find_peers
 from bench.results import NO_GPU, RESULTS, ROOT, Row, Store, environment, is_ours, load, results_dir
-from bench.run import DeviceLostError, Job, Machine, run
+from bench.run import DeviceLostError, Job, Machine, NothingToTimeOnError, run
 from multiattn.__main__ import main as run_multiattn
 from multiattn.inspect.build import Compilation, requests
 from multiattn.inspect.cli import compile_all, verdict
 from multiattn.inspect.options import Command, layer
 from multiattn.inspect.tables import text_table
-from multiattn.tune.timing import REGIMES, Budget, CudaClock
+from multiattn.tune.timing import REGIMES, Budget
 from parity.__main__ import main as run_parity
 
 BACKWARD_ARCH = "sm90"
@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DeviceLostError as lost:
         print(f"The device was lost: {lost}\nWhat is finished is stored; run again to go on without it.")
         return 3
+    except NothingToTimeOnError as error:
+        print(error)
+        return 1
     return status
 
 
@@ -110,11 +113,8 @@ def idle_backends(rows: Sequence[Row], asked: Iterable[str]) -> list[str]:
 
 def measure_host(options: argparse.Namespace) -> int:
     """Measure the cost of a call on the host, per backend and of SDPA."""
-    if not torch.cuda.is_available():
-        print(f"Nothing to time on: {NO_GPU}")
-        return 1
-    device = torch.device("cuda", torch.cuda.current_device())
-    costs = host.host_costs(device, CudaClock(), torch.cuda.synchronize)
+    machine = Machine.needed()
+    costs = host.host_costs(machine.device, machine.clock, machine.synchronize)
     found = host.HostTable(cell=host.CELL, environment=environment(), costs=costs)
     path = (options.out or results_dir(found.environment.gpu)) / "host.json"
     found.save(path)
@@ -127,9 +127,7 @@ def measure_models(options: argparse.Namespace) -> int:
 
     Models that are not asked for keep the rows that the file has of them.
     """
-    if not torch.cuda.is_available():
-        print(f"Nothing to time on: {NO_GPU}")
-        return 1
+    Machine.needed()
     chosen = [it for it in models.MODELS if not options.model or it.name in options.model]
     path = (options.out or results_dir(environment().gpu)) / "models.json"
     earlier = models.load(path) if path.exists() else ()

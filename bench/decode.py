@@ -37,7 +37,7 @@ from bench.report import (
     timed_names,
     times_as_fast,
 )
-from bench.results import NO_GPU, Row, Store, environment, is_ours, load, one_run, results_dir
+from bench.results import Row, Store, environment, is_ours, load, one_run, results_dir
 from bench.run import Copy, Job, Machine, run, tensors_and_truth
 from multiattn.inspect.options import count, some_of
 from multiattn.mask import FULL
@@ -113,10 +113,7 @@ def measure_decode(options: argparse.Namespace) -> int:
     if options.list:
         print("\n".join(cell.key for cell in cells))
         return 0
-    machine = Machine.current()
-    if machine is None:
-        print(f"Nothing to time on: {NO_GPU}\n{len(cells)} cells")
-        return 1
+    machine = Machine.needed()
     command = shlex.join(["python", "-m", "bench", *options.given, "--output", f"{AGAIN}/decode.json", "--fresh"])
     path = options.output or results_dir(torch.cuda.get_device_name()) / "decode.json"
     budget = replace(BUDGET, rounds=options.rounds, sample_ms=options.sample_ms)

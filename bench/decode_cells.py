@@ -7,15 +7,15 @@ so that nobody finds its keys there.
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
+import multiattn
 from bench.matrix import Cell, InputError, Tensors
 from multiattn.layout import DTYPES
 
@@ -168,7 +168,8 @@ class DecodeCell(Cell):
     def attend(self, *tensors: torch.Tensor, **more: Any) -> torch.Tensor:
         """The public call of the cell on the first copy: out, shaped like q. `more` is the backend and the like."""
         served = self.served(tensors)
-        return fmha_kvcache(served.q, *served.caches[0], **self.arguments(tensors), **more)
+        call: Callable[..., torch.Tensor] = multiattn.fmha_kvcache
+        return call(served.q, *served.caches[0], **self.arguments(tensors), **more)
 
     def dense(self, tensors: Tensors, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the sequences from `first` to before `last`, ``[n, Hkv, S, D]``, as long as the first."""
@@ -184,37 +185,28 @@ class DecodeCell(Cell):
         return gathered(k), gathered(v)
 
 
-def fmha_kvcache(*args: Any, **options: Any) -> torch.Tensor:
-    """`multiattn.fmha_kvcache`, which an older multiattn may lack."""
-    out: torch.Tensor = importlib.import_module("multiattn").fmha_kvcache(*args, **options)
-    return out
+PLAIN = DecodeCell(batch=1, heads=64, heads_kv=8, seq=8192, head_dim=128, dtype="bf16", causal=False, layout="bshd")
 
 
 def _one_query(head_dim: int) -> Iterable[DecodeCell]:
-    plain = DecodeCell(batch=1, heads=64, heads_kv=8, seq=8192, head_dim=128, dtype="bf16", causal=False, layout="bshd")
     heads = ((64, 8), (32, 8), (16, None), (8, 1))
     for page, (heads_q, heads_kv), seq, batch in itertools.product(
         (16, None, 64), heads, (8192, 131072, 1024, 32768), (1, 8, 32, 128)
     ):
-        yield replace(plain, head_dim=head_dim, page=page, heads=heads_q, heads_kv=heads_kv, seq=seq, batch=batch)
+        yield replace(PLAIN, head_dim=head_dim, page=page, heads=heads_q, heads_kv=heads_kv, seq=seq, batch=batch)
 
 
 def _few_queries() -> Iterable[DecodeCell]:
-    plain = DecodeCell(
-        batch=1, heads=64, heads_kv=8, seq=8192, head_dim=128, dtype="bf16", causal=True, layout="bshd", queries=2
-    )
     for page, seq, batch, queries in itertools.product((16, None), (8192, 32768), (1, 8, 32), (2, 4, 8, 16)):
-        yield replace(plain, page=page, seq=seq, batch=batch, queries=queries)
+        yield replace(PLAIN, page=page, seq=seq, batch=batch, queries=queries, causal=True)
 
 
 def _chunks() -> Iterable[DecodeCell]:
-    plain = DecodeCell(
-        batch=1, heads=8, heads_kv=1, seq=65536, head_dim=128, dtype="bf16", causal=True, layout="bshd", queries=CHUNK
-    )
+    chunk = replace(PLAIN, heads=8, heads_kv=1, seq=65536, queries=CHUNK, causal=True)
     for page in (16, None, 64):
-        yield replace(plain, page=page)
+        yield replace(chunk, page=page)
     for page in (16, None, 64):
-        yield replace(plain, page=page, batch=64, heads=32, heads_kv=8, seq=8192, mixed=True)
+        yield replace(chunk, page=page, batch=64, heads=32, heads_kv=8, seq=8192, mixed=True)
 
 
 CELLS: tuple[DecodeCell, ...] = (*_one_query(128), *_few_queries(), *_chunks(), *_one_query(64), *_one_query(256))

@@ -14,8 +14,8 @@ from bench import options as shared
 from bench.contenders import Ours
 from bench.matrix import SUITES, Cell, InputError
 from bench.peers import find_peers
-from bench.report import figure, text_report
-from bench.results import NO_GPU, ROOT, Row, Store, environment, is_ours, one_run, results_dir
+from bench.report import figure, over, text_report, times_as_fast
+from bench.results import ROOT, Row, Store, environment, is_ours, one_run, results_dir
 from bench.run import Job, Machine, run
 from multiattn.plan import backend as registry
 from multiattn.plan.backend import BACKENDS, Variant, ladder
@@ -49,16 +49,6 @@ def _setting(row: Row) -> str:
     return f"B={cell.batch} H={cell.heads} D={cell.head_dim} {cell.dtype} {cell.mask}, {row.environment.gpu}"
 
 
-def _gain(mine: Row | None, other: Row | None) -> float | None:
-    """How many times as fast one is as another; None where one of the two has no time."""
-    ours, theirs = (row.measured if row is not None else None for row in (mine, other))
-    return theirs.time_ms / ours.time_ms if ours is not None and theirs is not None else None
-
-
-def _times(gain: float | None) -> str:
-    return "-" if gain is None else f"{gain:.2f}x"
-
-
 def length_tables(rows: Iterable[Row], backend: str) -> list[Table]:
     """TFLOPS of each rung and peer by length; a chain ends in a rung that no other one builds on."""
     made = []
@@ -79,8 +69,8 @@ def _lengths(rows: Sequence[Row], backend: str, top: str) -> Table:
     for seq in dict.fromkeys(row.cell.seq for row in rows):
         mine = {name: found.get((seq, name)) for name in (*peers, *(f"{backend}/{step}" for step in steps))}
         last, lowest = (mine[f"{backend}/{step}"] for step in (top, steps[0]))
-        gains = (_gain(last, mine.get(first)), _gain(last, lowest))
-        lines.append((str(seq), *map(figure, mine.values()), *map(_times, gains)))
+        gains = (over(last, other, "x") for other in (mine.get(first), lowest))
+        lines.append((str(seq), *map(figure, mine.values()), *gains))
     title = f"TFLOPS, {backend} up to {top}, every rung with the config of its own rule, {_setting(rows[0])}"
     header = ("N", *peers, *steps, f"{top} over SDPA", f"{top} over {steps[0]}")
     return Table(title=title, note="", header=header, rows=tuple(lines))
@@ -116,9 +106,11 @@ def point_tables(rows: Iterable[Row]) -> list[Table]:
         for variant in points():
             row = found.get(f"cuda/{variant.name}")
             if row is not None and row.measured is not None:
-                over = _gain(row, found.get(f"cuda/{variant.parent}"))
-                parent = "-" if over is None else f"{100 * (over - 1):+.1f} %"
-                gains = (parent, _times(_gain(row, peer)))
+                gain = times_as_fast(row, found.get(f"cuda/{variant.parent}"))
+                gains = (
+                    "-" if gain is None else f"{100 * (gain - 1):+.1f} %",
+                    over(row, peer, "x"),
+                )
                 lines.append((variant.name, f"{row.measured.time_ms:.3f}", figure(row), *gains))
             elif row is not None:
                 refused.setdefault(row.text, []).append(variant.name)
@@ -153,11 +145,7 @@ def climb(options: argparse.Namespace) -> int:
     """Time every rung of a backend's ladder; 1 where one has an error."""
     backend, is_list = options.backend, options.backend == LISTED
     cells = shared.cells_of(options, "points" if is_list else "seed")
-    machine = Machine.current()
-    if machine is None:
-        compiles = f"python -m multiattn compile --backend {backend} --variant all"
-        print(f"Nothing to time on: {NO_GPU}. {compiles} compiles every rung.")
-        return 1
+    machine = Machine.needed()
     rungs = rungs_of(backend, options.variant)
     peers = dict.fromkeys(baseline(cell.head_dim) for cell in cells)
     name = f"ladder_{backend}"

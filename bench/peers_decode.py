@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 
+import multiattn
 from bench.contenders import Contender, RefusedError, Results
-from bench.decode_cells import DecodeCell, Served, fmha_kvcache
+from bench.decode_cells import DecodeCell, Served
 from bench.matrix import Cell, Tensors
 from bench.peers import Peer, Provider, find_peers
 from bench.results import NO_GPU
+from multiattn import kvcache
 from multiattn.operands import Options
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import BACKENDS, Plan
@@ -79,20 +81,16 @@ class OverCache:
 
     def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
         """Every reason known before there is a tensor; `arch` None is a machine without a GPU."""
-        if not hasattr(importlib.import_module("multiattn"), "fmha_kvcache"):
-            return (Reason(code="module", got="no multiattn.fmha_kvcache", allowed="a multiattn that has caches"),)
         return (NO_GPU,) if arch is None else ()
 
     def prepare(self, cell: Cell, tensors: Tensors, arch: Arch) -> Contender:
-        """The contender; Unsupported or RefusedError with reasons."""
-        if reasons := self.why_not(cell, arch):
-            raise RefusedError(reasons)
+        """The contender; Unsupported with reasons."""
         assert isinstance(cell, DecodeCell)
         served, options = cell.served(tensors), {**cell.arguments(tensors), "backend": self.backend}
         out = torch.empty_like(served.q)  # in memory as q is
         plan = plan_of(cell, served, self.backend, arch, out)
-        launches = [functools.partial(fmha_kvcache, served.q, *it, **options, out=out) for it in served.caches]
-        call = in_turns([functools.partial(fmha_kvcache, served.q, *it, **options) for it in served.caches])
+        calls = [functools.partial(multiattn.fmha_kvcache, served.q, *it, **options) for it in served.caches]
+        launches = [functools.partial(call, out=out) for call in calls]
 
         def output() -> Results:
             for launch in launches:
@@ -101,12 +99,11 @@ class OverCache:
             return {"out": out}
 
         launch = Contestant(call=in_turns(launches))
-        return Contender(launch=launch, call=Contestant(call=call), output=output, plan=plan)
+        return Contender(launch=launch, call=Contestant(call=in_turns(calls)), output=output, plan=plan)
 
 
 def plan_of(cell: DecodeCell, served: Served, backend: str, arch: Arch, out: torch.Tensor) -> Plan:
     """The Plan that the public call launches for these tensors; Unsupported with every reason."""
-    kvcache = importlib.import_module("multiattn.kvcache")  # which an older multiattn lacks
     longest = None if served.cu_seqlens_q is None else cell.queries
     where = kvcache.Where(served.seqlens_kv, served.page_table, served.cu_seqlens_q, longest, None)
     causal = cell.causal
@@ -128,12 +125,16 @@ def _over(build: Callable[[DecodeCell, Served], Mapping[str, Call] | Iterator[tu
     return made
 
 
-def _refuse(*, dense: bool = True, paged: bool = True, mixed: bool = True, causal: bool = True) -> Any:
+def _refuse(
+    *, dense: bool = True, paged: bool = True, mixed: bool = True, causal: bool = True, head_dim: int | None = None
+) -> Any:
     """The `refuse` of a Peer that lacks some of these."""
 
     def reasons(cell: Cell, tensors: Tensors) -> tuple[Reason, ...]:
         assert isinstance(cell, DecodeCell)
         found = []
+        if head_dim not in (None, cell.head_dim):
+            found.append(Reason(code="head_dim", got=str(cell.head_dim), allowed=str(head_dim)))
         if not (dense if cell.page is None else paged):
             found.append(Reason(code="cache", got=cell.cache, allowed="dense" if dense else "pages"))
         if cell.mixed and not mixed:
@@ -257,17 +258,10 @@ def _fa3(module: str) -> Peer:
         }
 
     (known,) = find_peers(("fa3",))
-    wheel = known.instead
-    assert wheel is not None
+    assert known.instead is not None
     if module == known.module:
         return replace(known, build=_over(build), refuse=_refuse(), instead=_fa3("bench.peers_jax"))
-
-    def refuse(cell: Cell, tensors: Tensors) -> tuple[Reason, ...]:
-        if cell.head_dim == 128:
-            return ()
-        return (Reason(code="head_dim", got=str(cell.head_dim), allowed="128", hint=wheel.hint),)
-
-    return replace(wheel, build=_over(build), refuse=refuse)
+    return replace(known.instead, build=_over(build), refuse=_refuse(head_dim=128))
 
 
 def _build_fa4(cell: DecodeCell, served: Served) -> dict[str, Call]:

@@ -29,22 +29,29 @@ write beyond them: 1024 queries take 13 tiles, which have 1040."""
 Window = tuple[int, int]
 
 
+MOST_SPLITS = 128
+"""Splits that the wheel's own choice never passes."""
+ABSENT = "qqqqqqiiiiiiiiqqifffi"
+"""The dtypes of the forward's 21 arguments, where they are absent: that of q, int32 or fp32."""
+
+
 class _Asked(NamedTuple):
     """All that a launch is laid out for."""
 
     q: Spec
     k: Spec
+    """Keys, or a cache of them."""
     causal: bool
     window: Window
     sequences: int
     """How many a packed batch has; 0 for a plain one."""
     longest: tuple[int, int]
-    """Queries and keys of the longest sequence."""
-
-    @property
-    def heads(self) -> int:
-        """Query heads."""
-        return self.q.shape[-2]
+    """Queries and keys of the longest sequence; no keys where a page table has them."""
+    cached: int = 0
+    """How many sequences a cache has; 0 where there is none."""
+    page_table: Spec = Spec((0,), torch.int32)
+    splits: int = 1
+    """Parts of the keys; 0 is the wheel's own choice."""
 
     @property
     def starts(self) -> Spec:
@@ -55,13 +62,20 @@ class _Asked(NamedTuple):
     def lse(self) -> Spec:
         """``[B, H, S]``, or ``[H, tokens]`` of a packed batch."""
         leading = () if self.sequences else self.q.shape[:1]
-        return Spec((*leading, self.heads, self.q.shape[-3]), torch.float32)
+        return Spec((*leading, self.q.shape[-2], self.q.shape[-3]), torch.float32)
 
     @property
     def rows(self) -> Spec:
         """fp32 for each query, and as many more as tiles reach beyond the end of a sequence."""
         *leading, tokens = self.lse.shape
         return Spec((*leading, tokens + LARGEST_TILE * (self.sequences + 1)), torch.float32)
+
+    @property
+    def results(self) -> tuple[Spec, ...]:
+        """Out and lse, and both of each split."""
+        rows = (self.splits or MOST_SPLITS, *self.lse.shape)
+        shapes = ((0,), (0,)) if self.splits == 1 else ((*rows, HEAD_DIM), rows)
+        return self.q, self.lse, *(Spec(shape, torch.float32) for shape in shapes)
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -81,20 +95,23 @@ def _handler(name: str) -> object:
     return importlib.import_module(MODULE).get_ffi_registrations()[name]
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=16)
 def _forward(asked: _Asked) -> Launch:
-    """It takes q, k, v and starts, and leaves out all that a cache of keys would have; it writes out and lse."""
-    absent, absent_int, absent_float = (Spec((0,), it) for it in (asked.q.dtype, torch.int32, torch.float32))
-    arguments = [asked.q, asked.k, asked.k, *[absent] * 3, asked.starts, asked.starts, *[absent_int] * 6]
-    arguments += [absent, absent, absent_int, *[absent_float] * 3, absent_int]
+    """It takes q, k, v and starts, and over a cache lengths and a page table; it writes `_Asked.results`."""
+    dtypes = {"q": asked.q.dtype, "i": torch.int32, "f": torch.float32}
+    arguments = [Spec((0,), dtypes[kind]) for kind in ABSENT]
+    arguments[:3], arguments[6] = (asked.q, asked.k, asked.k), asked.starts
+    if asked.cached:
+        arguments[10:12] = Spec((asked.cached,), torch.int32), asked.page_table
+    else:
+        arguments[7] = asked.starts
     attributes = {
         **{f"max_seqlen_{side}": longest for side, longest in zip("qk", asked.longest, strict=True)},
-        **{f"max_seqlen_{side}_has_value": True for side in "qk"},
-        **{"pack_gqa_val": False, "pack_gqa_has_value": False, "num_splits": 1},
+        **{f"max_seqlen_{side}_has_value": longest > 0 for side, longest in zip("qk", asked.longest, strict=True)},
+        **{"pack_gqa_val": False, "pack_gqa_has_value": False, "num_splits": asked.splits},
         **{"attention_chunk": 0, "is_rotary_interleaved": False},
     }
-    results = [asked.q, asked.lse, absent_float, absent_float]
-    return Launch(_handler("flash_mha_fwd"), arguments, results, asked.shared | attributes)
+    return Launch(_handler("flash_mha_fwd"), arguments, asked.results, asked.shared | attributes)
 
 
 @functools.lru_cache(maxsize=4)
@@ -160,59 +177,6 @@ def flash_attn_varlen_func(
     return _Attention.apply(q, k, v, starts, asked)  # type: ignore[no-any-return, no-untyped-call]
 
 
-# ---------------------------------------------------------------- caches
-
-MOST_SPLITS = 128
-"""Splits that the wheel's own choice never passes."""
-
-
-class _Cached(NamedTuple):
-    """All that a launch over a cache is laid out for."""
-
-    q: Spec
-    cache: Spec
-    page_table: Spec
-    sequences: int
-    longest: int
-    """Queries of the longest sequence of a packed batch; 0 for a plain one."""
-    causal: bool
-    splits: int
-    """0 is the wheel's own choice."""
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The shape of lse: ``[B, H, S]``, or ``[H, tokens]`` of packed queries."""
-        leading = () if self.longest else self.q.shape[:1]
-        return (*leading, self.q.shape[-2], self.q.shape[-3])
-
-    @property
-    def results(self) -> tuple[Spec, ...]:
-        """Out and lse, and both of each split."""
-        rows = (self.splits or MOST_SPLITS, *self.rows)
-        shapes = ((0,), (0,)) if self.splits == 1 else ((*rows, HEAD_DIM), rows)
-        return self.q, *(Spec(shape, torch.float32) for shape in (self.rows, *shapes))
-
-
-@functools.lru_cache(maxsize=16)
-def _over_cache(asked: _Cached) -> Launch:
-    """It takes q, the caches, starts of queries, lengths of keys and a page table; it writes `_Cached.results`."""
-    absent, absent_int, absent_float = (Spec((0,), it) for it in (asked.q.dtype, torch.int32, torch.float32))
-    starts = Spec((asked.sequences + 1,), torch.int32) if asked.longest else absent_int
-    arguments = [asked.q, asked.cache, asked.cache, *[absent] * 3, starts, *[absent_int] * 3]
-    arguments += [Spec((asked.sequences,), torch.int32), asked.page_table, *[absent_int] * 2]
-    arguments += [absent, absent, absent_int, *[absent_float] * 3, absent_int]
-    is_paged = bool(asked.page_table.shape[-1])
-    attributes = {
-        **{"max_seqlen_q": asked.longest or asked.q.shape[1], "max_seqlen_q_has_value": True},
-        **{"max_seqlen_k": 0 if is_paged else asked.cache.shape[1], "max_seqlen_k_has_value": not is_paged},
-        **{"softmax_scale_val": HEAD_DIM**-0.5, "softmax_scale_has_value": True},
-        **{"pack_gqa_val": False, "pack_gqa_has_value": False, "num_splits": asked.splits},
-        **{"is_causal": asked.causal, "window_size_left": -1, "window_size_right": -1, "attention_chunk": 0},
-        **{"softcap": 0.0, "is_rotary_interleaved": False, "sm_margin": 0},
-    }
-    return Launch(_handler("flash_mha_fwd"), arguments, asked.results, attributes)
-
-
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -230,9 +194,10 @@ def flash_attn_with_kvcache(
     Caches are ``[B, S, H, D]``, or with a page table ``[pages, page, H, D]``; all is dense.
     """
     table = Spec((0,), torch.int32) if page_table is None else Spec.of(page_table)
-    longest = 0 if cu_seqlens_q is None else max_seqlen_q or 0
-    asked = _Cached(Spec.of(q), Spec.of(k_cache), table, len(cache_seqlens), longest, causal, num_splits)
+    longest = max_seqlen_q or q.shape[1], 0 if page_table is not None else k_cache.shape[1]
+    count, sequences = len(cache_seqlens), 0 if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    asked = _Asked(Spec.of(q), Spec.of(k_cache), causal, (-1, -1), sequences, longest, count, table, num_splits)
     results = [torch.empty(it.shape, dtype=it.dtype, device=q.device) for it in asked.results]
     arguments = [q, k_cache, v_cache, *[None] * 3, cu_seqlens_q, *[None] * 3, cache_seqlens, page_table, *[None] * 9]
-    _over_cache(asked)(arguments, [it if it.numel() else None for it in results])
+    _forward(asked)(arguments, [it if it.numel() else None for it in results])
     return results[0]

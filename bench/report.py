@@ -48,10 +48,10 @@ def times_as_fast(row: Row | None, other: Row | None) -> float | None:
     return row.tflops / other.tflops if row is not None and other is not None and row.tflops and other.tflops else None
 
 
-def over(row: Row | None, other: Row | None) -> str:
+def over(row: Row | None, other: Row | None, unit: str = "") -> str:
     """`times_as_fast` for a table."""
     ratio = times_as_fast(row, other)
-    return NOTHING if ratio is None else f"{ratio:.2f}"
+    return NOTHING if ratio is None else f"{ratio:.2f}{unit}"
 
 
 def mean_text(ratios: Sequence[float], digits: int) -> str:

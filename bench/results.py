@@ -181,29 +181,40 @@ class Store:
         partial.replace(self.path)
 
 
-_SHARED = ("environments", "commands", "runs", "cells", "plans", "reasons")
-"""Lists of what several rows have; a row has a number in each."""
+class Shared:
+    """Lists of what several rows have, each value once: a row has a number in each list."""
+
+    def __init__(self, *names: str) -> None:
+        self._numbers: dict[str, dict[str, int]] = {name: {} for name in names}
+
+    def number(self, name: str, value: Any) -> int | None:
+        """The place of a value in a list, behind the last if it is new; None for nothing."""
+        numbers = self._numbers[name]
+        return numbers.setdefault(json.dumps(value), len(numbers)) if value not in ("", None, []) else None
+
+    @property
+    def lists(self) -> dict[str, list[Any]]:
+        """The values by the names of the lists."""
+        return {name: list(map(json.loads, its)) for name, its in self._numbers.items()}
+
+
 _TIMES = tuple(it.name for it in fields(Measured))
 
 
 def dumps(suite: str, rows: Iterable[Row]) -> str:
     """The JSON of a results file: once each of what several rows share, and a row a line, by the names in `columns`."""
-    numbers: dict[str, dict[str, int]] = {name: {} for name in _SHARED}
-
-    def number(name: str, value: Any) -> int | None:
-        """The place of a value in a list, behind the last if it is new; None for nothing."""
-        return numbers[name].setdefault(json.dumps(value), len(numbers[name])) if value not in ("", None, []) else None
+    shared = Shared("environments", "commands", "runs", "cells", "plans", "reasons")
 
     def values(row: Row) -> dict[str, Any]:
         return {
-            "cell": number("cells", row.cell.as_dict()),
+            "cell": shared.number("cells", row.cell.as_dict()),
             "contender": row.contender,
             "regime": row.regime,
-            "environment": number("environments", asdict(row.environment)),
-            "command": number("commands", row.command),
-            "run": number("runs", row.run),
-            "plan": number("plans", row.plan),
-            "reasons": number("reasons", list(map(asdict, row.reasons))),
+            "environment": shared.number("environments", asdict(row.environment)),
+            "command": shared.number("commands", row.command),
+            "run": shared.number("runs", row.run),
+            "plan": shared.number("plans", row.plan),
+            "reasons": shared.number("reasons", list(map(asdict, row.reasons))),
             "error": row.error or None,
             "detail": row.detail or None,
             **(dict.fromkeys(_TIMES) if row.measured is None else asdict(row.measured)),
@@ -211,9 +222,8 @@ def dumps(suite: str, rows: Iterable[Row]) -> str:
 
     found = list(map(values, rows))
     columns = [name for name in (found[0] if found else ()) if any(it[name] is not None for it in found)]
-    shared = {name: list(map(json.loads, its)) for name, its in numbers.items()}
     lines = [[it[name] for name in columns] for it in found]
-    return dump({"schema": SCHEMA, "suite": suite, **shared, "columns": columns, "rows": lines})
+    return dump({"schema": SCHEMA, "suite": suite, **shared.lists, "columns": columns, "rows": lines})
 
 
 def dump(data: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from bench.contenders import Contender, Ours, RefusedError, Truths, check, named
 from bench.decode_cells import DecodeCell
 from bench.matrix import Cell, Direction, Tensors, cell_flops, tflops
 from bench.peers import PEERS, Provider
-from bench.results import LOST_DEVICE, Environment, Measured, Row, Store, environment, gpu_arch
+from bench.results import LOST_DEVICE, NO_GPU, Environment, Measured, Row, Store, environment, gpu_arch
 from multiattn.bars import Bar
 from multiattn.inspect.pool import run_isolated
 from multiattn.plan.arch import Arch
@@ -42,6 +42,10 @@ class DeviceLostError(RuntimeError):
     """A contender left the device unusable for this process; its row is stored, the next run goes on without it."""
 
 
+class NothingToTimeOnError(RuntimeError):
+    """A command that times needs a GPU, and there is none."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
     """The device that cells run on."""
@@ -62,6 +66,14 @@ class Machine:
         device = torch.device("cuda", torch.cuda.current_device())
         sync = torch.cuda.synchronize
         return cls(arch=arch, device=device, clock=CudaClock(), synchronize=sync, extra_bytes=extra_bytes)
+
+    @classmethod
+    def needed(cls) -> Machine:
+        """The current GPU; NothingToTimeOnError where there is none."""
+        machine = cls.current()
+        if machine is None:
+            raise NothingToTimeOnError(f"Nothing to time on: {NO_GPU}")
+        return machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

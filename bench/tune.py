@@ -20,7 +20,7 @@ from bench import options as shared
 from bench.contenders import Ours, RefusedError, Truths, check, truth_of
 from bench.matrix import SUITES, Cell, InputError, Tensors, rate_text
 from bench.peers import Provider, find_peers
-from bench.results import NO_GPU, ROOT, Row, Store
+from bench.results import ROOT, Row, Store
 from bench.run import Job, Machine, run
 from bench.tuned_lines import print_lines
 from multiattn.bars import Bar
@@ -125,10 +125,7 @@ def sweep(options: argparse.Namespace) -> int:
     if any(cell.seq == TUNE_SEQ for cell in SUITES[options.suite or "standard"]):
         options.seq = options.seq or [TUNE_SEQ]
     cells = shared.cells_of(options, "standard")
-    machine = Machine.current()
-    if machine is None:
-        print(f"Nothing to time on: {NO_GPU}")
-        return 1
+    machine = Machine.needed()
     common = {"arch": machine.arch, "device": str(machine.device), "may_spill": options.spills}
     for backend in shared.backends_of(options):
         wanted = [

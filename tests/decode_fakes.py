@@ -31,12 +31,6 @@ def attended(q, k, v, *, seqlens_kv, page_table=None, cu_seqlens_q=None, causal=
     return out
 
 
-def kvcache(q, k_cache, v_cache, *, out=None, backend, **options):
-    """As `multiattn.fmha_kvcache`."""
-    result = attended(q, k_cache, v_cache, **options)
-    return result if out is None else out.copy_(result)
-
-
 def of_flash_attention(q, k, v, causal=False, packed=None, table=None, lengths=None):
     """Attention of ``[B, S, H, D]`` or packed, by what flash-attn's functions are given."""
     swap = (lambda it: it) if packed is not None else (lambda it: it.transpose(1, 2))

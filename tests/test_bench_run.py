@@ -1,7 +1,7 @@
 """bench.run and bench.results: a row is measured xor reasons xor error, and a run can be taken up again."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 
 import bench_fakes as fakes
 import pytest
@@ -9,9 +9,10 @@ import torch
 
 import multiattn
 from bench.contenders import Ours
+from bench.decode_cells import DecodeCell
 from bench.matrix import InputError
 from bench.peers import PEERS
-from bench.results import LOST_DEVICE, NO_GPU, Row, dumps, load, one_run
+from bench.results import LOST_DEVICE, NO_GPU, Measured, Row, dumps, load, one_run
 from bench.run import DeviceLostError, provider_of, run
 from multiattn.plan.backend import get
 from multiattn.plan.support import Reason
@@ -116,6 +117,23 @@ def test_the_json_keeps_the_three_apart_and_says_what_rows_share_once():
     for values, kind in zip(data["rows"], ("time_ms", "reasons", "error"), strict=True):
         row = {name for name, it in zip(data["columns"], values, strict=True) if it is not None}
         assert {"time_ms", "reasons", "error"} & row == {kind}
+
+
+def test_every_field_of_a_row_comes_back_from_its_file(tmp_path):
+    """Each field of a timing has a value of its own, those of decode included; none is the default."""
+    kinds = {"int": int, "float": float, "bool": lambda place: True}
+    own = {
+        it.name: kinds[str(it.type).removesuffix(" | None")](place)
+        for place, it in enumerate(fields(Measured), start=2)
+    }
+    plan = {"variant": "a", "config": {"tile_m": 64}, "why": "b"}
+    made = replace(fakes.row("cuda", 1.0), plan=plan, detail="how", measured=Measured(**own))
+    cell = DecodeCell(**{**fakes.CELL.as_dict(), "causal": False}, page=16)
+    rows = [made, replace(made, cell=cell, measured=None, reasons=(NO_GPU,)), replace(made, measured=None, error="bad")]
+    (tmp_path / "x.json").write_text(dumps("smoke", rows))
+    found = load(tmp_path / "x.json")
+    assert found == rows
+    assert asdict(found[0].measured) == own
 
 
 def test_rows_timed_together_carry_one_run(tmp_path):

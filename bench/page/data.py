@@ -5,6 +5,7 @@ page's JavaScript (js/data.js) reads it back by the same `COLUMNS`.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +17,8 @@ from bench.matrix import Cell
 from bench.page.parts import PARTS
 from bench.page.sources import Source, kind_of
 from bench.page.styles import as_data, in_order
-from bench.report import describe, notes
-from bench.results import Row, is_ours
+from bench.report import describe, fastest, notes, times_as_fast
+from bench.results import Row, Shared, is_ours
 from multiattn.inspect.roofline import bounds
 from multiattn.mask import MASKS
 from multiattn.plan.arch import find_gpu
@@ -31,73 +32,40 @@ COLUMNS = (
 """Fields of a row in order; a row ends at its last field that is not null."""
 _SHARED = ("cell", "contender", "regime", "environment", "command", "plan", "detail", "reasons", "error", "bound")
 """Fields of which a row has a number in the list of that name."""
-
-
 UNITS = {"tensor": "tensor cores", "exp": "exponentials", "memory": "memory"}
 
 
-def best_peers(rows: Iterable[Row]) -> dict[tuple[Cell, str], Row]:
+def best_peers(rows: Iterable[Row]) -> dict[tuple[Cell, str], Row | None]:
     """The fastest of all peers in each cell and regime."""
-    found: dict[tuple[Cell, str], Row] = {}
+    found: dict[tuple[Cell, str], list[Row]] = {}
     for row in rows:
-        place = row.cell, row.regime
-        if row.measured is not None and not is_ours(row.contender):
-            found[place] = max(found.get(place, row), row, key=lambda it: it.tflops)
-    return found
+        found.setdefault((row.cell, row.regime), []).append(row)
+    return {place: fastest(its, ours=False) for place, its in found.items()}
 
 
-class Packer:
-    """Rows become lists of numbers; what they share is kept once, in `lists`."""
-
-    def __init__(self) -> None:
-        self.lists: dict[str, list[Any]] = {name: [] for name in _SHARED}
-        self._numbers: dict[str, dict[str, int]] = {name: {} for name in _SHARED}
-        self._bounds: dict[tuple[Cell, str], Any] = {}
-
-    def number(self, name: str, value: Any) -> int | None:
-        """The place of a value in its list, behind the last if it is new; None for nothing."""
-        if value in ("", None, []):
-            return None
-        numbers = self._numbers[name]
-        key = json.dumps(value, sort_keys=True)
-        if key not in numbers:
-            numbers[key] = len(self.lists[name])
-            self.lists[name].append(value)
-        return numbers[key]
-
-    def rows(self, source: Source, place: int) -> list[list[Any]]:
-        """The rows of a source, those that have a time and those that have none."""
-        peers = best_peers(source.rows)
-        return [self._row(row, place, peers.get((row.cell, row.regime))) for row in source.rows]
-
-    def _row(self, row: Row, source: int, peer: Row | None) -> list[Any]:
-        shared = {
-            "cell": cell_data(row.cell),
-            "contender": row.contender,
-            "regime": row.regime,
-            "environment": describe(row.environment),
-            "command": row.command,
-            "plan": row.plan and dict(row.plan),
-            "detail": row.detail,
-            "reasons": list(map(asdict, row.reasons)),
-            "error": row.error,
-            "bound": self.bound(row.cell, row.environment.gpu) if row.measured is not None else None,
-        }
-        told: dict[str, Any] = {name: self.number(name, value) for name, value in shared.items()}
-        told["source"] = source
-        if row.measured is not None:
-            told |= {name: _short(value) for name, value in asdict(row.measured).items() if name in COLUMNS}
-            told["ratio"] = _short(row.tflops / peer.tflops) if peer is not None else None
-        values = [told.get(name) for name in COLUMNS]
-        while values[-1] is None:
-            values.pop()
-        return values
-
-    def bound(self, cell: Cell, gpu: str) -> Any:
-        """TFLOPS that the roofline allows, and the units that set it; None where it knows none."""
-        if (cell, gpu) not in self._bounds:
-            self._bounds[cell, gpu] = bound_data(cell, gpu)
-        return self._bounds[cell, gpu]
+def _row(row: Row, source: int, peer: Row | None, lists: Shared) -> list[Any]:
+    """The values of a row in the order of `COLUMNS`; what it shares is kept in `lists`."""
+    shared = {
+        "cell": cell_data(row.cell),
+        "contender": row.contender,
+        "regime": row.regime,
+        "environment": describe(row.environment),
+        "command": row.command,
+        "plan": row.plan and dict(row.plan),
+        "detail": row.detail,
+        "reasons": list(map(asdict, row.reasons)),
+        "error": row.error,
+        "bound": bound_data(row.cell, row.environment.gpu) if row.measured is not None else None,
+    }
+    told: dict[str, Any] = {name: lists.number(name, value) for name, value in shared.items()}
+    told["source"] = source
+    if row.measured is not None:
+        told |= {name: _short(value) for name, value in asdict(row.measured).items() if name in COLUMNS}
+        told["ratio"] = _short(times_as_fast(row, peer))
+    values = [told.get(name) for name in COLUMNS]
+    while values[-1] is None:
+        values.pop()
+    return values
 
 
 def _short(value: Any) -> Any:
@@ -109,8 +77,12 @@ def _short(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
+@functools.cache
 def bound_data(cell: Cell, gpu: str) -> dict[str, Any] | None:
-    """The roofline of a cell with a plain mask or a window; in decode the stated bandwidth of the memory."""
+    """TFLOPS that the roofline of a cell with a plain mask or a window allows, and the units that set it.
+
+    In decode the stated bandwidth of the memory; None where nothing is known.
+    """
     known = find_gpu(gpu)
     if known is not None and isinstance(cell, DecodeCell):
         return {"tb_per_s": _short(known.gbps / 1000), "busiest": UNITS["memory"]} if cell.has_rate_of_memory else None
@@ -150,15 +122,17 @@ def masks_first(names: Iterable[str]) -> list[str]:
 
 def page_data(sources: Sequence[Source], more: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON of a page: sources, rows, styles of contenders, and `more` by name."""
-    packer = Packer()
-    rows = [row for place, source in enumerate(sources) for row in packer.rows(source, place)]
-    names = packer.lists["contender"]
+    lists, rows = Shared(*_SHARED), []
+    for place, source in enumerate(sources):
+        peers = best_peers(source.rows)
+        rows += [_row(row, place, peers[row.cell, row.regime], lists) for row in source.rows]
+    names = lists.lists["contender"]
     drawn = [*BACKENDS, *names]  # parity may have backends that nobody timed
     return {
         "columns": COLUMNS,
         "shared": _SHARED,
         "sources": list(map(_source, sources)),
-        "lists": packer.lists,
+        "lists": lists.lists,
         "rows": rows,
         "ours": [name for name in names if is_ours(name)],
         "order": in_order(drawn),
