@@ -145,7 +145,7 @@ def climb(options: argparse.Namespace) -> int:
     """Time every rung of a backend's ladder; 1 where one has an error."""
     backend, is_list = options.backend, options.backend == LISTED
     cells = shared.cells_of(options, "points" if is_list else "seed")
-    machine = Machine.needed()
+    machine = Machine.needed(f"python -m multiattn compile --backend {backend} --variant all compiles every rung.")
     rungs = rungs_of(backend, options.variant)
     peers = dict.fromkeys(baseline(cell.head_dim) for cell in cells)
     name = f"ladder_{backend}"

@@ -68,11 +68,11 @@ class Machine:
         return cls(arch=arch, device=device, clock=CudaClock(), synchronize=sync, extra_bytes=extra_bytes)
 
     @classmethod
-    def needed(cls) -> Machine:
-        """The current GPU; NothingToTimeOnError where there is none."""
+    def needed(cls, instead: str = "") -> Machine:
+        """The current GPU; NothingToTimeOnError where there is none, with a word on what to do `instead`."""
         machine = cls.current()
         if machine is None:
-            raise NothingToTimeOnError(f"Nothing to time on: {NO_GPU}")
+            raise NothingToTimeOnError(f"Nothing to time on: {NO_GPU}. {instead}".removesuffix(". "))
         return machine
 
 
