@@ -6,6 +6,7 @@ import os
 import driver_fakes
 import pytest
 import torch
+import tune_fakes
 
 from multiattn.run import cache, calls
 
@@ -51,3 +52,15 @@ def own_caches(monkeypatch, tmp_path, fresh_calls):
     monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(folders[0]))
     monkeypatch.setattr(triton.knobs.cache, "dir", str(folders[1]))
     return folders
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """That of `tune_fakes`, whose kernels take the time that a test says."""
+    yield from tune_fakes.install_gpu(monkeypatch)
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """The files of what is tuned, of a test's own."""
+    yield from tune_fakes.install_folder(monkeypatch, tmp_path)

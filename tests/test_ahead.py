@@ -50,15 +50,12 @@ def test_a_forward_that_fails_has_nothing_compiled():
     assert never._thread.ident is None
 
 
-def test_a_host_with_few_cores_compiles_nothing_ahead(monkeypatch):
-    monkeypatch.setattr(ahead, "_cores", lambda: ahead.CORES - 1)
-    with following(never := Ahead(lambda: pytest.fail("started"))):
-        begin()
-    assert never._thread.ident is None
-
-
-def test_a_switch_turns_it_off(monkeypatch):
-    monkeypatch.setenv(ahead.SWITCH, "0")
+@pytest.mark.parametrize("is_off", [False, True])
+def test_a_host_with_few_cores_or_a_switch_turns_it_off(is_off, monkeypatch):
+    if is_off:
+        monkeypatch.setenv(ahead.SWITCH, "0")
+    else:
+        monkeypatch.setattr(ahead, "_cores", lambda: ahead.CORES - 1)
     with following(never := Ahead(lambda: pytest.fail("started"))):
         begin()
     assert never._thread.ident is None

@@ -28,16 +28,6 @@ CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    yield from fakes.install_gpu(monkeypatch)
-
-
-@pytest.fixture
-def folder(monkeypatch, tmp_path):
-    yield from fakes.install_folder(monkeypatch, tmp_path)
-
-
-@pytest.fixture
 def machine(monkeypatch, folder, gpu):
     """The command on the fake GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
