@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo import compiled_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 
 import multiattn
@@ -241,15 +242,27 @@ def test_threads_may_share_it(fresh_calls):
             close(grads, expected)
 
 
+EMPTY = torch.tensor([0, 1, 2])
+"""Rows that see no key, each way of hiding them."""
+HIDDEN = {
+    "causal": lambda: {"causal": True},
+    "bias": lambda: {"bias": torch.zeros(1, 1, 6, 1, dtype=torch.bfloat16).index_fill(2, EMPTY, -math.inf)},
+    "block_mask": lambda: {"block_mask": create_block_mask(lambda b, h, i, j: i > 2, None, None, 6, 3, device="cpu")},
+}
+
+
+@pytest.mark.parametrize("how", HIDDEN)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("backend", ["auto", *multiattn.BACKENDS])
-def test_what_comes_of_the_minus_infinity_of_an_empty_row_goes_nowhere(backend, deterministic):
+def test_what_comes_of_the_minus_infinity_of_an_empty_row_goes_nowhere(backend, deterministic, how):
+    """As where ring attention joins parts, or a loss divides by exp(lse): the gradient of -inf is NaN."""
     inputs = qkv(seq_q=6, seq_kv=3, head_dim=16, dtype=torch.bfloat16)
-    _, lse = fmha(*inputs, causal=True, backend=backend, return_lse=True, deterministic=deterministic)
-    joined = torch.logaddexp(lse, lse)  # as ring attention joins parts: the gradient of two -inf is NaN
-    grads = gradients(joined.exp().sum(), inputs)
-    assert all(grad.isfinite().all() for grad in grads)
-    assert (grads[0][:, :, :3] == 0).all()
+    _, lse = fmha(*inputs, backend=backend, return_lse=True, deterministic=deterministic, **HIDDEN[how]())
+    assert (lse[:, :, EMPTY] == -math.inf).all()
+    for loss in (torch.logaddexp(lse, lse).exp().sum(), (lse / lse.exp()).sum()):
+        grads = torch.autograd.grad(loss, inputs, retain_graph=True)
+        assert all(grad.isfinite().all() for grad in grads)
+        assert (grads[0][:, :, EMPTY] == 0).all()
 
 
 def test_many_gradients_at_once():

@@ -124,6 +124,3 @@ def test_wrong_options_are_named(words, message, capsys):
         status = stop.code
     assert status
     assert message in f"{status} {capsys.readouterr().err}"
-
-
-# ---------------------------------------------------------------- who is asked why

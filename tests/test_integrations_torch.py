@@ -231,27 +231,6 @@ def test_multihead_attention(ran):
     torch.testing.assert_close(found, module(x, x, x, need_weights=False)[0], rtol=0.02, atol=0.02)
 
 
-def test_a_llama_of_transformers(ran):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=50,
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).bfloat16().eval()
-    tokens = torch.randint(1, 50, (2, 20))
-    model(tokens, labels=tokens).loss.backward()
-    assert ran == ["forward"] * 2 + ["backward"] * 2
-    found = model(tokens).logits
-    restore_flash_attention_impl()
-    torch.testing.assert_close(found, model(tokens).logits, rtol=0.02, atol=0.02)
-
-
 def test_native_flash_of_diffusers(ran):
     dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
     q, k, v = (it.detach().repeat_interleave(HEADS // it.shape[1], 1).transpose(1, 2) for it in qkv())

@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from test_integrations_transformers import BATCH, CACHE, LENGTH, SIZES, build, check, decoder, padding, tokens  # noqa: E402
+from test_integrations_transformers import BATCH, LENGTH, SIZES, build, check, decoder, padding, tokens  # noqa: E402
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask  # noqa: E402
 
 import multiattn  # noqa: E402
@@ -63,22 +63,6 @@ def test_rows_may_pack_different_sequences():
             return [torch.cat(parts, 1), model(rows[1:], position_ids=positions[1:], use_cache=False).logits]
         both = model(rows, position_ids=positions, use_cache=False).logits
         return [both[:1], both[1:]]
-
-    check(model, logits)
-
-
-def test_positions_of_padding_and_of_a_cache_pack_nothing():
-    """They restart where a mask says so, or go on behind earlier keys."""
-    model, mask = decoder("GptOss"), padding(left=7)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-
-    def logits(model):
-        found = [model(tokens(), attention_mask=mask, position_ids=positions).logits * mask[..., None]]
-        cache = transformers.DynamicCache(config=model.config)
-        for first, last in ((0, FIRST), (FIRST, LENGTH)):
-            at = torch.arange(first, last)[None]
-            found.append(model(tokens()[:, first:last], position_ids=at, **{CACHE: cache}).logits)
-        return found
 
     check(model, logits)
 
@@ -309,30 +293,13 @@ def test_sinks_of_each_query(kind):
     torch.testing.assert_close(out.transpose(1, 2), scores @ v)
 
 
-def selecting():
-    """A layer that selects blocks of four keys."""
-    layer = Layer()
-    layer.indexer = torch.nn.Module()
-    layer.indexer.block_size = 4
-    return layer
-
-
-def test_selected_blocks():
-    """As MiniMax-M3 tells them: blocks of keys of a group of heads, negative where there is none."""
-    q, k, v = qkv()
-    layer = selecting()
-    blocks = torch.tensor([[0, 2], [-1, 1]])[None, :, None].expand(BATCH, -1, FIRST, -1)
-    out, _ = hook.attend(layer, q, k, v, None, block_indices=blocks)
-    kept = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 1, 1, 1, 0]], dtype=torch.bool)
-    bias = torch.where(kept.repeat_interleave(2, 0), 0.0, -torch.inf)[None, :, None]
-    torch.testing.assert_close(out.transpose(1, 2), multiattn.reference(q, k, v, bias=bias)[0])
-
-
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_queries_that_see_none_of_their_selected_keys(has_sinks):
     """Every score is the lowest number then: all values have one weight, or none where there is a sink."""
     q, k, v = qkv()
-    layer = selecting()
+    layer = Layer()
+    layer.indexer = torch.nn.Module()
+    layer.indexer.block_size = 4
     blocks = torch.zeros(BATCH, 1, FIRST, 1, dtype=torch.int64)
     mask = (torch.arange(FIRST) >= torch.tensor([0, 4] + [2] * 7)[:, None])[None, None]
     sinks = torch.zeros(4) if has_sinks else None
