@@ -103,6 +103,17 @@ def test_the_version_is_told(capsys):
         ("ncu --shape 1,2,64,64 --backend cuda --sinks", "--sinks: got it; allowed plain problems"),
         ("roofline --device h200 --shape 1,2,64,64 --block 64", "--block: got it; allowed --packed, --cache"),
         ("roofline --device h200 --shape 1,2,64,64 --seq 64", "--seq: got it with --shape"),
+        ("roofline --device H300", "device: got 'H300'; allowed A100 SXM 80GB, RTX 3090"),
+        ("roofline --device H200 --seq 32768", "--seq: got 32768; allowed up to 16384 tokens, or a --batch"),
+        ("roofline --device H200 --heads 3 --kv-heads 2", "query heads must be a multiple"),
+        ("ncu --read no_such.csv", "No such file"),
+        ("ncu --backend cuda", "got no plan; allowed without them: --read"),
+        ("ncu --backend cuda --shape 4,16,4096,128 --kv-len 0", "allowed one that needs a kernel"),
+        ("ncu --backend cuda --shape 4,16,4096,128 --variant no_such", "variant: got 'no_such'"),
+        ("ncu --backend cuda --shape 4,16,4096,128 --kv-heads 3", "heads"),
+        ("ncu --backend cuda --shape 1,2,64,4096", "head_dim"),
+        ("compile --arch sm80,sm90 --shape 1,2,0,64", "allowed one that needs a kernel\n"),
+        ("compile --arch sm80,sm90 --shape 1,2,0,64 --emit cubin no_folder", "allowed one that needs a kernel\n"),
         ("compile --shape 1,2,64,64 --causal --mask full", "--mask: got it with --causal"),
         ("explain --shape 1,2,64,64 --kv-len -1", "sizes must not be negative"),
         ("explain --shape 1,3,5,8 --kv-heads 2", "got Hq=3, Hkv=2"),
@@ -117,7 +128,8 @@ def test_the_version_is_told(capsys):
         ("compile --emit cubin,exe somewhere", "got exe; allowed cubin, ptx, sass, tileir, ttgir"),
     ],
 )
-def test_wrong_options_are_named(words, message, capsys):
+def test_wrong_options_are_named(words, message, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     try:
         status = main(words.split())
     except SystemExit as stop:

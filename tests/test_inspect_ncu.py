@@ -173,21 +173,3 @@ def test_the_command_prints_reads_and_runs(command_line, monkeypatch, tmp_path):
     monkeypatch.setattr(ncu, "TOOLKIT", tmp_path / "none")
     status, printed = command_line(*PLAN, "--run")
     assert (status, "there is no ncu: not on PATH" in printed) == (1, True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "message"),
-    [
-        (("--read", "no_such.csv"), 1, "No such file"),
-        ((*PLAN, "--kv-len", "0"), 2, "allowed one that needs a kernel"),
-        (PLAN[:2], 2, "got no plan; allowed without them: --read"),
-        ((*PLAN, "--variant", "no_such"), 2, "variant: got 'no_such'"),
-        (("--backend", "cuda", "--shape", "1,2,64,4096"), 2, "head_dim"),
-        ((*PLAN, "--kv-heads", "3"), 2, "heads"),
-    ],
-)
-def test_what_cannot_be_says_why(command_line, arguments, status, message):
-    got, printed = command_line(*arguments)
-    assert got == status
-    assert printed.startswith("python -m multiattn ncu: ")
-    assert message in printed

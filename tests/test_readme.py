@@ -1,6 +1,7 @@
-"""The README keeps its promises: its code runs as it stands, it is short, and its pictures can be read."""
+"""The README keeps its promises: its code and the examples run as they stand, and it is short."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,13 @@ def test_the_readme_is_short_and_says_first_what_was_timed():
     first_screen = README[: README.index("## Install")]
     assert all(word in first_screen for word in ("H200", "H100", "forward (", "backward (", "training a model ("))
     assert len(BLOCKS) == 5
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda it: it.stem)
+def test_example_runs(path, capsys, monkeypatch):
+    """Here on the CPU; each holds what it asserts."""
+    if path.stem == "transformers_model":
+        pytest.importorskip("transformers")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out
