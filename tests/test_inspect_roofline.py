@@ -6,7 +6,7 @@ import torch
 from bench import matrix
 from multiattn.__main__ import main
 from multiattn.inspect.options import layer
-from multiattn.inspect.roofline import bounds, score_cycles
+from multiattn.inspect.roofline import bounds
 from multiattn.mask import CAUSAL, FULL, MASKS, Band
 from multiattn.plan.arch import GPUS, gpu_by_name
 from multiattn.plan.backend import DIRECTIONS
@@ -39,25 +39,6 @@ def test_flops_are_those_of_the_benchmark():
     for cell in [*matrix.SUITES["standard"], *matrix.SUITES["backward"]]:
         direction = {"fwd": "forward", "bwd": "backward"}[cell.direction]
         assert bounds(cell.problem, H200, direction).flops == matrix.cell_flops(cell)
-
-
-@pytest.mark.parametrize(
-    ("device", "head_dim", "direction", "ratio"),
-    [
-        ("H100 SXM", 64, "forward", 1.0),  # 4*64 FLOP of 4096 a clock, an exponential of 16 a clock
-        ("H200", 64, "backward", 2.5),
-        ("RTX 4090", 64, "forward", 8.0),
-        ("B200", 64, "forward", 0.5),
-    ],
-)
-def test_clocks_of_tensor_cores_over_those_of_exponentials(device, head_dim, direction, ratio):
-    gpu = gpu_by_name(device)
-    tensor, exp = score_cycles(gpu, head_dim, direction)
-    assert tensor / exp == ratio
-    found = bounds(layer(head_dim, 16384, "full"), gpu, direction)
-    assert found.tensor_ms / found.exp_ms == pytest.approx(ratio)
-    assert found.busiest == (("tensor",) if ratio > 1 else ("exp",) if ratio < 1 else ("tensor", "exp"))
-    assert found.peak_share == pytest.approx(min(ratio, 1.0))
 
 
 @pytest.mark.parametrize(

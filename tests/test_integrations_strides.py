@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import multiattn
 import multiattn.integrations.flash_attn as flash_attn
 from multiattn.integrations.padding import fmha_padded
 
@@ -79,8 +78,3 @@ def test_every_hook_copies_them(name, caplog):
         overrides.remove()
     assert torch.equal(found, wanted)
     assert not caplog.records  # none runs PyTorch's own kernel
-
-
-def test_the_core_says_what_to_do():
-    with pytest.raises(ValueError, match="contiguous"):
-        multiattn.fmha(*(strided(seed) for seed in range(3)))

@@ -230,20 +230,6 @@ def test_each_backend_takes_padding(backend):
     check(model, generate, torch.bfloat16, f"multiattn_{backend}")
 
 
-def test_named_backends_refuse_float32():
-    model = decoder("Llama")
-    model.set_attn_implementation("multiattn_triton")
-    with pytest.raises(multiattn.Unsupported, match="fp32"):
-        model(tokens())
-
-
-def test_autocast_decides_the_dtype():
-    model = decoder("Qwen3")
-    model.set_attn_implementation("multiattn_triton")
-    with torch.autocast("cpu", torch.bfloat16):
-        assert model(tokens(5)[:1]).logits.isfinite().all()
-
-
 def test_what_is_not_had_is_refused():
     model = build(transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES, attention_dropout=0.1))
     model.set_attn_implementation("multiattn")

@@ -178,11 +178,6 @@ def test_explain_of_a_gpu_that_is_not_here(arch):
     assert 1 <= plan.config.splits <= SPLITS_MAX
 
 
-def test_explain_refuses_as_data():
-    reasons = explain(called(dense, {"backend": "cuda", "variant": "split_q"}))
-    assert [reason.code for reason in reasons if reason.code == "cache"] == ["cache"]
-
-
 def test_a_problem_has_its_own_cache():
     (q, k, v), rest = dense()
     problem = multiattn.explain(q, k, v, **rest).problem

@@ -60,11 +60,6 @@ def test_explain_says_what_runs():
         multiattn.explain(*tensors, cu_seqlens_q=lengths["cu_seqlens_q"])
 
 
-@pytest.mark.parametrize("of", [("packed",), ("packed", 0, 9), ("cache", None), ("pages", 3, None, 2)], ids=str)
-def test_an_op_takes_a_batch_as_numbers(of):
-    assert Batching.of_numbers(Batching(*of).numbers) == Batching(*of)
-
-
 def test_lists_have_room_for_every_tile():
     for lengths in ((1, 1, 1), (16, 17, 0), (5000,), ()):
         rows = sum(lengths) + 20  # some behind the last
