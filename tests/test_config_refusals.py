@@ -133,7 +133,7 @@ CANDIDATES = (-1, 0, 3, 7, 9, 17, 33, 300, 2000, "random")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_each_limit_of_a_field_is_told(name, direction):
-    """Of every config that the package's own rules have for Hopper."""
+    """Configs are those that the package's own rules have for Hopper."""
     told = set()
     for variant in get(name).op(direction).offered:
         asked = problem(variant.name, 64)
