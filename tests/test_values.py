@@ -7,7 +7,6 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import multiattn
-from multiattn import fmha
 from multiattn.integrations.flash_attn import flash_attn_varlen_func
 from multiattn.integrations.flash_attn_kvcache import flash_attn_with_kvcache
 from multiattn.run import values
@@ -169,38 +168,6 @@ def test_a_gpu_is_asked_where_the_variable_says_so(monkeypatch):
             values.are_read(gpu)
     finally:
         values.is_asked.cache_clear()
-
-
-@pytest.mark.parametrize("starts", [(2, 5, 8), (5, 2, 30), (-4, 3, 8), (2**31 - 1, -(2**31), 4), (20, 30, 40)])
-@pytest.mark.parametrize("has_sinks", [False, True])
-def test_the_reference_keeps_unchecked_rows_in_their_places(monkeypatch, starts, has_sinks):
-    """As a GPU's kernels do, where nobody reads values: rows of no sequence are empty, and others where they are."""
-    monkeypatch.setattr(values, "can_be_read", lambda *of: False)
-    (q, k, v), lengths = call("q", starts)
-    q, k, v = (it.double().requires_grad_() for it in (q, k, v))
-    sinks = torch.randn(4).double().requires_grad_() if has_sinks else None
-    out, lse = varlen((q, k, v), lengths, sinks=sinks, return_lse=True, causal=True)
-    (out.sin().sum() + lse.masked_fill(lse.isinf(), 0.0).cos().sum()).backward()
-    dq, dk, dv = (it.grad.clone() for it in (q, k, v))
-    q.grad = k.grad = v.grad = None
-    of_none = torch.ones(ROWS["q"], dtype=torch.bool)
-    loss = torch.zeros(())
-    for begin, end, (first, last) in zip(starts, starts[1:], ((0, 5), (5, 12)), strict=False):
-        begin, end = max(min(begin, 10), 0), max(min(end, 10), 0)
-        if begin >= end:
-            continue
-        own = [it.transpose(0, 1)[None] for it in (q[begin:end], k[first:last], v[first:last])]
-        its, its_lse = fmha(*own, sinks=sinks, return_lse=True, causal=True)
-        torch.testing.assert_close((out[begin:end], lse[:, begin:end]), (its[0].transpose(0, 1), its_lse[0]))
-        loss = loss + its.sin().sum() + its_lse.masked_fill(its_lse.isinf(), 0.0).cos().sum()
-        of_none[begin:end] = False
-    assert not out[of_none].any()
-    empty = torch.full((4, 1), -torch.inf) if sinks is None else sinks.detach()[:, None]
-    torch.testing.assert_close(lse[:, of_none], empty.to(lse).expand(4, int(of_none.sum())))
-    if loss.requires_grad:
-        loss.backward()
-    for found, leaf in ((dq, q), (dk, k), (dv, v)):
-        torch.testing.assert_close(found, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
 
 
 def test_checks_cost_microseconds():

@@ -114,6 +114,7 @@ def _read_by(operands: Operands, direction: str) -> Operands:
 
 
 KERNELS = [
+    pytest.param("reference", "eager", "eager", id="reference"),
     pytest.param("triton", "full", "atomic", id="triton"),
     pytest.param("triton", "full", "two_pass", id="triton_two_pass"),
     pytest.param("triton", "warp_specialized", "warp_specialized", id="gluon"),
