@@ -14,6 +14,8 @@ from transformers.masking_utils import (  # noqa: E402
     bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
+from transformers_cells import padding  # noqa: E402
+from transformers_models import BATCH, LENGTH, tokens  # noqa: E402
 
 from multiattn.integrations.transformers import attend, make_mask, register  # noqa: E402
 
@@ -22,7 +24,6 @@ transformers.logging.set_verbosity_error()
 CACHE = next(
     it for it in inspect.signature(transformers.LlamaModel.forward).parameters if it in ("cache", "past_key_values")
 )
-BATCH, LENGTH = 2, 23
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 48,
@@ -60,18 +61,6 @@ def build(kind, config, seed=0):
 def decoder(name, **changes):
     kind = getattr(transformers, f"{name}ForCausalLM")
     return build(kind, getattr(transformers, f"{name}Config")(**SIZES | DECODERS[name] | changes))
-
-
-def tokens(length=LENGTH, seed=1):
-    return torch.randint(3, 61, (BATCH, length), generator=torch.Generator().manual_seed(seed))
-
-
-def padding(left=0, right=0, length=LENGTH):
-    """A mask of the tokenizer's kind: padding in one of both rows."""
-    mask = torch.ones(BATCH, length, dtype=torch.long)
-    mask[0, :left] = 0
-    mask[1, length - right :] = 0
-    return mask
 
 
 def run(model, implementation, dtype, function):
@@ -208,7 +197,7 @@ def test_a_position_bias_stands_beside_any_mask(kind):
 def test_each_backend(backend):
     """Its kernels, interpreted: one layer, a few tokens."""
     model = decoder("Gemma2", num_hidden_layers=1)
-    check(model, lambda it: [it(tokens(12)).logits], torch.bfloat16, f"multiattn_{backend}")
+    check(model, lambda it: [it(tokens(length=12)).logits], torch.bfloat16, f"multiattn_{backend}")
 
 
 @pytest.mark.parametrize("backend", multiattn.BACKENDS)
@@ -219,7 +208,7 @@ def test_each_backend_takes_padding(backend):
     def generate(model):
         options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
         found = model.generate(
-            tokens(12), attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options
+            tokens(length=12), attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options
         )
         return found.logits
 

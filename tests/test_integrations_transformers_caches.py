@@ -39,7 +39,7 @@ def test_steps_over_a_static_cache_take_lengths(name, calls):
 
     def logits(model):
         options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
-        found = model.generate(tokens(5), output_logits=True, return_dict_in_generate=True, **options)
+        found = model.generate(tokens(length=5), output_logits=True, return_dict_in_generate=True, **options)
         return found.logits
 
     check(decoder(name), logits)

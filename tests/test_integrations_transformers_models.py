@@ -177,7 +177,7 @@ def test_models_export_with_a_dynamic_length(name, masked, strict):
     length = torch.export.Dim("length", min=9, max=60)
     given = (tokens(), padding(left=5)) if masked else (tokens(),)
     program = torch.export.export(Logits(), given, dynamic_shapes=({1: length},) * len(given), strict=strict).module()
-    given = (tokens(41), padding(left=5, length=41)) if masked else (tokens(41),)
+    given = (tokens(length=41), padding(left=5, length=41)) if masked else (tokens(length=41),)
     with torch.no_grad():
         torch.testing.assert_close(program(*given), Logits()(*given))
 

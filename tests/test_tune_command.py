@@ -107,34 +107,28 @@ def test_a_config_that_fits_no_more_is_no_rule(tmp_path, capsys):
     assert "does not fit" in said
 
 
-def test_an_interrupted_run_keeps_what_is_finished(machine, monkeypatch, capsys):
-    real = check.check_plan
+@pytest.mark.parametrize(
+    ("where", "error", "status", "said"),
+    [
+        ((check, "check_plan"), KeyboardInterrupt(), 130, "Interrupted"),
+        ((measure, "time_candidates"), measure.LostError("the GPU is unusable"), 1, "the GPU is unusable"),
+        ((measure, "time_candidates"), torch.OutOfMemoryError("of memory\nhelp"), 1, "of memory"),
+    ],
+)
+def test_a_run_that_ends_early_keeps_what_is_finished(machine, monkeypatch, capsys, where, error, status, said):
+    real = getattr(*where)
 
-    def interrupted(plan, device):
+    def end(plans, other):
+        plan = plans[0] if isinstance(plans, list) else plans
         if plan.problem.head_dim == 24:
-            raise KeyboardInterrupt
-        real(plan, device)
+            raise error
+        return real(plans, other)
 
-    monkeypatch.setattr(check, "check_plan", interrupted)
-    assert command.main([*SHAPE, "--shape", "2,4,48,24"]) == 130
-    assert "Interrupted: 1 of 2 measured and kept" in capsys.readouterr().err
+    monkeypatch.setattr(*where, end)
+    assert command.main([*SHAPE, "--shape", "2,4,48,24"]) == status
+    assert f"{said}: 1 of 2 measured and kept" in capsys.readouterr().err
     (cell,) = kept.tuning_for(CUDA).cells
     assert cell.sizes.head_dim == 16
-
-
-@pytest.mark.parametrize("error", [measure.LostError("the GPU is unusable"), torch.OutOfMemoryError("of memory\nhelp")])
-def test_a_gpu_that_gives_up_costs_no_finished_measurement(machine, monkeypatch, capsys, error):
-    real = measure.time_candidates
-
-    def give_up(passed, bench):
-        if passed[0].problem.head_dim == 24:
-            raise error
-        return real(passed, bench)
-
-    monkeypatch.setattr(measure, "time_candidates", give_up)
-    assert command.main([*SHAPE, "--shape", "2,4,48,24"]) == 1
-    assert f"{str(error).splitlines()[0]}: 1 of 2 measured and kept" in capsys.readouterr().err
-    assert len(kept.tuning_for(CUDA).cells) == 1
 
 
 def test_a_shorter_sweep_does_not_lose_what_a_longer_one_found(machine, monkeypatch):
@@ -146,17 +140,9 @@ def test_a_shorter_sweep_does_not_lose_what_a_longer_one_found(machine, monkeypa
     assert cell.timed["cuda"].config["tile_m"] == 64
 
 
-def test_a_file_of_another_version_is_replaced(machine, folder, capsys):
-    path = kept.path_of(GPU)
-    kept.write(replace(fakes.tuning(), multiattn="0.0.1"), path)
-    assert command.main(SHAPE) == 0
-    assert "Replaced by new measurements" in capsys.readouterr().err
-    assert len(kept.read(path).cells) == 1
-
-
-def test_a_file_of_another_gpu_is_replaced(machine, capsys):
-    path = kept.path_of(GPU)
-    kept.write(fakes.tuning(gpu="NVIDIA Other"), path)
+@pytest.mark.parametrize("found", [replace(fakes.tuning(), multiattn="0.0.1"), fakes.tuning(gpu="NVIDIA Other")])
+def test_a_file_of_another_version_or_gpu_is_replaced(machine, capsys, found):
+    kept.write(found, kept.path_of(GPU))
     assert command.main([*SHAPE, "--direction", "both"]) == 0
     assert capsys.readouterr().err.count("Replaced by new measurements") == 1
     assert kept.tuning_for(CUDA).gpu == GPU
