@@ -15,7 +15,7 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_causal_mask_function,
 )
 from transformers_cells import padding  # noqa: E402
-from transformers_models import BATCH, LENGTH, tokens  # noqa: E402
+from transformers_models import BATCH, LENGTH, build, tokens  # noqa: E402
 
 from multiattn.integrations.transformers import attend, make_mask, register  # noqa: E402
 
@@ -44,18 +44,6 @@ DECODERS = {
     "Gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 3.0},
     "GptOss": {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 2},
 }
-
-
-def build(kind, config, seed=0):
-    """A random model whose attention is far from uniform, so that what scores are made of shows."""
-    torch.manual_seed(seed)
-    model = kind(config).eval()
-    for name, it in model.named_parameters():
-        if it.ndim == 2:
-            torch.nn.init.normal_(it, std=1.5 * it.shape[1] ** -0.5)
-        elif name.endswith("sinks"):
-            torch.nn.init.normal_(it)
-    return model
 
 
 def decoder(name, **changes):
