@@ -64,20 +64,6 @@ def test_names_of_products_are_distinct_and_their_l2_is_flushed():
     assert 2 * max(gpu.l2_mib or 0 for gpu in GPUS) * KIB**2 <= L2_FLUSH_BYTES
 
 
-FOUND = {
-    "A100 SXM 80GB": "NVIDIA A100-SXM4-80GB",
-    "RTX 3090": "NVIDIA GeForce RTX 3090",
-    "RTX 4090": "NVIDIA GeForce RTX 4090",
-    "RTX 5090": "NVIDIA GeForce RTX 5090",
-    "L20": "NVIDIA L20",
-    "L40S": "NVIDIA L40S",
-    "H100 SXM": "NVIDIA H100 80GB HBM3",
-    "H200": "NVIDIA H200",
-    "B200": "NVIDIA B200",
-    "B300": "NVIDIA B300, NVIDIA B300 SXM6 AC",
-    "GB300": "NVIDIA GB300",
-    "GB10": "NVIDIA GB10, GB10",
-}
 OTHERS = (
     "none, , NVIDIA, NVIDIA A100-PCIE-40GB, NVIDIA A100 80GB PCIe, NVIDIA A100-SXM4-40GB, "
     "NVIDIA A100-SXM4-80GB MIG 1g.10gb, NVIDIA GeForce RTX 3090 Ti, NVIDIA GeForce RTX 4090 D, "
@@ -87,12 +73,7 @@ OTHERS = (
 )
 
 
-def test_a_product_is_found_by_what_the_driver_calls_it_and_its_like_are_not_taken_for_it():
-    for name, drivers in FOUND.items():
-        for driver in drivers.split(", "):
-            found = find_gpu(driver)
-            assert found is not None, driver
-            assert found.name == name
+def test_the_like_of_a_product_is_not_taken_for_it():
     for driver in OTHERS.split(", "):
         assert find_gpu(driver) is None, driver
         with pytest.raises(ValueError, match=r"device: got .*; allowed A100 SXM 80GB, RTX 3090, .*, GB300, GB10"):

@@ -89,6 +89,19 @@ def test_a_backend_is_chosen_by_name(ran):
         provider.use("fastest")
 
 
+def assert_promised(name, arguments, results):
+    """Results are laid out as the op of this name says on fakes."""
+    fakes = [
+        torch.empty_strided(it.shape, it.stride(), dtype=it.dtype, device="meta") if torch.is_tensor(it) else it
+        for it in arguments
+    ]
+    for found, expected in zip(results, getattr(torch.ops.aten, name)(*fakes), strict=True):
+        if torch.is_tensor(expected):
+            assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
+        else:
+            assert found == expected
+
+
 LAYOUTS = {
     "contiguous": lambda it: it,
     "sequence first": lambda it: it.transpose(1, 2).contiguous().transpose(1, 2),
@@ -118,16 +131,7 @@ def test_results_are_laid_out_as_fakes_promise(layout):
     }
     assert set(calls) == {*sdpa.KERNELS["CUDA"], *sdpa.KERNELS["CPU"]}
     for name, (arguments, ours) in calls.items():
-        fakes = [
-            torch.empty_strided(it.shape, it.stride(), dtype=it.dtype, device="meta") if torch.is_tensor(it) else it
-            for it in arguments
-        ]
-        promised = getattr(torch.ops.aten, name)(*fakes)
-        for found, expected in zip(ours(*arguments), promised, strict=True):
-            if not torch.is_tensor(expected):
-                assert found == expected
-                continue
-            assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
+        assert_promised(name, arguments, ours(*arguments))
 
 
 REFUSED = {

@@ -105,20 +105,14 @@ KEPT = {
 }
 TOUCHED = {
     "flattened": lambda it: it.view(2, -1),
-    "indexed": lambda it: it[:, 0],
     "last rows": lambda it: it[:, :, -1:],
     "joined": lambda it: torch.cat((it, it), -1),
     "joined with another": lambda it: torch.cat((torch.zeros(2, 1, 5, 3), it), -1),
-    "compared": lambda it: it == 0,
     "as bools": lambda it: it.to(torch.bool),
-    "inverted": lambda it: 1 - it,
-    "of all heads": lambda it: it.expand(2, 4, 5, 5),
     "padded": lambda it: torch.nn.functional.pad(it, (0, 3)),
-    "convolved": lambda it: torch.nn.functional.conv2d(it, torch.ones(1, 1, 3, 3)),
     "filled": lambda it: it.masked_fill(torch.eye(5, dtype=torch.bool), -1),
     "added": lambda it: torch.zeros(2, 4, 5, 5) + it,
     "of another": lambda it: torch.zeros(2, 1, 5, 5).copy_(it),
-    "rows of the batch": lambda it: it.index_select(0, torch.tensor([1, 0])),
     "summed": lambda it: it.sum(),
 }
 
