@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 from parity.case import PLANTED, CacheCase, Case
 
+OF_HEADS = ("alibi", "learned_alibi", "head_temperature", "full_bias", "shared_bias", "composite", "periodic")
+"""Callables that tell the query heads of a group apart; the first has no captured tensor, which some kernels refuse."""
+
 
 def is_slow(case: Case) -> bool:
     """True for the sweep over head_dims but for those that tiles are made for: most interpreters take seconds."""
@@ -32,6 +35,8 @@ def code_kinds_of(case: Case) -> Iterator[str]:
         yield "sinks"
     if case.bias is not None or case.alibi != "none" or case.softcap is not None or case.score_mod is not None:
         yield "scores"
+        if case.heads_q > case.heads_kv and _knows_heads(case):
+            yield "scores of shared heads"
     if case.packed is not None:
         yield "packed"
     if case.head_dim & (case.head_dim - 1):
@@ -46,6 +51,10 @@ def code_kinds_of(case: Case) -> Iterator[str]:
         page = case.cache.page
         yield f"cache {'dense' if page is None else 'by rows' if page % 8 else 'by boxes' if page < 64 else 'by tiles'}"
         yield "cache with packed queries" if case.cache.queries is not None else "cache"
+
+
+def _knows_heads(case: Case) -> bool:
+    return case.alibi != "none" or "h" in (case.bias or "") or case.score_mod in OF_HEADS
 
 
 def _mask(case: Case) -> str:

@@ -51,6 +51,7 @@ ROWS: dict[tuple[str, str, str], tuple[dict[str, Any] | None, tuple[tuple[int, d
         (256, {"kv_in_registers": True}, "", ""),
     )),
     ("cuda", "forward", "wgmma"): ({"tile_m": 128, "tile_n": 64}, (
+        (64, {"tile_m": 64}, "tile_m=64", "128, 192"),
         (64, {"cluster": 2}, "scheduler=dynamic with cluster=2", "one_tile, static"),
         (64, {"tile_n": 256}, "224 registers", "up to 208 with 2 warpgroups"),
         (64, {"tile_n": 224, "q_in_registers": True}, "q_in_registers with 200 registers for all else", "up to 192"),

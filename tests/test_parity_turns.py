@@ -9,11 +9,15 @@ from multiattn import BACKENDS
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import CPU
 from multiattn.plan.backend import DIRECTIONS, Plan, find_variant, plan_variant
+from multiattn.score import bind_score, lower
+from multiattn.score.program import walk
 from parity import turns
+from parity.callables import CALLABLES, Sizes
 from parity.cases import CASES
 from parity.kinds import code_kinds_of
 from parity.launch import dealt, has_turn, plan_case, problem_of, waits_for_night
 from parity.results import Contender
+from parity.score_cases import DAILY
 from parity.tensors import Inputs
 
 DEVICE = torch.device("cpu")
@@ -58,6 +62,24 @@ def test_every_case_that_a_backend_can_run_has_a_turn(name, direction):
         )
         more = Contender(backend=name, direction=direction, turn=len(deal.by_day.get(case.name, [0])))
         assert not has_turn(case, more, DEVICE)
+
+
+def kinds_of_callable(case):
+    """How gradients of its tensors are added up, and what its slope is made of: kernels have other code for each."""
+    found = bind_score(device=DEVICE, **case.make(Sizes(batch=2, heads=4, seq_q=20, seq_kv=24, device=DEVICE)))
+    if found is None:
+        return {"no code"}
+    lowered, slope = lower(found.program), "constant"
+    if lowered.slope.op != "const":
+        slope = "loaded" if any(it.op == "load" for it in walk(lowered.slope)) else "computed"
+    return {slope, *((it.is_exclusive, bool(it.load.args)) for it in lowered.gradients_of(found.slots_requiring_grad))}
+
+
+def test_each_kind_of_callable_has_a_day():
+    kinds = {it.name: kinds_of_callable(it) for it in CALLABLES if it.score_mod is not None and it.mask_mod is None}
+    assert set().union(*kinds.values()) == set().union(*(kinds[name] for name in DAILY))
+    by_day = [case.score_mod for case in CASES if case.name.startswith("score_mod_") and not case.nightly]
+    assert sorted(by_day) == sorted(DAILY)
 
 
 def test_a_deal_is_the_same_each_time():

@@ -79,6 +79,14 @@ def test_gradients_of_eager_are_those_of_the_callable(case):
         torch.testing.assert_close(mine, true, **tolerance(true))
 
 
+def test_what_only_a_mask_reads_has_no_gradient():
+    scores, masks = (torch.zeros(24, requires_grad=True) for _ in range(2))
+    made = {"score_mod": lambda s, b, h, q, kv: s + scores[kv], "mask_mod": lambda b, h, q, kv: masks[q] >= masks[kv]}
+    found = bind_score(device=CPU, **made)
+    assert [found.tensors[slot] is scores for slot in found.slots_requiring_grad] == [True]
+    assert len(found.tensors) == 2
+
+
 @SCORES
 def test_kernel_form_has_these_values_and_slopes(case):
     """In fp64, so that only the form itself can be wrong: the scale, log2(e), hoisted scalars, clamped indices."""
