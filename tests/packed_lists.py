@@ -9,16 +9,20 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
+Pair = tuple[int, int]
+
 _RANDOM = random.Random(0)
 MANY = [_RANDOM.randrange(40) for _ in range(47)]
 """More lengths than a warp has lanes, 0 among them."""
-
-
-def starts(lengths: Sequence[int]) -> torch.Tensor:
-    """The cu_seqlens of sequences of these lengths."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-
+LISTS = [
+    pytest.param([5, 0, 100, 33, 1], [5, 7, 0, 64, 200], 11, (16, 32), 2, id="both"),
+    pytest.param([5, 0, 100, 33, 1], [5, 7, 0, 64, 200], 0, (16, 0), 1, id="queries"),
+    pytest.param([5, 0, 100, 33, 1], [5, 7, 0, 64, 200], 11, (0, 64), 1, id="keys"),
+    pytest.param([5, 5, 5], [5, 5, 5], 0, (32, 16), 1, id="equal"),
+    pytest.param([], [], 50, (16, 16), 2, id="no-sequence"),
+    pytest.param(MANY, MANY[::-1], 3, (16, 32), 3, id="groups"),
+]
+"""Lengths of both sides, rows behind them, tiles of both lists (0: not wanted), and the parts that share a group's."""
 WRONG = {
     "no_leading_0": ([30, 60, 100], [20, 25, 130]),
     "a_later_0": ([0, 100, 0, 100, 0, 100, 0, 100], [0, 130, 0, 130, 0, 130, 0, 130]),
@@ -29,24 +33,14 @@ WRONG = {
 }
 """Values of both cu_seqlens that no batch of 100 queries and 130 keys has."""
 WRONG_ROWS = 100, 130
-LISTS = [
-    pytest.param([5, 0, 100, 33, 1], [5, 7, 0, 64, 200], 11, (16, 32), 2, id="both"),
-    pytest.param([5, 0, 100, 33, 1], [5, 7, 0, 64, 200], 0, (16, 0), 1, id="queries"),
-    pytest.param([5, 0, 100, 33, 1], [5, 7, 0, 64, 200], 11, (0, 64), 1, id="keys"),
-    pytest.param([], [], 50, (16, 16), 2, id="no-sequence"),
-    pytest.param(MANY, MANY[::-1], 3, (16, 32), 3, id="groups"),
-]
-"""Lengths of both sides, rows behind them, tiles of both lists (0: not wanted), and the parts that share a group's."""
-WRONG_LISTS = [
-    pytest.param([torch.tensor(it, dtype=torch.int32) for it in given], longest, id=f"{name}-{bound}")
-    for name, given in WRONG.items()
-    for bound, longest in (("any", (0, 0)), ("bounded", (35, 17)))
-]
-"""Both cu_seqlens, and bounds of the most rows of a sequence."""
-_LARGEST = 2**31 - 1
 
 
-def ranges(cu_seqlens: Sequence[int], rows: int, longest: int = _LARGEST) -> list[tuple[int, int]]:
+def starts(lengths: Sequence[int]) -> torch.Tensor:
+    """The cu_seqlens of sequences of these lengths."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def ranges(cu_seqlens: Sequence[int], rows: int, longest: int = 2**31 - 1) -> list[tuple[int, int]]:
     """First row and length of each sequence, of the rows behind the last, and of those before the first."""
     places = [min(max(it, 0), rows) for it in cu_seqlens]
     found = [(place, min(max(end - place, 0), longest)) for place, end in pairwise(places)]
@@ -54,26 +48,14 @@ def ranges(cu_seqlens: Sequence[int], rows: int, longest: int = _LARGEST) -> lis
 
 
 def listed(
-    own: Sequence[int],
-    other: Sequence[int],
-    rows: tuple[int, int],
-    tile: int,
-    longest: tuple[int, int] = (_LARGEST, _LARGEST),
-    *,
-    of_keys: bool,
-    last_first: bool,
+    cu_seqlens: Sequence[Sequence[int]], rows: Pair, tile: int, longest: Pair, *, of_keys: bool
 ) -> list[list[int]]:
-    """The first six of `multiattn.packed.LIST_FIELDS` of each entry, of tiles of queries or of keys.
-
-    `own` is the cu_seqlens on the side of the tiles, and `other` that on the other side; `rows` and `longest` are the
-    rows and the most rows of a sequence on both.
-    """
-    others = [*ranges(other, rows[1], longest[1])[:-2], (0, 0), (0, 0)]
-    sequences = [(number, *it) for number, it in enumerate(zip(ranges(own, rows[0], longest[0]), others, strict=True))]
+    """The first six of `LIST_FIELDS` of each entry, of tiles of queries or of keys, whose side comes first."""
+    own, other = (ranges(*it) for it in zip(cu_seqlens, rows, longest, strict=True))
+    sequences = [(number, *it) for number, it in enumerate(zip(own, [*other[:-2], (0, 0), (0, 0)], strict=True))]
     entries = []
     for number, *sides in sorted(sequences, key=lambda it: (-it[2][1], it[0])):
-        length = sides[0][1]
         fields = [*sides[of_keys], *sides[not of_keys]]
-        tiles = [[number, first_row, *fields] for first_row in range(0, length, tile)]
-        entries += reversed(tiles) if last_first and not of_keys else tiles
+        tiles = [[number, first_row, *fields] for first_row in range(0, sides[0][1], tile)]
+        entries += tiles if of_keys else reversed(tiles)
     return entries

@@ -1,4 +1,4 @@
-"""Kernels that 200 random problems of one head_dim and dtype take: few, so that a new length compiles nothing."""
+"""Kernels that random problems of one head_dim and dtype take: few, so that a new length compiles nothing."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from multiattn.cuda.instances import kernels_of as cuda_kernels_of
+from multiattn.cuda.source import translation_unit
 from multiattn.cutile.families import launches_of
 from multiattn.cutile.launch import code_key
+from multiattn.operands import Options
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan, get, make_plan
-from multiattn.problem import Problem
+from multiattn.problem import Problem, problem_of
+from multiattn.sequences import Batching
 from multiattn.triton.calls import Call, calls_of
+from multiattn.varlen import Lengths, pack, with_packing
 
 SM90 = ARCHS["sm90"]
 COUNT = 200
@@ -59,6 +65,8 @@ def key_of_triton(call: Call) -> str:
 
 def kernels_of(plan: Plan) -> dict[str, object]:
     """The key of the code of each kernel of a launch."""
+    if plan.backend == "cuda":
+        return {"all": translation_unit(cuda_kernels_of(plan))}
     if plan.backend == "cutile":
         return {launch.kernel: code_key(launch, plan.arch) for launch in launches_of(plan)}
     return {call.table.kernel: key_of_triton(call) for call in calls_of(plan)}
@@ -112,3 +120,63 @@ def test_problems_share_the_kernels_of_their_rules(backend, direction, head_dim,
     kinds = {**KINDS[backend, causal], "merge_splits": PARTS}
     got = {name: len(keys) for (_, name), keys in found.items() if len(keys) > kinds.get(name, 1)}
     assert not got
+
+
+# ---------------------------------------------------------------- packed batches and caches
+
+
+def packed_problem(made: random.Random, head_dim: int, *, has_scores: bool, window: tuple[int, int]) -> Problem:
+    """A batch of any number of sequences, with rows behind the last; `has_scores` is with slopes and a bias."""
+    sequences, rows = made.randrange(2, 300), [made.randrange(300, 1 << 15) for _ in range(2)]
+    starts = torch.zeros(sequences + 1, dtype=torch.int32)
+    lengths = Lengths(starts, starts, *(made.randrange(2, 900) for _ in range(2)))
+    q, k = (torch.empty(it, heads, head_dim, dtype=torch.bfloat16) for it, heads in zip(rows, (4, 2), strict=True))
+    slopes = torch.empty(sequences, 4, requires_grad=True) if has_scores else None
+    bias = torch.empty(1, 1, lengths.max_seqlen_q, lengths.max_seqlen_kv, requires_grad=True) if has_scores else None
+    given = pack(q, k, k, lengths), Options(*window, None), lengths
+    return problem_of(*with_packing(*given, 20.0 if has_scores else None, slopes, bias, None))
+
+
+PACKED = (
+    ("forward", None, 64, (None, 0)),
+    ("forward", None, 256, (None, 0)),
+    ("forward", None, 128, (100, 0)),
+    ("backward", "two_pass", 128, (None, 0)),
+    ("backward", "atomic", 40, (100, 0)),
+    ("backward", None, 128, (None, None)),
+)
+
+
+@pytest.mark.parametrize("has_scores", [False, True], ids=["plain", "scores"])
+@pytest.mark.parametrize("backend", ["cuda", "cutile", "triton"])
+@pytest.mark.parametrize(("direction", "variant", "head_dim", "window"), PACKED)
+def test_packed_batches_of_any_lengths_run_the_same_code(backend, direction, variant, head_dim, window, has_scores):
+    made, found = random.Random(0), set()
+    for _ in range(10 if has_scores else 40):
+        problem = packed_problem(made, head_dim, has_scores=has_scores, window=window)
+        plan = make_plan(get(backend), problem, SM90, direction=direction, variant=variant, probe=False)
+        found.add(tuple(kernels_of(plan).items()))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("page", [None, 1, 16, 256])
+@pytest.mark.parametrize("backend", ["cuda", "cutile", "triton"])
+def test_no_code_depends_on_lengths_capacities_or_parts(backend, page, is_packed):
+    """But for a power of two of parts and one of heads, which cuTile merges at once."""
+    made, found, fixed = random.Random(0), set(), {}
+    for _ in range(20):
+        batch, queries, rows, heads = *(made.randrange(2, most) for most in (40, 30, 5000)), made.choice((1, 2, 4, 8))
+        more = {"splits": made.randrange(9, 17), "max_q": queries if is_packed else None}
+        cache = Batching.cached(batch, batch, **more)
+        if page:
+            pages = -(-rows // page)
+            cache, rows = Batching.cached(batch, batch * pages + 1, page, pages, **more), pages * page
+            cache = cache._replace(table_stride=made.randrange(5000, 6000))
+        sizes = {"batch": 1, "seq_q": batch * queries} if is_packed else {"batch": batch, "seq_q": queries}
+        sizes |= {"heads_q": 4 * heads, "heads_kv": heads, "seq_kv": rows, "head_dim": 128}
+        problem = Problem.contiguous(**sizes, causal=True, batching=cache)
+        plan = make_plan(get(backend), problem, SM90, variant="split_keys", probe=False)
+        config = replace(fixed.setdefault("config", plan.config), splits=plan.config.splits)
+        found.add(tuple(kernels_of(replace(plan, config=config)).items()))
+    assert len(found) == 1

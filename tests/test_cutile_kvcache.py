@@ -24,7 +24,7 @@ from multiattn.sequences import Batching, area_layouts
 pytest.importorskip("cuda.tile")
 
 from multiattn.cutile import cpu
-from multiattn.cutile.compile import get_kernel, get_signature
+from multiattn.cutile.compile import get_kernel
 from multiattn.plan.cubin import read_entry
 from multiattn.plan.toolchain import disassemble, find_cuobjdump
 
@@ -171,25 +171,6 @@ def test_blocks_fill_the_chip_unless_the_caller_says_how_many():
 )  # fmt: skip
 def test_pages_are_loaded_whole_where_that_pays(page, arch, rows):
     assert page_rows_of(problem_of(page=page, seq_kv=960 * 4), ARCHS[arch], 64) == rows
-
-
-def code_of(problem):
-    launches = launches_of(plan_of(problem))
-    return tuple((get_kernel(it), id(get_signature(it)), it.occupancy) for it in launches)
-
-
-def test_no_length_number_of_pages_heads_or_splits_compiles_anything():
-    """But for the merge of few parts, which has a power of two of them, and one of heads."""
-    found = set()
-    for batch, seq_kv, heads, splits in [(1, 64, 8, 9), (3, 960, 4, 10), (16, 8192, 1, 16), (7, 131072, 2, 13)]:
-        sizes = {"batch": batch, "seq_kv": seq_kv, "heads_kv": heads, "heads_q": 4 * heads, "splits": splits}
-        found.add(code_of(problem_of(page=16, **sizes)))
-    assert len(found) == 1
-    first, second = found.pop()
-    for splits in (2, 5, 100):
-        others = code_of(problem_of(page=16, splits=splits))
-        assert others[0] == first
-        assert others[1] != second
 
 
 # ---------------------------------------------------------------- compiled

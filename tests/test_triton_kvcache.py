@@ -1,13 +1,9 @@
 """Triton's kernels that divide keys into parts: bits, plans, and what their code depends on. Parity has the numbers."""
 
 import itertools
-import random
 
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
 
 from multiattn import Problem, explain, fmha_kvcache
 from multiattn.inspect.facts import read_plan
@@ -165,37 +161,7 @@ def test_a_merge_takes_all_parts_at_once(splits):
 
 # ---------------------------------------------------------------- compiled code
 
-TARGET = make_backend(GPUTarget("cuda", 90, 32))
 needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
-
-
-def specialised(call):
-    """All that Triton tells compiled kernels of one source apart by."""
-    kernel = call.kernel
-    bind = create_function_from_signature(kernel.signature, kernel.params, TARGET)
-    _bound, specialisation, options = bind(*call.stubs(), **call.table.options)
-    return kernel.__name__, f"{specialisation} {options}"
-
-
-@pytest.mark.parametrize("page", [None, 1, 16, 256])
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_no_code_depends_on_lengths_capacities_or_parts(page, is_packed):
-    draw = random.Random(0)
-    found = set()
-    for _ in range(20):
-        splits, queries = draw.randrange(17, 65), draw.randrange(1, 40)
-        plan = plan_of(
-            TritonSplitConfig(tile_m=16, tile_n=64, warps=4, stages=3, splits=splits),
-            page=page,
-            batch=draw.randrange(1, 40),
-            queries=queries,
-            capacity=draw.randrange(1, 5000),
-            max_q=queries if is_packed else None,
-            table_stride=draw.randrange(5000, 6000),
-            causal=True,
-        )
-        found.add(tuple(map(specialised, calls_of(plan))))
-    assert len(found) == 1
 
 
 @needs_compiler
