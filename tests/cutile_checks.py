@@ -34,7 +34,7 @@ def launch(config, q, k, v, *, variant=None, **options):
     """out and lse of a config."""
     plan = make_plan(BACKEND, Problem.of(q, k, v, **options), ARCHS["cpu"], variant=variant, config=config)
     out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:3], math.nan)
-    multiattn.launch(plan, q, k, v, out, lse)
+    multiattn.launch(plan, q, k, v, out, lse, sinks=options.get("sinks"))
     return out, lse
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -18,7 +19,7 @@ from multiattn.cuda.instances import kernels_of as cuda_kernels_of
 from multiattn.cuda.source import translation_unit
 from multiattn.cutile.families import launches_of
 from multiattn.cutile.launch import code_key
-from multiattn.operands import Options
+from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan, get, make_plan
 from multiattn.problem import Problem, problem_of
@@ -180,3 +181,53 @@ def test_no_code_depends_on_lengths_capacities_or_parts(backend, page, is_packed
         config = replace(fixed.setdefault("config", plan.config), splits=plan.config.splits)
         found.add(tuple(kernels_of(replace(plan, config=config)).items()))
     assert len(found) == 1
+
+
+# ---------------------------------------------------------------- what a call asks for
+
+
+def asked(**options) -> Problem:
+    """The problem of a call with these options."""
+    q, k = (torch.empty(2, heads, 256, 64, dtype=torch.bfloat16) for heads in (4, 2))
+    sinks = torch.empty(4) if options.pop("sinks", False) else None
+    window = options.pop("window", (None, None))
+    scores = dict.fromkeys(("softcap", "alibi_slopes", "bias", "score_mod", "block_mask")) | options
+    return problem_of(*with_score(Operands(q, k, k, sinks=sinks), Options(*window, None), **scores))
+
+
+def blocks(heads: int | None) -> BlockMask:
+    return create_block_mask(lambda b, h, q, kv: q >= kv, None, heads, 256, 256, device="cpu")
+
+
+BIAS = torch.empty(1, 4, 256, 256)
+ASKED = {
+    "nothing": {},
+    "softcap": {"softcap": 30.0},
+    "slopes": {"alibi_slopes": torch.empty(2, 4)},
+    "slopes of heads": {"alibi_slopes": torch.empty(4)},
+    "window": {"window": (100, 0)},
+    "sinks": {"sinks": True},
+    "blocks": {"block_mask": blocks(None)},
+    "bias": {"bias": BIAS},
+    "trained bias": {"bias": BIAS.clone().requires_grad_()},
+}
+SHARED = {
+    "softcap": {"softcap": 50.0},
+    "window": {"window": (70, 30)},
+    "blocks": {"block_mask": blocks(4)},
+}
+"""What differs in numbers and lists alone."""
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("backend", ["cuda", "cutile", "triton"])
+def test_what_a_call_asks_for_has_code_of_its_own_and_its_numbers_have_not(backend, direction):
+    def code(options):
+        plan = make_plan(get(backend), asked(**options), SM90, direction=direction, probe=False)
+        return tuple(kernels_of(plan).items())
+
+    others = {"trained bias"} if direction == "forward" else {"sinks"}  # what the other direction alone knows of
+    found = {name: code(options) for name, options in ASKED.items() if name not in others}
+    assert len(set(found.values())) == len(found)
+    for name, options in SHARED.items():
+        assert code(options) == found[name], name

@@ -119,24 +119,6 @@ def test_an_expression_has_kernels_of_its_own():
 
 @can_compile
 @pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
-@pytest.mark.parametrize(
-    ("direction", "variant", "head_dim"),
-    [
-        ("forward", SPLIT_Q.name, 64),
-        ("forward", WGMMA.name, 64),
-        ("backward", "two_pass", 64),
-        ("backward", "wgmma_two_pass", 192),
-        ("backward", "wgmma_two_pass", 256),
-    ],
-)
-def test_a_softcap_does_not_spill(direction, variant, head_dim):
-    _, plan = asked(softcap=30.0, direction=direction, variant=variant, head_dim=head_dim)
-    for facts in read_plan(plan):
-        assert facts.hot_spills == 0
-
-
-@can_compile
-@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
 def test_alibi_costs_hopper_three_instructions_a_score():
     """A subtraction, a product and an FMA, all of fp32: positions become floats once a block for each of two rows."""
     plain, sloped = (asked(alibi=it, head_dim=128, variant=WGMMA.name)[1] for it in (None, torch.ones(2)))

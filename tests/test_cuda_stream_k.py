@@ -14,7 +14,6 @@ from multiattn.cuda.family import areas_of
 from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import numbers_of
 from multiattn.cuda.stream_k import LEAST_RANGE_STEPS, LEAST_SHARE_STEPS, Divided, division_of
-from multiattn.inspect.facts import read_plan
 from multiattn.plan.arch import ARCHS, CPU
 from multiattn.plan.backend import Plan, make_plan
 from multiattn.problem import Problem
@@ -147,20 +146,3 @@ def test_parts_make_up_the_gradients(sizes, options, config, expected):
 
 
 # ---------------------------------------------------------------- compiled
-
-
-@pytest.mark.parametrize(
-    "problem",
-    [
-        pytest.param(problem_of(16, 16, 4096, 4), id="d128_ranges"),
-        pytest.param(problem_of(16, 1, 4096, 4, causal=True), id="d128_shares"),
-        pytest.param(problem_of(16, 1, 4096, 4, head_dim=96, causal=True), id="d96_shares"),
-        pytest.param(problem_of(32, 1, 4096, 4, head_dim=64, causal=True), id="d64_shares"),
-    ],
-)
-def test_no_loop_of_divided_tiles_spills(problem):
-    plan = plan_of(problem)
-    prepare, keys, _ = launches_of(plan)
-    assert prepare.kernel.stream_k
-    assert keys.kernel.stream_k
-    assert [it.hot_spills for it in read_plan(plan)] == [0, 0, 0]

@@ -108,10 +108,3 @@ def test_hopper_adds_to_dq_by_tma_and_keeps_p_in_registers():
     text = disassemble(keys.cubin)
     assert "UTMAREDG" in text
     assert re.search(r"HGMMA\S+ R\d+, R\d+, gdesc", text)  # the left operand in registers: p^T, ds^T
-
-
-@needs_compiler
-def test_the_rarer_branches_compile():
-    """Ragged, with the mask and a scale of 0, in 64 bits."""
-    sizes = {"batch": 64, "heads_q": 64, "seq_q": 65537, "seq_kv": 129}
-    assert compile_all("two_pass", "sm90", head_dim=40, causal=True, scale=0.0, **sizes)

@@ -8,21 +8,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
-import torch
 
 from multiattn import Problem
 from multiattn.cutile.forward import CutileConfig
-from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
-from multiattn.problem import problem_of
 
 pytest.importorskip("cuda.tile")
 
 from cuda.tile._cext import default_tile_context
 
 from multiattn.cutile import compile
-from multiattn.cutile.compile import get_signature
 from multiattn.cutile.families import launches_of
 from multiattn.plan.cubin import read_entry
 from multiattn.plan.toolchain import disassemble, find_cuobjdump
@@ -98,31 +94,6 @@ def test_what_is_done_again_costs_the_loops_no_block_of_keys_in_flight():
     (compiled,) = BACKEND.forward.export(make(head_dim=256, seq_q=4096, causal=True, config=config), ())
     row = 256 * 2  # bytes
     assert read_entry(compiled.cubin, compiled.kernel).smem_bytes >= (128 + 5 * 64) * row
-
-
-@needs_compiler
-@pytest.mark.parametrize("sizes", [{"causal": True, "scale": -1.0, "head_dim": 40}, {"seq_q": 100, "scale": 0.0}])
-def test_the_rarer_branches(sizes):
-    assert BACKEND.forward.export(make(config=SMALL, **sizes), ())[0].cubin
-
-
-@needs_compiler
-def test_64_bit_arrays():
-    plan = make(config=SMALL, batch=64, heads_q=64, seq_q=65536, causal=True)
-    (launch,) = launches_of(plan)
-    assert "w" in get_signature(launch).symbol.rsplit("_A", 1)[-1]
-    assert BACKEND.forward.export(plan, ())[0].cubin
-
-
-@needs_compiler
-@pytest.mark.parametrize("variant", ["two_pass", "atomic"])
-def test_a_gradient_that_each_score_adds_to_can_be_compiled(variant):
-    """With more scores a thread tileiras 13.4 ends in an error."""
-    q, bias = (torch.empty(1, 2, 256, size, dtype=torch.bfloat16, requires_grad=True) for size in (64, 256))
-    problem = problem_of(*with_score(Operands(q, q, q), Options(), None, None, bias, None))
-    plan = make_plan(BACKEND, problem, ARCHS["sm90"], direction="backward", variant=variant, probe=False)
-    assert plan.config.tile_m * plan.config.tile_n > 16 * 32 * plan.config.num_worker_warps
-    assert BACKEND.backward.export(plan, ())
 
 
 @needs_compiler

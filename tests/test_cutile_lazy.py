@@ -7,18 +7,29 @@ import pytest
 import torch
 
 from multiattn import Problem
+from multiattn.cutile.backward import TwoPassConfig
 from multiattn.cutile.families import launches_of
-from multiattn.cutile.forward import PIPELINES, STEPS, CutileConfig, begins_at_diagonal, grid_of, is_linear
+from multiattn.cutile.forward import (
+    PIPELINES,
+    STEPS,
+    CutileConfig,
+    begins_at_diagonal,
+    grid_of,
+    is_linear,
+    keeps_maxima,
+)
 from multiattn.cutile.launches import Together
+from multiattn.mask import Band
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
 from multiattn.plan.schedule import most_multiprocessors
 
 pytest.importorskip("cuda.tile")
 
+import gradient_checks
 from cutile_checks import check, grow, launch, make_inputs
 
-from multiattn.cutile.kernels import forward
+from multiattn.cutile.kernels import backward, forward
 
 BACKEND = get("cutile")
 LAZY = CutileConfig(tile_m=32, tile_n=32, lazy_max=True)
@@ -33,10 +44,10 @@ def tile_of(const, given, *rest):
     return place.batch, place.head, place.tile
 
 
-def watch(monkeypatch, name, what=tile_of):
-    """The tiles of each call of one of the kernel's functions, as they come; or `what` else of its arguments."""
-    found, function = [], getattr(forward, name)
-    monkeypatch.setattr(forward, name, lambda *of: (found.append(what(*of)), function(*of))[1])
+def watch(monkeypatch, name, what=tile_of, module=forward):
+    """The tiles of each call of one of a kernel's functions, as they come; or `what` else of its arguments."""
+    found, function = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *of: (found.append(what(*of)), function(*of))[1])
     return found
 
 
@@ -191,6 +202,87 @@ def test_a_check_that_misses_something_is_noticed(change, monkeypatch):
     monkeypatch.setattr(forward, name, broken)
     with pytest.raises(AssertionError):
         check(LAZY, q, k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tiles_that_are_done_again_have_a_sink_once(dtype, redone):
+    q, k, v = make_inputs(dtype=dtype, heads_q=4, spread=4.0, head_dim=16)
+    check(LAZY, q, grow(k, start=100, factor=20.0), v, sinks=torch.tensor((300.0, 0.0, -math.inf, 900.0)))
+    assert redone
+
+
+# ---------------------------------------------------------------- windows
+
+
+def walk(visible, size_of_tile, size):
+    """(tile, block, masked) of all blocks of which a tile sees something; without a mask those of which it sees all."""
+    expected = []
+    for tile, rows in enumerate(visible.split(size_of_tile)):
+        for block, part in enumerate(rows.split(size, dim=1)):
+            if part.any():
+                is_whole = part.shape[1] == size  # a ragged block needs a mask
+                expected.append((tile, block, not (is_whole and bool(part.all()))))
+    return expected
+
+
+@pytest.mark.parametrize(("left", "right", "seq_q", "seq_kv"), [
+    (40, 0, 96, 160), (70, 20, 96, 160), (20, 3, 128, 128), (None, 5, 72, 136), (5, None, 72, 136), (90, 31, 150, 60),
+])  # fmt: skip
+def test_every_block_of_the_band_once_and_no_other(left, right, seq_q, seq_kv, monkeypatch):
+    band = Band(left, right)
+    visible = band.visible(seq_q, seq_kv, torch.device("cpu"))
+    q, k, v, dout = gradient_checks.make_tensors(heads_q=1, seq_q=seq_q, seq_kv=seq_kv, head_dim=16)
+
+    scores = watch(monkeypatch, "score_found", lambda const, at, block, _, masked: (at.place.tile, int(block), masked))
+    check(CutileConfig(tile_m=32, tile_n=16), q, k, v, window=band.window)
+    assert sorted(scores) == walk(visible, 32, 16)
+
+    keys = watch(monkeypatch, "add_keys", lambda const, place, *rest: (place.tile, int(rest[-2]), rest[-1]), backward)
+    queries = watch(
+        monkeypatch, "add_queries", lambda const, place, tile, *rest: (tile, int(place.tile), rest[-1]), backward
+    )
+    config = TwoPassConfig(tile_m=16, tile_n=32, dq_tile_m=32, dq_tile_n=16)
+    problem = Problem.of(q, k, v, window=band.window)
+    plan = make_plan(BACKEND, problem, ARCHS["cpu"], direction="backward", variant="two_pass", config=config)
+    gradient_checks.run(plan, q, k, v, dout)
+    assert sorted(keys) == walk(visible, 32, 16)
+    assert sorted(queries) == walk(visible.T, 32, 16)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_only_tiles_without_a_full_block_are_done_again(pipeline, monkeypatch):
+    """The first tile of a sequence, and all where windows are too narrow, for which the plan would not be lazy."""
+    redone = watch(monkeypatch, "redone_rows", lambda const, at: at.place.tile)
+    q, k, v = make_inputs(heads_q=1, seq_q=160, seq_kv=160, head_dim=16)
+    config = replace(LAZY, pipeline=pipeline)
+    check(config, q, k, v, window=(63, 0))
+    assert redone == [0]
+    redone.clear()
+    check(config, q, k, v, window=(40, 0))
+    assert redone == []
+    monkeypatch.setattr("multiattn.cutile.forward.keeps_maxima", lambda problem, config: config.lazy_max)
+    check(config, q, k, v, window=(40, 0))
+    assert sorted(redone) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("window", "change", "keeps"),
+    [
+        ((1023, 0), {}, True), ((127, 0), {}, True), ((126, 0), {}, False), ((64, 0), {}, False),
+        ((127, 0), {"seq_kv": 4100}, False), ((190, 0), {"seq_kv": 4100}, True), ((64, 63), {}, True),
+        ((127, 0), {"tile_n": 128}, False), ((254, 0), {"tile_n": 128}, False), ((255, 0), {"tile_n": 128}, True),
+        ((64, 0), {"seq_q": 1}, True),
+        ((1023, 0), {"lazy_max": False}, False), (None, {}, True),
+    ],
+)  # fmt: skip
+def test_a_window_of_full_blocks_keeps_lazy_maxima(window, change, keeps):
+    """With every tile but the first ones and the last."""
+    config = replace(LAZY, **{"tile_m": 64, "tile_n": 64} | {it: change[it] for it in change if "seq" not in it})
+    sizes = {"seq_q": 4096, "seq_kv": 4096} | {it: change[it] for it in change if "seq" in it}
+    problem = Problem.contiguous(batch=1, heads_q=1, head_dim=64, **sizes, window=window)
+    assert keeps_maxima(problem, config) == keeps
+    (launched,) = launches_of(make_plan(BACKEND, problem, ARCHS["sm90"], config=config, probe=False))
+    assert launched.constants.lazy_max == keeps
 
 
 # ---------------------------------------------------------------- static grids

@@ -8,11 +8,14 @@ import torch
 from gradient_checks import make_tensors
 
 from multiattn import Problem
+from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import make_plan
+from multiattn.problem import problem_of
 from multiattn.triton import BACKEND, GLUON_VARIANTS, plain_backward
+from multiattn.triton.calls import calls_of
 from multiattn.triton.plain import tiles
-from multiattn.triton.plain_backward import passes
+from multiattn.triton.plain_backward import passes, within
 
 VARIANTS = {
     variant.name: variant
@@ -85,3 +88,29 @@ def test_two_passes_agree_to_the_last_bit():
     ways = config, replace(config, heads_together=1), replace(config, descriptors=True)
     first, *others = (run(*tensors, variant="two_pass", config=how, causal=True) for how in ways)
     assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
+
+
+# ---------------------------------------------------------------- gradients of a bias
+
+
+def with_bias(*, deterministic=False, requires_grad=True):
+    q = torch.empty(1, 8, 256, 64, dtype=torch.bfloat16)
+    bias = torch.empty(1, 8, 256, 256, dtype=torch.bfloat16, requires_grad=requires_grad)
+    options = Options(deterministic=deterministic)
+    return problem_of(*with_score(Operands(q, q, q), options, None, None, bias[:, :1], None))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_fixed_order_takes_no_atomics(deterministic):
+    plan = make_plan(
+        BACKEND, with_bias(deterministic=deterministic), by_name("cpu"), direction="backward", variant="two_pass"
+    )
+    text = calls_of(plan)[1].table.rows["C"].value.score.load_gradients.src
+    assert ("atomic" in text, "store" in text) == (not deterministic, deterministic)
+
+
+def test_tiles_leave_registers_for_addresses():
+    """In the backward alone, in its pass over the queries, where somebody wants a gradient."""
+    config = passes(tiles(128, 64, 4, 2), tiles(128, 64, 4, 3))
+    assert within(config, with_bias()) == passes(tiles(64, 64, 4, 2), tiles(128, 64, 4, 3))
+    assert within(config, with_bias(requires_grad=False)) == config

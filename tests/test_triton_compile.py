@@ -10,11 +10,9 @@ import triton
 from triton.runtime.driver import driver
 
 from multiattn import Problem, fmha
-from multiattn.inspect.facts import read_plan
 from multiattn.plan.arch import GPU_ARCHS, by_name
 from multiattn.plan.backend import make_plan
 from multiattn.plan.cubin import read_entry
-from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.triton import BACKEND
 from multiattn.triton.calls import calls_of
 from multiattn.triton.compile import export_plan, specialise
@@ -49,16 +47,6 @@ def test_compiles_for_an_arch_that_is_not_here(arch):
     spare = compiled.dynamic_smem_bytes - smem_bytes(plan.problem, plan.arch, plan.config)
     assert arch == "sm100" or 0 <= spare <= 8192 + 1024
     assert 0 < read_entry(compiled.cubin, compiled.kernel).registers <= 255
-
-
-@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
-@pytest.mark.parametrize(("direction", "variant", "head_dim"), [("forward", "full", 128), ("backward", "two_pass", 64)])
-def test_a_window_is_one_loop_that_neither_spills_nor_waits_for_each_wgmma(direction, variant, head_dim):
-    """ptxas serializes wgmmas whose sums other code may write, and only says so in a remark."""
-    problem = {"head_dim": head_dim, "heads_kv": 8, "window": (1023, 0)}
-    for facts in read_plan(plan_for("sm90", direction=direction, variant=variant, **problem)):
-        assert (facts.hot_loops, facts.hot_spills) == (1, 0)
-        assert 0 < facts.hot["WARPGROUP"] < facts.hot["HGMMA"]
 
 
 def test_memory_is_read_16_bytes_at_a_time():

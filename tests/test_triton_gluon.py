@@ -180,17 +180,6 @@ def test_its_code_is_what_the_config_asks_for():
 
 
 @needs_compiler
-@needs_machine_code
-@pytest.mark.parametrize(("head_dim", "has_sinks"), [pytest.param(64, False, marks=pytest.mark.nightly), (128, True)])
-def test_a_window_spills_nothing_in_its_loops(head_dim, has_sinks):
-    """It has a loop more than a causal mask, whose rules are on record; sinks come after all loops."""
-    plan = plan_of(head_dim, band=WINDOW, has_sinks=has_sinks)
-    (kernel,) = export_plan(plan, ())
-    facts = read_kernel(kernel, plan)
-    assert (facts.hot_spills, facts.hot_loops) == (0, 3 * plan.config.warpgroups)
-
-
-@needs_compiler
 @pytest.mark.parametrize(
     ("options", "mask"),
     [
@@ -231,22 +220,6 @@ def test_a_tile_is_judged_by_the_sums_of_whole_rows():
     judged = re.findall(r"setp\.lt\.f32\s+%p\d+, (%r\d+), 0f7149F2CA;", ptx)  # 1e30
     assert len(judged) == 2 * config.warpgroups  # a thread has parts of two rows
     assert set(judged) <= exchanged
-
-
-@needs_compiler
-@needs_machine_code
-@pytest.mark.parametrize(
-    ("head_dim", "band", "modifications"),
-    [
-        (64, FULL, {"bias": BIAS}),  # with as many registers as there are scores for what is loaded
-        pytest.param(128, CAUSAL, {"bias": BIAS, "softcap": 30.0, "alibi_slopes": SLOPES}, marks=pytest.mark.nightly),
-        pytest.param(256, CAUSAL, {"softcap": 30.0}, marks=pytest.mark.nightly),
-    ],
-)
-def test_modified_scores_spill_nothing_in_loops(head_dim, band, modifications):
-    plan = plan_variant(BACKEND, VARIANT, scored(head_dim, band, **modifications), SM90)
-    (kernel,) = export_plan(plan, ())
-    assert read_kernel(kernel, plan).hot_spills == 0
 
 
 @needs_compiler

@@ -220,28 +220,6 @@ def test_every_barrier_that_is_made_is_waited_for(variant, kernel, head_dim, bar
 @pytest.mark.parametrize(
     ("head_dim", "mask"),
     [
-        (64, CAUSAL),
-        *(
-            pytest.param(*it, marks=pytest.mark.nightly)
-            for it in ((64, FULL), (64, WINDOW), (96, CAUSAL), (128, CAUSAL))
-        ),
-        pytest.param(128, FULL, marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
-def test_nothing_is_spilled_in_its_loops(head_dim, mask):
-    if head_dim > 64 and version_of("triton") > "3.7":
-        pytest.skip("above D=64 the code of newer Tritons spills: they no longer see that addresses are uniform")
-    plan = backward_plan(ONE, head_dim, band=mask, seq_q=1024)
-    (kernel,) = (it for it in export_plan(plan, ()) if it.kernel == "gradients")
-    assert read_kernel(kernel, plan).hot_spills == 0
-
-
-@needs_compiler
-@needs_machine_code
-@pytest.mark.parametrize(
-    ("head_dim", "mask"),
-    [
         (256, CAUSAL),
         *(
             pytest.param(*it, marks=pytest.mark.nightly)
@@ -263,14 +241,6 @@ def test_nothing_is_spilled_in_their_steps(head_dim, mask):
             spills = sum(code[place].name.startswith(("LDL", "STL")) for loop in steps for place in loop.body)
             assert len(steps) == 2
             assert spills == 0 or (head_dim > 192 and version_of("triton") > "3.7"), kernel.kernel
-
-
-@needs_compiler
-def test_a_packed_batch_compiles_with_maps_of_five_dimensions():
-    plan = backward_plan(ONE, 128, batch=1, band=CAUSAL, batching=Batching.packed(3))
-    names = [table.kernel for table in tables_of(plan)]
-    assert names == ["list_tiles", "prepare_statistics", "gradients", "round_dq"]
-    assert "cp.async.bulk.tensor.5d" in specialise(call_of(plan, "gradients"), SM90).asm["ptx"]
 
 
 @needs_compiler

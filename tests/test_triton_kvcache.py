@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from multiattn import Problem, explain, fmha_kvcache
-from multiattn.inspect.facts import read_plan
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan, find_variant, plan_variant
-from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.sequences import Batching
 from multiattn.triton import BACKEND
 from multiattn.triton.bind import checked_binding
@@ -20,7 +18,6 @@ from multiattn.triton.decode import (
     VARIANT,
     TritonSplitConfig,
     merged,
-    smem_bytes,
     split_tiles,
     why_not_fit,
 )
@@ -162,20 +159,6 @@ def test_a_merge_takes_all_parts_at_once(splits):
 # ---------------------------------------------------------------- compiled code
 
 needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
-
-
-@needs_compiler
-@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
-@pytest.mark.parametrize(("head_dim", "page", "queries"), [(64, None, 1), (128, 16, 1), (128, 64, 512)], ids=str)
-def test_one_loop_without_spills_for_hopper(head_dim, page, queries):
-    """Keys are copied in the background, as many tiles at a time as the config says: shared memory holds them."""
-    plan = plan_of(head_dim=head_dim, page=page, queries=queries, causal=True)
-    parts, *merge = read_plan(plan)
-    assert (parts.hot_loops, parts.hot_spills, parts.other_spills) == (1, 0, 0)
-    assert parts.hot["LDGSTS"] * parts.threads * 16 == 2 * plan.config.tile_n * head_dim * 2
-    assert 0 <= parts.dynamic_smem_bytes - smem_bytes(plan.problem, SM90, plan.config) <= 4096
-    for facts in merge:
-        assert (facts.hot_loops, facts.other_spills) == (0, 0)
 
 
 @needs_compiler
