@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -83,6 +84,37 @@ def test_a_sweep_is_short_and_fits(direction, name, fewest, most, head_dims):
         assert fewest <= len(configs) <= most
         assert len(set(configs)) == len(configs)
         assert not any(variant.fits(problem, ARCHS["sm90"], config) for config in configs)
+
+
+def neighbours(config):
+    """A config, and those that differ from it in a flag or a number."""
+    yield config
+    for field in fields(config):
+        value = getattr(config, field.name)
+        changed = ()
+        if isinstance(value, bool | int) and field.name != "wide":  # which is for one pass alone
+            changed = (not value,) if isinstance(value, bool) else (2 * value, value + 1, value + 16)
+        yield from (replace(config, **{field.name: it}) for it in changed)
+
+
+@pytest.mark.parametrize(
+    ("direction", "name"),
+    [
+        *(("forward", name) for name in (WGMMA.name, "split_keys", "split_keys_wgmma")),
+        *(("backward", variant.name) for variant in BACKEND.backward.variants),
+    ],
+)
+def test_kernels_of_other_configs_and_problems_have_other_names(direction, name):
+    """Two kernels of one name would be one in a profile, and in a library."""
+    variant, kernels = find_variant(BACKEND, name, direction), {}
+    for head_dim, causal, dtype in ((64, True, "bf16"), (64, False, "bf16"), (64, True, "fp16"), (40, True, "bf16")):
+        problem = problem_of(head_dim, seq_kv=512, causal=causal, dtype=dtype)
+        plan = plan_variant(BACKEND, variant, problem, ARCHS["sm90"], direction=direction)
+        legal = [it for it in neighbours(plan.config) if not variant.fits(problem, ARCHS["sm90"], it)]
+        for it in (it for config in legal for it in kernels_of(replace(plan, config=config))):
+            kernels.setdefault(it.name, set()).add((it.entry, it.traits))
+    assert len(kernels) > 8
+    assert max(map(len, kernels.values())) == 1
 
 
 # ---------------------------------------------------------------- built and cached

@@ -12,11 +12,10 @@ from cuda_runs import on_cpu
 from multiattn import fmha, reference
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q
-from multiattn.cuda.bind import bind
 from multiattn.cuda.cpu import host
-from multiattn.cuda.instances import kernels_of, launches_of
+from multiattn.cuda.instances import kernels_of
 from multiattn.cuda.score import lowered_of, text_of, with_aux
-from multiattn.cuda.source import ForwardParams, translation_unit
+from multiattn.cuda.source import ForwardParams
 from multiattn.cuda.variants import WGMMA
 from multiattn.inspect.facts import read_plan
 from multiattn.operands import Operands, Options, with_score
@@ -101,20 +100,6 @@ def test_a_launch_hands_over_what_the_expression_reads(monkeypatch, tmp_path):
     assert aux.x0 == pytest.approx(plan.problem.scale / 5.0)
     assert aux.x1 == pytest.approx(5.0 * math.log2(math.e))
     assert (params.plain.scale_sign, params.plain.scale_log2) == (1, 1.0)
-
-
-def test_an_expression_has_kernels_of_its_own():
-    """Its text is in the translation unit, which the cache's key covers; its scalars are not."""
-    plans = [
-        asked(**options)[1] for options in ({}, {"softcap": 5.0}, {"softcap": 6.0}, {"bias": torch.zeros(1, 1, 48, 48)})
-    ]
-    units = [translation_unit(kernels_of(plan)) for plan in plans]
-    none, five, six, bias = units
-    assert five == six
-    assert len({none, five, bias}) == 3
-    assert ["Score_" in unit for unit in units] == [False, True, True, True]
-    constants = [bind(plan, launches_of(plan)[0].image()).constants for plan in plans]
-    assert [it.get("score") for it in constants[:2]] == [None, plans[1].problem.score.program.digest]
 
 
 @can_compile

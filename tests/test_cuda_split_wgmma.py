@@ -115,17 +115,6 @@ def test_on_a_cpu_it_must_be_named():
     assert make_plan(BACKEND, cached(), CPU, variant=SPLIT_KEYS_WGMMA.name, probe=False).config.tile_m == 128
 
 
-def test_kernels_of_different_configs_have_different_names_and_types():
-    flipped = {"tile_m": 192, "tile_n": 80, "stages": 5, "q_in_registers": True, "pingpong": True, "lazy_max": True}
-    flipped |= {"gathers": True}
-    configs = [CONFIG, *(replace(CONFIG, **{name: it}) for name, it in flipped.items())]
-    problems = [cached(16), cached(None), cached(32)]
-    plans = [plan_of(cached(), it) for it in configs] + [plan_of(it, CONFIG) for it in problems]
-    kernels = [launches_of(plan)[0].kernel for plan in plans]
-    assert len({it.name for it in kernels}) == len({it.traits for it in kernels}) == len(plans)
-    assert kernels[0].name == "forward_wgmma_bf16_d128_causal_128x64_s4_pages64"
-
-
 def test_parts_are_merged_from_workspace():
     one, two = (plan_of(cached(), replace(CONFIG, splits=splits)) for splits in (1, 2))
     assert [len(launches_of(it)) for it in (one, two)] == [1, 2]

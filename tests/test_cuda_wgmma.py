@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_runs import on_cpu, run_gxx
-from wgmma_plans import CONFIG, FLIPPED, SM90, plan_of, problem_of, ways
+from wgmma_plans import CONFIG, SM90, plan_of, problem_of, ways
 
 from bench.matrix import SUITES
 from bench.record import example_score
@@ -109,22 +109,6 @@ def test_on_a_cpu_it_must_be_named():
 
 
 # ---------------------------------------------------------------- kernels and parameters
-
-
-def test_kernels_of_different_configs_have_different_names_and_types():
-    static = replace(CONFIG, scheduler="static")  # as a cluster wants
-    kernels = [
-        launches_of(plan_of(problem_of(), replace(static if name == "cluster" else CONFIG, **{name: it})))[0].kernel
-        for name, it in FLIPPED.items()
-    ]
-    kernels.append(launches_of(plan_of(problem_of()))[0].kernel)
-    assert len({kernel.name for kernel in kernels}) == len({kernel.traits for kernel in kernels}) == len(FLIPPED) + 1
-    assert kernels[-1].name == "forward_wgmma_bf16_d64_full_128x64_s4_q1_dynamic"
-    numbers = ".warpgroups = 2, .cluster = 1, .tile_n = 64, .stages = 4, .q_slots = 1, .kept_steps = 0"
-    flags = ".pingpong = false, .lazy_max = false, .tma_store = true, .scheduler = multiattn::Scheduler::DYNAMIC"
-    shape = f"multiattn::WgmmaConfig{{{numbers}, {flags}}}"
-    assert kernels[-1].traits == f"multiattn::WgmmaTraits<multiattn::bf16, 64, multiattn::Band::NONE, false, {shape}>"
-    assert (kernels[-1].target(SM90), launches_of(plan_of(problem_of()))[0].is_persistent) == ("sm_90a", True)
 
 
 def test_a_persistent_grid_is_as_large_as_the_device_and_of_whole_clusters():

@@ -24,7 +24,6 @@ from multiattn.plan.cubin import read_entry
 from multiattn.plan.toolchain import disassemble, find_cuobjdump
 
 BACKEND = get("cutile")
-SMALL = CutileConfig(tile_m=64, tile_n=64)
 
 
 def make(*, arch="sm90", config=None, **sizes):

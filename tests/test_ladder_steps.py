@@ -4,10 +4,9 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import multiattn
-from multiattn import Plan, Problem
+from multiattn import Problem
 from multiattn.cutile import forward as cutile_ladder
 from multiattn.cutile import rules as cutile_rules
 from multiattn.plan.arch import by_name
@@ -16,9 +15,6 @@ from multiattn.plan.config import select
 from multiattn.triton import ladder as triton_ladder
 from multiattn.triton import plain as triton_configs
 from multiattn.triton import rules as triton_rules
-from parity.case import Case
-from parity.launch import launch_plan, plan_case, prepare_case
-from parity.results import Contender
 
 LANGUAGES = {"triton": triton_ladder, "cutile": cutile_ladder}
 GROUPS = {
@@ -40,7 +36,6 @@ LADDERS = [
     ("triton", ("basic", "math", "memory", "full")),
     ("cutile", ("basic", "math", "memory", "full")),
 ]
-CPU = torch.device("cpu")
 
 each_language = pytest.mark.parametrize("language", LANGUAGES)
 each_rung = pytest.mark.parametrize(("language", "name"), RUNGS)
@@ -124,21 +119,3 @@ def test_what_is_planned_is_what_runs(language, name):
             candidates = backend.forward.candidates(variant, problem, by_name(arch))
             assert all(step.limit(candidate) == candidate for candidate in candidates)
             assert len(set(candidates)) == len(candidates)
-
-
-RAGGED = Case(
-    name="ladder_ragged_gqa", why="both loops, ragged ends, 61 rows see no key, q negated", batch=2, heads_q=6,
-    causal=True, scale=-0.2, head_dim=40, seq_q=131, seq_kv=70, dtype="fp16",
-)  # fmt: skip
-
-
-@each_rung
-def test_each_rung_alone_is_attention(language, name):
-    """One case of much at once; in turn the rungs run all of parity's."""
-    if reasons := get(language).probe(by_name("cpu")):
-        pytest.skip("; ".join(map(str, reasons)))
-    inputs, truth = prepare_case(RAGGED, CPU)
-    plan = plan_case(RAGGED, Contender(backend=language, variant=name), inputs)
-    assert isinstance(plan, Plan)
-    for got, expected in zip(launch_plan(plan, inputs).all, truth.all, strict=True):
-        expected.check(got, plan)

@@ -82,13 +82,6 @@ def test_a_sweep_tries_as_many_stages_as_all_of_a_class_has_room_for(head_dim, w
     assert class_of(264) is None
 
 
-def test_the_bounds_of_a_window_are_numbers_that_only_a_two_sided_kernel_gets():
-    rows = {window: tables_of(plan_of(window=window))[0].rows for window in ((7, 3), (500, 900), (None, 0))}
-    bounds = {window: [row["sizes"][name].value for name in ("left", "right")] for window, row in rows.items()}
-    assert bounds == {(7, 3): [7, 3], (500, 900): [500, 900], (None, 0): [None, None]}
-    assert rows[7, 3]["C"] == rows[500, 900]["C"] != rows[None, 0]["C"]
-
-
 # ---------------------------------------------------------------- what modifies scores
 
 SLOPES, BIAS = torch.empty(8), torch.empty(1, HEADS, LENGTH, LENGTH, dtype=torch.bfloat16)

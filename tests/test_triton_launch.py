@@ -339,18 +339,6 @@ def test_an_emitted_kernel_takes_any_bias_and_softcap_of_its_own_program():
         assert (bind(replace(plan, problem=modified), image, known).constants["score"] == known["score"]) == same
 
 
-def test_any_window_runs_the_code_of_another():
-    plan, given = plan_of("window")
-    (kernel,), images = compiled("window"), []
-    for window in ((40, 3), (1, 0), (16, None)):
-        problem = Problem.of(given.q, given.k, given.v, window=window, sinks=given.sinks)
-        binding = bind(replace(plan, problem=problem), checked_binding(kernel, calls_of(plan)[0].table).image)
-        images.append(binding.constants)
-        reach = [it.value for it in binding.arguments if isinstance(it, abi.Number)][-2:]
-        assert reach == [*problem.reach]
-    assert images[0] == images[1] == images[2]
-
-
 def test_a_table_of_other_names_is_refused():
     plan, _ = plan_of("pointers")
     (call,) = calls_of(plan)
