@@ -216,7 +216,7 @@ SHARED = {
     "window": {"window": (70, 30)},
     "blocks": {"block_mask": blocks(4)},
 }
-"""What differs in numbers and lists alone."""
+"""Calls that differ from those above in numbers and lists alone."""
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
