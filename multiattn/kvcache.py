@@ -179,7 +179,7 @@ def with_cache(
         if values.can_be_read(*indices.given):
             check_values(q, k_cache, indices, where.max_seqlen_q, options.left)
     if out is not None:
-        check_out(out, q, layout=not is_compiling())  # a compiled call copies its result
+        check_out(out, q, v_cache, layout=not is_compiling())  # a compiled call copies its result
     strides_out = None
     if out is not None:
         entry, head, row, _ = out.stride() if not is_packed else as_batch_of_one(out).stride()

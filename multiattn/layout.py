@@ -41,12 +41,26 @@ class Layout(NamedTuple):
         return self.dtype.itemsize * math.prod(self.shape)
 
 
-def strides_like(tensor: torch.Tensor) -> tuple[int, int, int, int]:
+def shape_of_out(q: Sequence[int], v: Sequence[int]) -> Shape:
+    """The shape of out, and of its gradient, of q and v with these: the rows of q, as wide as those of v."""
+    return (*q[:-1], v[-1])
+
+
+def flops_per_pair(head_dim: int, head_dim_v: int, *, backward: bool = False) -> int:
+    """FLOP of tensor cores for a query and a key that it sees, as they are counted everywhere.
+
+    Forward ``q k^T`` and ``p v``; backward ``q k^T`` again, ``dout v^T``, then dv, dk and dq. A variant that recomputes
+    some gets no credit for it.
+    """
+    return 2 * (3 * head_dim + 2 * head_dim_v) if backward else 2 * (head_dim + head_dim_v)
+
+
+def strides_like(tensor: torch.Tensor, head_dim: int) -> tuple[int, int, int, int]:
     """Strides of a result made after q, k or v ``[B, H, S, D]``: `Problem.strides_out` and its like, with that of D.
 
     Needs no address, so that it also answers for a fake tensor, with symbolic sizes.
     """
-    return (*dense_strides(strides_of(tensor), tuple(tensor.shape)), 1)
+    return (*dense_strides(strides_of(tensor), tuple(tensor.shape), head_dim), 1)
 
 
 def strides_of(tensor: torch.Tensor) -> Strides:
@@ -78,11 +92,15 @@ def row_major(shape: Shape) -> Shape:
     return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def dense_strides(strides: Strides, shape: Shape) -> Strides:
-    """`strides` if they are those of dense ``[B, S, H, D]`` memory, else those of contiguous ``[B, H, S, D]``."""
-    _, heads, seq, head_dim = shape
-    transposed = (seq * heads * head_dim, head_dim, heads * head_dim)
-    return transposed if strides == transposed else contiguous_strides(shape)
+def dense_strides(strides: Strides, shape: Shape, head_dim: int) -> Strides:
+    """Strides of rows of `head_dim` in the order of dense ``[B, S, H, D]`` memory if `strides` are of it.
+
+    Else those of contiguous ``[B, H, S, D]``.
+    """
+    _, heads, seq, given = shape
+    if strides == (seq * heads * given, given, heads * given):
+        return seq * heads * head_dim, head_dim, heads * head_dim
+    return contiguous_strides((*shape[:3], head_dim))
 
 
 def fits_broadcast(shape: Sequence[int], sizes: Sequence[int]) -> bool:

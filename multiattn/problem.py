@@ -21,6 +21,7 @@ from multiattn.layout import (
     contiguous_strides,
     dense_strides,
     row_major,
+    shape_of_out,
     strides_of,
 )
 from multiattn.mask import Band, Window, band_of
@@ -240,35 +241,49 @@ class Problem:
         return DTYPES[self.dtype]
 
     @property
+    def head_dim_v(self) -> int:
+        """The width of v and of out."""
+        return self.head_dim
+
+    @property
+    def shape_q(self) -> Shape:
+        """The shape of q, and of dq."""
+        return self.batch, self.heads_q, self.seq_q, self.head_dim
+
+    @property
     def strides_out(self) -> Strides:
-        """Strides of out: q's own where q is dense ``[B, S, H, D]`` memory, else those of a contiguous tensor.
+        """Strides of out and dout: in q's order where q is dense ``[B, S, H, D]`` memory, else of a contiguous tensor.
 
         So a layer that passes a transposed view gets one back, and reshaping the heads away costs no copy.
         """
         if self.batching is not None and self.batching.strides_out is not None:
             return self.batching.strides_out
-        if self.has_packed_queries:
-            return packed_strides(self.heads_q, self.head_dim)
-        return dense_strides(self.strides_q, (self.batch, self.heads_q, self.seq_q, self.head_dim))
+        return self._strides_like_q(self.head_dim_v)
 
     @property
     def strides_dq(self) -> Strides:
-        """Strides of dq, and of dout: those of out."""
-        return self.strides_out
+        """Strides of dq, found from q as those of out are."""
+        return self._strides_like_q(self.head_dim)
 
     @property
     def strides_dk(self) -> Strides:
-        """Strides of dk: k's own where k is dense ``[B, S, H, D]`` memory, else those of a contiguous tensor."""
-        if self.packing is not None:
-            return packed_strides(self.heads_kv, self.head_dim)
-        return dense_strides(self.strides_k, (self.batch, self.heads_kv, self.seq_kv, self.head_dim))
+        """Strides of dk, found from k as those of out are from q."""
+        return self._strides_like_kv(self.strides_k, self.head_dim)
 
     @property
     def strides_dv(self) -> Strides:
         """Strides of dv, found from v as those of dk are from k."""
+        return self._strides_like_kv(self.strides_v, self.head_dim_v)
+
+    def _strides_like_q(self, width: int) -> Strides:
+        if self.has_packed_queries:
+            return packed_strides(self.heads_q, width)
+        return dense_strides(self.strides_q, self.shape_q, width)
+
+    def _strides_like_kv(self, strides: Strides, width: int) -> Strides:
         if self.packing is not None:
-            return packed_strides(self.heads_kv, self.head_dim)
-        return dense_strides(self.strides_v, (self.batch, self.heads_kv, self.seq_kv, self.head_dim))
+            return packed_strides(self.heads_kv, width)
+        return dense_strides(strides, (self.batch, self.heads_kv, self.seq_kv, width), width)
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -394,7 +409,7 @@ class Problem:
 
     @property
     def visible_pairs(self) -> int:
-        """Visible (query, key) pairs of one head of one batch entry. The FLOP of a forward are ``4*B*Hq*D`` times this.
+        """Visible (query, key) pairs of one head of one batch entry.
 
         For a packed batch they are those of sequences of equal lengths, because nobody knows the lengths here. For a
         cache they are those of a full one.
@@ -424,18 +439,29 @@ class Problem:
 @functools.lru_cache(maxsize=64)
 def _layouts_of(problem: Problem) -> Mapping[str, Layout]:
     """`Problem.layouts`. Making a new shape ready asks for them up to 50 times."""
-    shape_q = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
-    shape_kv: Shape = (problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim)
-    if problem.cache is not None:
-        shape_kv = problem.cache.cache_shape(problem.heads_kv, problem.seq_kv, problem.head_dim)
-    like_q = {"q": problem.strides_q} | dict.fromkeys(("out", "dout", "dq"), problem.strides_out)
-    like_kv = {"k": problem.strides_k, "v": problem.strides_v, "dk": problem.strides_dk, "dv": problem.strides_dv}
+    shape_q = problem.shape_q
+    shape_k, shape_v = (
+        (problem.batch, problem.heads_kv, problem.seq_kv, width)
+        if problem.cache is None
+        else problem.cache.cache_shape(problem.heads_kv, problem.seq_kv, width)
+        for width in (problem.head_dim, problem.head_dim_v)
+    )
+    shape_out = shape_of_out(shape_q, shape_v)
+    of_qkv = {
+        "q": (shape_q, problem.strides_q),
+        "k": (shape_k, problem.strides_k),
+        "v": (shape_v, problem.strides_v),
+        "out": (shape_out, problem.strides_out),
+        "dout": (shape_out, problem.strides_out),
+        "dq": (shape_q, problem.strides_dq),
+        "dk": (shape_k, problem.strides_dk),
+        "dv": (shape_v, problem.strides_dv),
+    }
     row = max(problem.seq_q, 1)
     sums = contiguous_strides(shape_q)
     return MappingProxyType(
         {
-            **{name: Layout(shape_q, (*strides, 1), problem.torch_dtype) for name, strides in like_q.items()},
-            **{name: Layout(shape_kv, (*strides, 1), problem.torch_dtype) for name, strides in like_kv.items()},
+            **{name: Layout(shape, (*strides, 1), problem.torch_dtype) for name, (shape, strides) in of_qkv.items()},
             **dict.fromkeys(
                 ("lse", "dlse", "delta"), Layout(shape_q[:3], (problem.heads_q * row, row, 1), torch.float32)
             ),

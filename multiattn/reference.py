@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import torch
 
 from multiattn.block_mask import seen_blocks
+from multiattn.layout import shape_of_out
 from multiattn.mask import KINDS
 from multiattn.meant import refuse_call
 from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options
@@ -99,7 +100,7 @@ def _told(problem: Problem, device: torch.device) -> contextlib.AbstractContextM
     if torch.compiler.is_compiling() or device.type != "cpu":
         return contextlib.nullcontext()
     rows = problem.batch * problem.heads_q * problem.seq_q
-    if rows * problem.seq_kv * problem.head_dim < _TOLD_ELEMENTS:
+    if rows * problem.seq_kv * max(problem.head_dim, problem.head_dim_v) < _TOLD_ELEMENTS:
         return contextlib.nullcontext()
     return LongWork("computing the reference on the CPU", kind="reference", note=NOTE)
 
@@ -300,7 +301,7 @@ def _slices(cu_seqlens: torch.Tensor, rows: int) -> list[slice]:
 def _attend_each(operands: Operands, options: Options, compute_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` of each sequence; rows of none are empty ones, which kernels leave where queries have a cache."""
     q, sinks = operands.q, operands.sinks
-    out = q.new_zeros(q.shape, dtype=compute_dtype)
+    out = q.new_zeros(shape_of_out(q.shape, operands.v.shape), dtype=compute_dtype)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=compute_dtype)
     if sinks is not None:
         lse.copy_(sinks[:, None].expand_as(lse))

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from multiattn.inspect.options import (
     HIDDEN,
@@ -33,6 +32,7 @@ from multiattn.inspect.options import (
     table,
     with_features,
 )
+from multiattn.layout import flops_per_pair
 from multiattn.mask import MASKS
 from multiattn.operands import FORWARD_RESULTS, GRADIENTS
 from multiattn.plan.arch import ARCHS, GPUS, Gpu, gpu_by_name
@@ -44,9 +44,6 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 DTYPES = ("bf16", "fp16")
 """The dtypes that the tensor rates are stated for."""
 
-GEMMS: Mapping[Direction, int] = MappingProxyType({"forward": 2, "backward": 5})
-"""Products of ``2*D`` FLOP per visible pair: q k^T and p v; backward q k^T again, dout v^T, then dv, dk and dq."""
-
 
 # ---------------------------------------------------------------- bounds
 
@@ -56,7 +53,7 @@ class Bounds:
     """The least time of a problem on a GPU, in ms, unit by unit as if each worked alone and at its peak."""
 
     flops: int
-    """FLOP of the tensor cores, as multiattn counts them everywhere: ``2*D`` per visible pair and product."""
+    """FLOP of the tensor cores, as multiattn counts them everywhere: `flops_per_pair` of each visible pair."""
     bytes: int
     """From and to device memory, each element once, as if caches held everything in between."""
     tensor_ms: float
@@ -119,7 +116,7 @@ def bounds(problem: Problem, gpu: Gpu, direction: Direction = "forward") -> Boun
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
     # One exponential per visible pair: in the forward, and again in the backward, which recomputes p.
     scores, moved = problem.batch * problem.heads_q * problem.visible_pairs, _bytes(problem, direction)
-    flops = 2 * GEMMS[direction] * problem.head_dim * scores
+    flops = scores * flops_per_pair(problem.head_dim, problem.head_dim_v, backward=direction == "backward")
     per_ms = gpu.sms * gpu.clock_ghz * 1e6  # clocks of all SMs in a millisecond
     return Bounds(
         flops=flops,
@@ -133,7 +130,8 @@ def bounds(problem: Problem, gpu: Gpu, direction: Direction = "forward") -> Boun
 
 def score_cycles(gpu: Gpu, head_dim: int, direction: Direction = "forward") -> tuple[float, float]:
     """Clocks that one score keeps an SM's tensor cores and its special-function units busy."""
-    return 2 * GEMMS[direction] * head_dim / gpu.tensor_rate, 1 / ARCHS[gpu.arch].ex2_rate
+    flops = flops_per_pair(head_dim, head_dim, backward=direction == "backward")
+    return flops / gpu.tensor_rate, 1 / ARCHS[gpu.arch].ex2_rate
 
 
 # ---------------------------------------------------------------- the command

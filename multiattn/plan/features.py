@@ -25,6 +25,8 @@ class Features:
 
     dtype: str
     head_dim: int
+    head_dim_v: int
+    """The width of v and out."""
     mask: Kind
     sinks: bool = False
     score: str | None = None
@@ -47,6 +49,7 @@ class Features:
         return cls(
             dtype=problem.dtype,
             head_dim=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
             mask=problem.band.kind,
             sinks=problem.has_sinks,
             score=None if score is None else score.program.digest,

@@ -64,7 +64,7 @@ def choose_splits(problem: Problem, arch: Arch, *, tile_m: int, keys_min: int, b
 def heads_side_by_side(problem: Problem) -> int:
     """Query heads whose tiles run at one time, so that what they share stays in L2: whole groups."""
     seq_kv = problem.seq_kv if problem.packing is None else USUAL_LENGTH
-    kv_bytes = 2 * seq_kv * problem.head_dim * problem.torch_dtype.itemsize
+    kv_bytes = seq_kv * (problem.head_dim + problem.head_dim_v) * problem.torch_dtype.itemsize
     heads = max(1, KV_BYTES_SIDE_BY_SIDE // kv_bytes) * problem.group
     return min(heads, problem.batch * problem.heads_q)
 
@@ -74,7 +74,7 @@ def kv_heads_side_by_side(problem: Problem) -> int:
 
     Kernels without such sums go by the same number.
     """
-    row_bytes = problem.head_dim * (2 * problem.torch_dtype.itemsize + 4)
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.torch_dtype.itemsize + 4 * problem.head_dim
     seq_q = problem.seq_q if problem.packing is None else USUAL_LENGTH
     heads = max(1, KV_BYTES_SIDE_BY_SIDE // (seq_q * row_bytes * problem.group))
     return min(heads, problem.batch * problem.heads_kv)

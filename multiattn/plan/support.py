@@ -109,7 +109,8 @@ class Capability:
             refuse("arch", arch.name, ", ".join(self.arches), self.arch_hint or remedies.for_arch(arch))
         if problem.dtype not in self.dtypes:
             refuse("dtype", problem.dtype, ", ".join(self.dtypes), remedies.for_dtype())
-        if problem.head_dim % self.head_dim_multiple or problem.head_dim > self.head_dim_max:
+        widths = (problem.head_dim, problem.head_dim_v)
+        if any(width % self.head_dim_multiple or width > self.head_dim_max for width in widths):
             allowed = f"multiples of {self.head_dim_multiple} up to {self.head_dim_max}"
             hint = remedies.for_head_dim(problem, self.head_dim_multiple, self.head_dim_max)
             refuse("head_dim", str(problem.head_dim), allowed, hint)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from multiattn.block_mask import BlockSpec
-from multiattn.layout import strides_like
+from multiattn.layout import Shape, flops_per_pair, shape_of_out, strides_like
 from multiattn.mask import Band
 from multiattn.operands import Operands, Options
 from multiattn.packed import packed_strides
@@ -185,15 +185,16 @@ def _rows_of_q(operands: Operands) -> torch.Tensor:
 # ---------------------------------------------------------------- fakes
 
 
-def _like(tensor: torch.Tensor, *, is_packed: bool) -> torch.Tensor:
+def _like(tensor: torch.Tensor, shape: Shape, *, is_packed: bool) -> torch.Tensor:
     """A result made after q, k or v, without its values."""
-    strides = (*packed_strides(tensor.shape[1], tensor.shape[3]), 1) if is_packed else strides_like(tensor)
-    return tensor.new_empty_strided(tensor.shape, strides)
+    strides = (*packed_strides(shape[1], shape[3]), 1) if is_packed else strides_like(tensor, shape[3])
+    return tensor.new_empty_strided(shape, strides)
 
 
 def _fake_results(operands: Operands, options: Options) -> _Pair:
     is_packed, q = options.batching is not None and options.batching.has_packed_queries, operands.q
-    return _like(q, is_packed=is_packed), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out = _like(q, shape_of_out(q.shape, operands.v.shape), is_packed=is_packed)
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _fake_forward(*arguments: Any) -> _Pair:
@@ -210,8 +211,8 @@ def _fake_kvcache(*arguments: Any) -> _Pair:
 
 def _fake_gradients(operands: Operands, options: Options) -> _Gradients:
     check_inputs(*operands.qkv, operands.sinks)
-    check_results(operands.q, *operands.results)
-    dq, dk, dv = (_like(tensor, is_packed=options.batching is not None) for tensor in operands.qkv)
+    check_results(operands)
+    dq, dk, dv = (_like(it, tuple(it.shape), is_packed=options.batching is not None) for it in operands.qkv)
     return (
         dq,
         dk,
@@ -294,10 +295,10 @@ def _entry(at: int, argument: Any, dim: Any) -> Any:
 
 
 def _flops(signature: Signature, *arguments: Any, **named: Any) -> int:
-    """Two products of ``2 * D`` FLOP for each pair of a query and a key that it sees, five of them in a backward.
+    """`flops_per_pair` of each pair of a query and a key that it sees.
 
-    A variant that recomputes some gets no credit for it. The sequences of a packed batch count as if all had the same
-    length, and caches as if all were full: no value of a tensor is read. `arguments` have shapes in place of tensors.
+    The sequences of a packed batch count as if all had the same length, and caches as if all were full: no value of a
+    tensor is read. `arguments` have shapes in place of tensors.
     """
     given = signature.bind(arguments, named)
     batch, heads, seq_q, head_dim = given["q"]
@@ -309,9 +310,9 @@ def _flops(signature: Signature, *arguments: Any, **named: Any) -> int:
         batch = max(shapes["cu_seqlens_q"][0] - 1 if "cu_seqlens_q" in shapes else batch, 1)
         seq_q = seq_q // batch if batching.has_packed_queries else seq_q
         seq_kv = seq_kv // batch if is_packed else seq_kv * shapes.get("page_table", (1, 1))[1]
-    products = 2 if signature in (FORWARD, KVCACHE) else 5
     pairs = Band(given["left"], given["right"]).count_pairs(seq_q, seq_kv)
-    return products * 2 * int(batch * heads * head_dim * pairs)
+    per_pair = flops_per_pair(head_dim, given["v"][3], backward=signature not in (FORWARD, KVCACHE))
+    return int(batch * heads * pairs) * per_pair
 
 
 # ---------------------------------------------------------------- the ops
@@ -339,7 +340,9 @@ kvcache_op = _op("fmha_kvcache", KVCACHE, _kvcache, _fake_kvcache)
 
 def with_dout(operands: Operands) -> Operands:
     """The operands of a backward op, which takes no None for a dout of zeros."""
-    return operands if operands.dout is not None else operands._replace(dout=operands.q.new_zeros(operands.q.shape))
+    if operands.dout is not None:
+        return operands
+    return operands._replace(dout=operands.q.new_zeros(shape_of_out(operands.q.shape, operands.v.shape)))
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:

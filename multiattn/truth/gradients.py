@@ -24,6 +24,7 @@ from multiattn.truth.tolerance import (
     Expected,
     derive_budget,
     probe_rounding,
+    row_elements,
     rows_of,
     softcap_factor,
     truncation,
@@ -73,7 +74,7 @@ def from_what_is_saved(given: Operands, options: Options, part: Part | None) -> 
     """
     out, lse = attend(given, options, torch.float64, part)
     out, lse = out.to(given.q.dtype), lse.float()
-    ulps = math.sqrt(given.q.shape[3]) * torch.finfo(torch.float32).eps
+    ulps = math.sqrt(given.v.shape[3]) * torch.finfo(torch.float32).eps
     assert given.dout is not None
     noise = ulps * (given.dout.double() * out.double()).abs().sum(dim=-1)
     dlse = noise if given.dlse is None else given.dlse + noise
@@ -99,8 +100,7 @@ def differentiate_in_chunks(
     summed = [*given.inputs[1 : INPUTS + problem.has_sinks]]
     summed += [given.captured[slot] for slot in (problem.score.gradients if problem.score is not None else ())]
     sums = [torch.zeros(it.shape, dtype=torch.float64, device=q.device) for it in summed]
-    row = max(1, problem.batch * problem.heads_q * max(problem.seq_kv, problem.head_dim))
-    rows = max(1, (chunk or GRAD_CHUNK) // row)
+    rows = max(1, (chunk or GRAD_CHUNK) // row_elements(problem))
     if problem.packing is not None:
         return _differentiate_sequences(given, problem, differentiate_rows, dq, sums, keep=keep, chunk=chunk)
     start = 0 if problem.has_sinks else max(0, -problem.diagonal - problem.reach[1])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from multiattn.layout import shape_of_out
 from multiattn.operands import Operands, Options
 from multiattn.problem import Problem, options_of
 from multiattn.reference import attend, sequences
@@ -191,18 +192,22 @@ def rows_of(
     return rows, options_of(problem)._replace(left=band.left, right=band.right), part, keys
 
 
+def row_elements(problem: Problem) -> int:
+    """The most elements that a tensor of the reference has for one query of all heads and batch entries."""
+    return max(1, problem.batch * problem.heads_q * max(problem.seq_kv, problem.head_dim, problem.head_dim_v))
+
+
 def reference_in_chunks(
     operands: Operands, problem: Problem, compute_dtype: torch.dtype, entry: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`multiattn.reference` over a few query rows at a time, and the keys that they see, in `compute_dtype`."""
     if problem.batching is not None:
         return _of_sequences_in_chunks(operands, problem, compute_dtype)
-    row = max(1, problem.batch * problem.heads_q * max(problem.seq_kv, problem.head_dim))
-    rows = max(1, CHUNK // row)
+    rows = max(1, CHUNK // row_elements(problem))
     q = operands.q
     if problem.seq_q <= rows and not entry:
         return attend(operands, options_of(problem), compute_dtype)
-    out = torch.empty(q.shape, dtype=compute_dtype, device=q.device)
+    out = torch.empty(shape_of_out(q.shape, operands.v.shape), dtype=compute_dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=compute_dtype, device=q.device)
     for first in range(0, problem.seq_q, rows):
         last = min(first + rows, problem.seq_q)
@@ -216,7 +221,7 @@ def _of_sequences_in_chunks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference_in_chunks` of each sequence. Rows of none are empty ones, or with a cache NaN, as before a kernel."""
     q, sinks = operands.q, operands.sinks
-    out = torch.zeros(q.shape, dtype=compute_dtype, device=q.device)
+    out = torch.zeros(shape_of_out(q.shape, operands.v.shape), dtype=compute_dtype, device=q.device)
     lse = torch.full(q.shape[:3], -math.inf, dtype=compute_dtype, device=q.device)
     if problem.cache is not None:
         out[:], lse[:] = torch.nan, torch.nan

@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 import torch
 
 from multiattn.inspect.pool import Outcome
+from multiattn.layout import flops_per_pair
 from multiattn.operands import Operands
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
@@ -232,10 +233,10 @@ def _way(it: Candidate, timing: Timing) -> TimedWay:
     )
 
 
-def flops_of(problem: Problem, direction: Direction) -> float:
-    """FLOP of a problem, as every table counts them: visible pairs only, and a backward as 2.5 forwards."""
-    forward = 4 * problem.batch * problem.heads_q * problem.visible_pairs * problem.head_dim
-    return forward * (2.5 if direction == "backward" else 1.0)
+def flops_of(problem: Problem, direction: Direction) -> int:
+    """FLOP of a problem, as every table counts them: visible pairs only."""
+    per_pair = flops_per_pair(problem.head_dim, problem.head_dim_v, backward=direction == "backward")
+    return problem.batch * problem.heads_q * problem.visible_pairs * per_pair
 
 
 # ---------------------------------------------------------------- the machine

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from multiattn.layout import DTYPE_NAMES, VECTOR_BYTES, Layout
+from multiattn.layout import DTYPE_NAMES, VECTOR_BYTES, Layout, shape_of_out
+from multiattn.operands import Operands
 from multiattn.validate import check_dense, check_dtype, check_share, not_a_tensor
 
 LSE_DTYPES = (torch.float32, torch.float64)
@@ -47,12 +48,14 @@ def check_parts(outs: Mapping[str, torch.Tensor], lses: Mapping[str, torch.Tenso
         )
 
 
-def check_out(out: object, q: torch.Tensor, *, layout: bool = True) -> None:
+def check_out(out: object, q: torch.Tensor, v: torch.Tensor, *, layout: bool = True) -> None:
     """TypeError or ValueError for a tensor that results cannot be written to as it is; without `layout`, copied to."""
     if not isinstance(out, torch.Tensor):
         raise not_a_tensor("out", out, "a torch.Tensor or None")
-    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device or (layout and out.is_neg()):
-        got, allowed = (f"{tuple(it.shape)}, {it.dtype} on {it.device}" for it in (out, q))
+    shape = shape_of_out(q.shape, v.shape)
+    if out.shape != shape or out.dtype != q.dtype or out.device != q.device or (layout and out.is_neg()):
+        got = f"{tuple(out.shape)}, {out.dtype} on {out.device}"
+        allowed = f"{shape}, {q.dtype} on {q.device}"
         raise ValueError(f"out must be like q: got {got}; allowed {allowed}; torch.empty_like(q) makes one")
     if not layout:
         return
@@ -75,14 +78,15 @@ def check_out(out: object, q: torch.Tensor, *, layout: bool = True) -> None:
         )
 
 
-def check_results(q: torch.Tensor, out: object, lse: object, dout: object, dlse: object) -> None:
+def check_results(operands: Operands) -> None:
     """TypeError or ValueError for tensors that cannot be a forward's results or their gradients; any layout does."""
-    like_q, like_rows = (q.shape, q.dtype, q.device), (q.shape[:3], torch.float32, q.device)
-    _check_alike("out", out, *like_q)
-    _check_alike("dout", dout, *like_q)
-    _check_alike("lse", lse, *like_rows)
-    if dlse is not None:
-        _check_alike("dlse", dlse, *like_rows)
+    q, shape = operands.q, shape_of_out(operands.q.shape, operands.v.shape)
+    like_rows = q.shape[:3], torch.float32, q.device
+    _check_alike("out", operands.out, shape, q.dtype, q.device)
+    _check_alike("dout", operands.dout, shape, q.dtype, q.device)
+    _check_alike("lse", operands.lse, *like_rows)
+    if operands.dlse is not None:
+        _check_alike("dlse", operands.dlse, *like_rows)
 
 
 def _check_alike(name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
