@@ -213,12 +213,8 @@ def _fake_gradients(operands: Operands, options: Options) -> _Gradients:
     check_inputs(*operands.qkv, operands.sinks)
     check_results(operands)
     dq, dk, dv = (_like(it, tuple(it.shape), is_packed=options.batching is not None) for it in operands.qkv)
-    return (
-        dq,
-        dk,
-        dv,
-        operands.q.new_empty(0) if operands.sinks is None else operands.sinks.new_empty(operands.sinks.shape),
-    )
+    sinks = operands.sinks
+    return dq, dk, dv, operands.q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
 def _fake_backward(*arguments: Any) -> _Gradients:
