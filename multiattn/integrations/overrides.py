@@ -152,7 +152,7 @@ def ready_forward(operands: Operands, options: Options) -> Ready:
 
 def ready_backward(operands: Operands, options: Options) -> Ready:
     """`get_backward`, with `Refused` for what it refuses, or what is no result of a forward."""
-    or_refuse(check_results, operands)
+    or_refuse(check_results, operands.q, operands.v, *operands.results)
     return or_refuse(get_backward, operands, options)
 
 

@@ -135,7 +135,7 @@ def differentiate(operands: Operands, options: Options) -> tuple[torch.Tensor | 
     _check_call(operands, options)
     operands = with_dout(operands)
     if not compiling:
-        check_results(operands)
+        check_results(operands.q, operands.v, *operands.results)
     if not compiling and is_transformed():
         return TransformedBackward.apply(options, *operands.read)  # type: ignore[no-any-return, no-untyped-call]
     return call_backward_op(operands, options)

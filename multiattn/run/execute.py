@@ -206,7 +206,7 @@ def _conform(plan: Plan, operands: Operands) -> Operands:
     layouts = plan.problem.layouts
     if operands.dout is None:
         operands = operands._replace(dout=compat.empty_strided(*layouts["dout"], operands.q.device).zero_())
-    check_results(operands)
+    check_results(operands.q, operands.v, *operands.results)
     copies: dict[str, Any] = {
         name: _copy(tensor, layouts[name])
         for name in ("out", "lse", "dout", "dlse")

@@ -211,7 +211,7 @@ def _fake_kvcache(*arguments: Any) -> _Pair:
 
 def _fake_gradients(operands: Operands, options: Options) -> _Gradients:
     check_inputs(*operands.qkv, operands.sinks)
-    check_results(operands)
+    check_results(operands.q, operands.v, *operands.results)
     dq, dk, dv = (_like(it, tuple(it.shape), is_packed=options.batching is not None) for it in operands.qkv)
     sinks = operands.sinks
     return dq, dk, dv, operands.q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 
 from multiattn.layout import DTYPE_NAMES, VECTOR_BYTES, Layout, shape_of_out
-from multiattn.operands import Operands
 from multiattn.validate import check_dense, check_dtype, check_share, not_a_tensor
 
 LSE_DTYPES = (torch.float32, torch.float64)
@@ -78,15 +77,15 @@ def check_out(out: object, q: torch.Tensor, v: torch.Tensor, *, layout: bool = T
         )
 
 
-def check_results(operands: Operands) -> None:
+def check_results(q: torch.Tensor, v: torch.Tensor, out: object, lse: object, dout: object, dlse: object) -> None:
     """TypeError or ValueError for tensors that cannot be a forward's results or their gradients; any layout does."""
-    q, shape = operands.q, shape_of_out(operands.q.shape, operands.v.shape)
+    like_out = shape_of_out(q.shape, v.shape), q.dtype, q.device
     like_rows = q.shape[:3], torch.float32, q.device
-    _check_alike("out", operands.out, shape, q.dtype, q.device)
-    _check_alike("dout", operands.dout, shape, q.dtype, q.device)
-    _check_alike("lse", operands.lse, *like_rows)
-    if operands.dlse is not None:
-        _check_alike("dlse", operands.dlse, *like_rows)
+    _check_alike("out", out, *like_out)
+    _check_alike("dout", dout, *like_out)
+    _check_alike("lse", lse, *like_rows)
+    if dlse is not None:
+        _check_alike("dlse", dlse, *like_rows)
 
 
 def _check_alike(name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
