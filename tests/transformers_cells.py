@@ -159,26 +159,22 @@ class Subject:
             if self.takes("position_ids"):
                 yield "packed by position_ids", self.packed(True, False), [self.apart, by_masks], {}
             if any(it.kind == it.VAR_KEYWORD for it in names.values()):
-                alone = self.packed(False, True)
+                alone, both = self.packed(False, True), self.packed(self.takes("position_ids"), True)
                 yield "packed by cu_seq_lens alone", alone, [partial(self.blocks, False)], {}
-                yield (
-                    "packed by cu_seq_lens",
-                    self.packed(self.takes("position_ids"), True),
-                    [self.apart, by_masks],
-                    {},
-                )
+                yield "packed by cu_seq_lens", both, [self.apart, by_masks], {}
             if hasattr(self.config.get_text_config(decoder=True), "sliding_window"):
                 yield "sliding", self.sliding, [self.sliding], self.windows()
         if self.generates:
-            for cache in ("dynamic", "static"):
-                run = self.generate(cache_implementation=cache)
-                yield f"generate, {cache}", run, [run], {}
             unpack_by_torch()
             quanto = {"backend": "quanto", "q_group_size": 16, "nbits": 4}
-            run = self.generate(cache_implementation="quantized", cache_config=quanto)
-            yield "generate, quantized", run, [run], {}
-            run = self.generate(num_beams=3)
-            yield "generate, beams", run, [run], {}
+            ways: dict[str, dict[str, Any]] = {
+                "dynamic": {"cache_implementation": "dynamic"},
+                "static": {"cache_implementation": "static"},
+                "quantized": {"cache_implementation": "quantized", "cache_config": quanto},
+                "beams": {"num_beams": 3},
+            }
+            for name, how in ways.items():
+                yield f"generate, {name}", self.generate(**how), [self.generate(**how)], {}
         yield "training", self.train, [self.train], {}
         for name in ("get_image_features", "get_audio_features"):
             if hasattr(self.kind, name) and name.split("_")[1] not in "".join(self.inputs):
