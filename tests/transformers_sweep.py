@@ -10,14 +10,12 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
-import json
 import multiprocessing
 import os
 import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import tabulate
@@ -254,7 +252,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="classes of transformers; all where none is named")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--json", help="a file for all verdicts and what is told of each")
     args = parser.parse_args()
     found: dict[str, Cells] = {}
     for name, cells, seconds in sweep_all(args.names or list(models.classes()), args.jobs):
@@ -264,8 +261,6 @@ def main() -> None:
         for cell, (verdict, why) in cells.items():
             if args.names or verdict in (*FAULTS, *NOTED):
                 print(f"    {cell}: {verdict}: {why}", flush=True)
-        if args.json:
-            Path(args.json).write_text(json.dumps(found, indent=1))
     print(table(found))
 
 
