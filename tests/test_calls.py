@@ -19,14 +19,8 @@ def qkv(dtype=torch.float64, seq=9):
 
 
 def options_of(**given):
-    unset = {
-        "causal": False,
-        "window": None,
-        "scale": None,
-        "backend": "reference",
-        "variant": None,
-        "deterministic": False,
-    }
+    unset = dict.fromkeys(("window", "scale", "variant"))
+    unset |= {"causal": False, "backend": "reference", "deterministic": False}
     return Options.of(**(unset | given))
 
 

@@ -9,6 +9,7 @@ transformers = pytest.importorskip("transformers")
 
 from test_integrations_transformers import BATCH, LENGTH, SIZES, build, check, decoder, padding, tokens  # noqa: E402
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask  # noqa: E402
+from transformers_models import Recipe, small_of  # noqa: E402
 
 import multiattn  # noqa: E402
 import multiattn.integrations.transformers as hook  # noqa: E402
@@ -16,31 +17,13 @@ import multiattn.integrations.transformers as hook  # noqa: E402
 hook.register()
 FIRST = 9
 POSITIONS = torch.cat((torch.arange(FIRST), torch.arange(LENGTH - FIRST)))
-LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "index_topk": 4,
-}
-
-
-def made(name, head="ForCausalLM", **given):
-    """A model of this name, or a skipped test where the installed transformers has none."""
-    if not hasattr(transformers, f"{name}{head}"):
-        pytest.skip(f"a transformers without {name}{head}")
-    return build(getattr(transformers, f"{name}{head}"), getattr(transformers, f"{name}Config")(**given))
 
 
 def test_keys_selected_among_other_sequences_are_refused():
-    model, rows = made("DeepseekV32", **SIZES | {"num_key_value_heads": 4}, **LATENT), tokens()[:1]
+    if not hasattr(transformers, "DeepseekV32ForCausalLM"):
+        pytest.skip("a transformers without DeepSeek V3.2")
+    kind = transformers.DeepseekV32ForCausalLM
+    model, rows = build(kind, small_of(kind, Recipe())), tokens()[:1]
     model.set_attn_implementation("multiattn")
     lengths = torch.tensor([0, FIRST, LENGTH], dtype=torch.int32)
     given = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "use_cache": False}

@@ -70,26 +70,24 @@ def test_opcheck_with_captured_tensors():
     torch.library.opcheck(backward, (*given, [it.detach() for it in captured], [], *rest))
 
 
-STARTS = {"cu_seqlens_q": torch.tensor([0, 5, 5, 14], dtype=torch.int32), "max_seqlen_q": 9}
-PACKED = ("fmha_varlen", [random(14, heads, 8, seed=heads) for heads in (4, 2, 2)])
-PACKED_LENGTHS = {**STARTS, "cu_seqlens_kv": STARTS["cu_seqlens_q"], "max_seqlen_kv": 9}
-CALLS = {
-    "packed": (*PACKED, PACKED_LENGTHS),
-    "packed, scored": (*PACKED, {**PACKED_LENGTHS, "causal": True, "softcap": 3.0}),
-    **{f"{make.__name__} {options}": (make, None, options) for make, options in COMPILED},
-}
+def packed():
+    starts = torch.tensor([0, 5, 5, 14], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 9, "max_seqlen_kv": 9}
+    return [random(14, heads, 8, seed=heads) for heads in (4, 2, 2)], lengths
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_opcheck_of_batches_of_sequences(name):
+OF_SEQUENCES = [
+    (fmha_varlen, "fmha_forward", packed, {}),
+    (fmha_varlen, "fmha_forward", packed, {"causal": True, "softcap": 3.0}),
+    *((fmha_kvcache, "fmha_kvcache", *it) for it in COMPILED),
+]
+
+
+@pytest.mark.parametrize(("call", "name", "make", "options"), OF_SEQUENCES)
+def test_opcheck_of_batches_of_sequences(call, name, make, options):
     """A dispatch mode is not told defaults; what is left at its default does not reach autograd either."""
-    make, tensors, options = CALLS[name]
-    call, op = fmha_kvcache, torch.ops.multiattn.fmha_kvcache.default
-    if tensors is None:
-        tensors, lengths = make()
-        options = {**lengths, **options}
-    else:
-        call, op = fmha_varlen, torch.ops.multiattn.fmha_forward.default
+    op = getattr(torch.ops.multiattn, name).default
+    tensors, lengths = make()
     asked = []
 
     class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
@@ -99,7 +97,7 @@ def test_opcheck_of_batches_of_sequences(name):
             return func(*args, **kwargs or {})
 
     with Recorder():
-        call(*tensors, **options)
+        call(*tensors, **lengths, **options)
     ((given, named),) = asked
     args = [*given, *(it.default_value for it in op._schema.arguments[len(given) :])]
     if call is fmha_varlen:
