@@ -30,10 +30,19 @@ def problem_of(head_dim=64, **sizes):
 
 
 @on_cpu
-@pytest.mark.parametrize(("arch", "head_dim"), [("sm80", 64), ("sm90", 128), ("sm120", 256)])
-def test_a_gpus_own_config_has_no_bank_conflicts(arch, head_dim):
-    config = plan_variant(BACKEND, SPLIT_Q, problem_of(head_dim, causal=True), ARCHS[arch]).config
-    *_, counts = run_forward(config=config, heads_q=1, seq_q=150, seq_kv=200, head_dim=head_dim, causal=True)
+@pytest.mark.parametrize(
+    ("arch", "point", "head_dim"),
+    [
+        *(("sm80", axes.SPLIT_Q, 64), ("sm90", axes.SPLIT_Q, 128), ("sm120", axes.SPLIT_Q, 256)),
+        *(("sm90", axes.TILED, head_dim) for head_dim in (328, 1000)),
+    ],
+    ids=str,
+)
+def test_a_gpus_own_config_has_no_bank_conflicts(arch, point, head_dim):
+    variant = find_variant(BACKEND, point.name)
+    config = plan_variant(BACKEND, variant, problem_of(head_dim, causal=True), ARCHS[arch]).config
+    sizes = {"heads_q": 1, "seq_q": 113, "seq_kv": 150, "head_dim": head_dim, "causal": True}
+    *_, counts = run_forward(variant=point.name, config=config, **sizes)
     assert counts.bank_conflicts == 0
 
 

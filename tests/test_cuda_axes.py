@@ -238,34 +238,6 @@ def test_every_wide_head(axes, head_dim):
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    ("name", "config", "head_dim"),
-    [
-        (SPLIT_Q.name, CudaConfig(tile_m=64, tile_n=32, warps=2, stages=1, q_in_registers=True), 72),
-        (SPLIT_Q.name, CudaConfig(tile_m=32, tile_n=16, warps=2, stages=3), 72),
-        (SPLIT_Q.name, CudaConfig(tile_m=128, tile_n=48, warps=4, stages=4, q_in_registers=True), 72),
-        # K and V joint, and weights exchanged: a barrier of its own
-        ("split_kv+swizzle_qkv", shape(32, 64, 4, 4, 4, "registers"), 64),
-        # a shared ring that is ahead
-        ("split_q+share_kv+swizzle_qkv", shape(64, 32, 4, 1, 3), 72),
-        ("split_q+share_qkv+swizzle_qkv", shape(64, 32, 4, 1, 2, "registers"), 64),
-        # slices with nothing ahead, and far ahead
-        ("split_kv+tiling_qk+swizzle_qkv", shape(32, 64, 8, 4, 1, "streamed"), 264),
-        ("split_kv+tiling_qk+swizzle_qkv", shape(32, 64, 8, 4, 4, "streamed"), 264),
-        ("split_q+share_kv+tiling_qkv+swizzle_qkv", shape(64, 32, 4, 1, 4), 136),
-        # what D up to 512 and up to 1024 run on the H200
-        (TILED.name, shape(64, 256, 8, 4, 2, "shared", 128, 64), 328),
-        (TILED.name, shape(32, 256, 8, 8, 2, "shared", 128, 32), 1000),
-    ],
-    ids=str,
-)
-def test_configs_that_no_rule_of_the_cpu_has(name, config, head_dim):
-    problem = {"causal": True, "seq_q": 113, "seq_kv": 150, "scale": -0.1, "change": plant}
-    *_, counts = run_forward(variant=name, config=config, head_dim=head_dim, **problem)
-    assert counts.bank_conflicts == 0
-
-
-@on_cpu
 def test_a_tile_that_is_not_swizzled_conflicts():
     names = ("split_q", "split_q+swizzle_q", "split_q+swizzle_qk")
     none, of_q, of_qk = (run_forward(variant=name)[2].bank_conflicts for name in names)

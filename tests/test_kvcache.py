@@ -38,12 +38,14 @@ def test_lengths_and_pages_that_change_in_place_are_seen(backend):
         torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8, 9])
-def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(splits):
+@pytest.mark.parametrize(
+    ("backend", "splits"), [*(("cuda", splits) for splits in (1, 2, 8, 9)), ("triton", 1), ("cutile", 1)]
+)
+def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(backend, splits):
     """In one part, or in as many as either kernel merges."""
     lengths, queries = (33, 7, 20, 64, 1), (2, 1, 3, 1, 1)
     (q, k, v), rest = paged(lengths, queries)
-    options = {"causal": True, "backend": "cuda", "num_splits": splits, "return_lse": True}
+    options = {"causal": True, "backend": backend, "num_splits": splits, "return_lse": True}
     out, lse = multiattn.fmha_kvcache(q, k, v, **rest, **options)
     starts = rest["cu_seqlens_q"].tolist()
     for entry in range(len(lengths)):

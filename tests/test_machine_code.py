@@ -96,6 +96,8 @@ def rows(*found: tuple[Any, ...], at_night: bool = False) -> list[Any]:
             ("triton", "forward", "warp_specialized", 64, PACKED | CAUSAL),
             ("triton", "forward", "warp_specialized", 128, PACKED),
             ("triton", "backward", "warp_specialized", 64, WINDOW),
+            ("triton", "backward", "warp_specialized", 64, SOFTCAP),
+            ("triton", "backward", "warp_specialized", 64, SLOPES),
             at_night=True,
         ),
     ],

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from multiattn import Problem, explain, fmha_kvcache
+from multiattn import Problem, explain
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan, find_variant, plan_variant
 from multiattn.sequences import Batching
@@ -23,74 +23,13 @@ from multiattn.triton.decode import (
 )
 
 SM90 = ARCHS["sm90"]
-LENGTHS = (0, 1, 37, 130)
-"""No key, one, less than a tile, and more than two."""
-POISON = 1 << 30
-"""An entry of a page table that nobody may read."""
-
-
-def random_of(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=random_of(seed)).bfloat16()
-
-
-def views(entries, rows, heads, head_dim, layout):
-    """k and v ``[entries, heads, rows, head_dim]``, all NaN: views of one tensor where a layout is named."""
-    shape = {"HND": (entries, 2, heads, rows, head_dim), "NHD": (entries, 2, rows, heads, head_dim)}
-    if layout is None:
-        return tuple(torch.full((entries, heads, rows, head_dim), torch.nan).bfloat16() for _ in range(2))
-    both = torch.full(shape[layout], torch.nan).bfloat16()
-    return tuple(it if layout == "HND" else it.transpose(1, 2) for it in both.unbind(1))
-
-
-def cache_of(lengths=LENGTHS, page=None, *, heads=2, head_dim=16, layout=None, capacity=140):
-    """A cache with NaN in every row that no sequence has, as arguments of `fmha_kvcache`."""
-    seqlens = torch.tensor(lengths, dtype=torch.int32)
-    if page is None:
-        k, v = views(len(lengths), capacity, heads, head_dim, layout)
-        for entry, length in enumerate(lengths):
-            k[entry, :, :length], v[entry, :, :length] = normal(2, heads, length, head_dim, seed=entry)
-        return {"k_cache": k, "v_cache": v, "seqlens_kv": seqlens}
-    used = [-(-length // page) for length in lengths]
-    pages = sum(used) + 3
-    k, v = views(pages, page, heads, head_dim, layout)
-    order = torch.randperm(pages, generator=random_of(7)).tolist()
-    table = torch.full((len(lengths), -(-capacity // page) + 1), POISON, dtype=torch.int32)[:, :-1]  # rows are apart
-    for entry, (length, count) in enumerate(zip(lengths, used, strict=True)):
-        rows = normal(2, heads, length, head_dim, seed=entry)
-        for place in range(count):
-            table[entry, place] = number = order.pop()
-            part = rows[:, :, place * page : (place + 1) * page]
-            k[number, :, : part.shape[2]], v[number, :, : part.shape[2]] = part
-    return {"k_cache": k, "v_cache": v, "seqlens_kv": seqlens, "page_table": table}
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 # ---------------------------------------------------------------- caches, interpreted
-
-
-def test_results_go_where_the_caller_wants_them():
-    q, cache = normal(4, 4, 1, 16), cache_of(page=16)
-    room = torch.zeros(4, 1, 6, 16).bfloat16()
-    out = room[:, :, 1:5].transpose(1, 2)
-    for splits in (1, 2):
-        wanted = fmha_kvcache(q, **cache, backend="triton", num_splits=splits)
-        assert fmha_kvcache(q, **cache, backend="triton", num_splits=splits, out=out) is out
-        assert torch.equal(out, wanted)
-        assert room[:, :, ::5].eq(0).all()
-
-
-def test_with_one_part_a_sequence_has_the_same_bits_in_any_batch():
-    q, cache = normal(4, 4, 1, 16), cache_of(page=16)
-    all_of_them = fmha_kvcache(q, **cache, backend="triton", num_splits=1)
-    for entry in range(4):
-        own = {name: cache[name][entry : entry + 1] for name in ("seqlens_kv", "page_table")}
-        assert torch.equal(
-            fmha_kvcache(q[entry : entry + 1], **(cache | own), backend="triton", num_splits=1),
-            all_of_them[entry : entry + 1],
-        )
 
 
 # ---------------------------------------------------------------- without a cache
