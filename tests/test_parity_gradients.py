@@ -7,22 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from parity_breaks import BY_NAME, CPU, each, options_of
 
 from multiattn import reference, reference_backward
 from multiattn.operands import Operands
-from multiattn.problem import options_of
+from multiattn.problem import options_of as its_options
 from multiattn.reference import attend
 from multiattn.reference import differentiate as gradients_of
 from multiattn.score import eager
 from multiattn.truth import gradients
 from parity.case import Case
-from parity.cases import CASES, suite
+from parity.cases import suite
 from parity.gradients import by_autograd, differentiate_in_chunks, exactly
 from parity.launch import prepare_case, prepare_gradients, problem_of
 from parity.tolerance import PRODUCTS_AT_ONCE, Mismatch, operands_and_problem, truncation
 
-CPU = torch.device("cpu")
-BY_NAME = {case.name: case for case in CASES}
 CPU_CASES = [case for case in suite(CPU) if not case.no_backward]
 
 
@@ -43,16 +42,16 @@ def differentiate(case: Case, **changes: object) -> Grads:
     """A good backward's gradients of what a good forward saved, in fp32; `changes` to its arguments break it."""
     inputs, _ = prepare_case(case, CPU)
     upstream, _ = prepare_gradients(case, CPU)
-    options = {"causal": case.causal, "window": case.window, "scale": case.scale, "sinks": inputs.sinks}
-    options |= {"score": inputs.score, "slots": inputs.slots, "blocks": inputs.blocks, "packed": inputs.packed}
+    options = options_of(case, inputs, slots=inputs.slots)
+    del options["cached"]
     tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     forward, problem = operands_and_problem(**tensors, **options)
-    out, lse = attend(forward, options_of(problem), torch.float32)
+    out, lse = attend(forward, its_options(problem), torch.float32)
     saved = {"out": out.to(case.torch_dtype), "lse": lse, "dout": upstream.dout, "dlse": upstream.dlse}
     given = tensors | saved | options | changes
     saved = {name: given.pop(name) for name in saved}
     operands, problem = operands_and_problem(**given)
-    return gradients_of(operands._replace(**saved), options_of(problem), torch.float32)
+    return gradients_of(operands._replace(**saved), its_options(problem), torch.float32)
 
 
 def check(case: Case, grads: Grads) -> None:
@@ -123,6 +122,15 @@ def partial_blocks_seen_whole(case: Case) -> Grads:
     return differentiate(case, score=inputs.score._replace(program=program))
 
 
+def a_key_of_each_sequence_left_out(case: Case) -> Grads:
+    """Sequences of a packed batch end a key too early."""
+    inputs, _ = prepare_case(case, CPU)
+    cu_seqlens_q, cu_seqlens_kv = inputs.packed.cu_seqlens
+    less = cu_seqlens_kv.clone()
+    less[1:-1] -= (less[1:-1] > 0).int()
+    return differentiate(case, packed=inputs.packed._replace(cu_seqlens=(cu_seqlens_q, less)))
+
+
 def last_tile_of_keys_dropped(case: Case) -> Grads:
     """The walk over the keys ends a tile early: dq lacks it, and dk and dv of these keys are zero."""
     assert not case.causal  # else fewer keys would move the mask
@@ -161,6 +169,7 @@ def one_nan(case: Case) -> Grads:
 
 # A gradient alone, and by less: fp16, which rounds eight times finer than bf16, shows it in every case.
 ALONE = "d64_fp16_full d128_fp16_causal d256_fp16_full d40_fp16_full large_fp16"
+PACKED = "varlen_apart_d64_full varlen_apart_d64_causal varlen_uneven_d64_causal"
 BROKEN: dict[str, tuple[Break, str]] = {
     "scale off by 1 %": (scale_off_by_1_percent, "d64_fp16_full d128_fp16_causal d256_fp16_full large_fp16 scale_one"),
     "dk and dv off by 5 %": (
@@ -237,6 +246,9 @@ BROKEN: dict[str, tuple[Break, str]] = {
         last_tile_of_queries_dropped,
         "d64_bf16_full len_128x128_full len_129x129_causal len_256x256_causal",
     ),
+    "a key of each sequence left out": (a_key_of_each_sequence_left_out, PACKED),
+    "dq of a neighbour's row": (then(lambda dq, dk, dv: (dq.roll(1, dims=2), dk, dv)), PACKED),
+    "dk of a neighbour's row": (then(lambda dq, dk, dv: (dq, dk.roll(1, dims=2), dv)), PACKED),
     "dk and dv swapped": (then(lambda dq, dk, dv: (dq, dv, dk)), "d64_bf16_full d64_fp16_causal gqa4_b1 len_1x1_full"),
     "dk of the next group": (then(lambda dq, dk, dv: (dq, dk.roll(1, dims=1), dv)), "d64_bf16_full gqa4_b1 gqa8_b1"),
     "delta missing": (
@@ -252,9 +264,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("broken", "name"), [(broken, name) for broken, it in BROKEN.items() for name in it[1].split()]
-)
+@pytest.mark.parametrize(("broken", "name"), each(BROKEN))
 def test_a_broken_gradient_fails(broken, name):
     grads = BROKEN[broken][0](BY_NAME[name])
     with pytest.raises(Mismatch):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity_breaks import BY_NAME, CPU, Break, Result, attend, check, each, then
 
 from multiattn import Problem, reference
 from multiattn.operands import Operands
@@ -25,35 +26,12 @@ from parity.tolerance import (
     Mismatch,
     Truth,
     deviate,
-    operands_and_problem,
     probe_rounding,
     reference_in_chunks,
     truncation,
 )
 
-CPU = torch.device("cpu")
 CPU_CASES = suite(CPU)
-BY_NAME = {case.name: case for case in CASES}
-
-Result = tuple[torch.Tensor, torch.Tensor]
-Break = Callable[[Case, Inputs], Result]
-
-
-def attend(case: Case, inputs: Inputs, **changes: object) -> Result:
-    """A good kernel's result: fp32 inside, rounded once. `changes` to its options break it."""
-    options = {"causal": case.causal, "window": case.window, "scale": case.scale, "sinks": inputs.sinks}
-    options |= {"score": inputs.score, "blocks": inputs.blocks, "packed": inputs.packed} | changes
-    options["cached"] = inputs.cached
-    operands, problem = operands_and_problem(inputs.q, inputs.k, inputs.v, **options)
-    out, lse = reference_in_chunks(operands, problem, torch.float32)
-    return out.to(case.torch_dtype), lse
-
-
-def check(case: Case, result: Result) -> None:
-    _, truth = prepare_case(case, CPU)
-    truth.out.check(result[0], "a plan")
-    truth.lse.check(result[1], "a plan")
-
 
 # ---------------------------------------------------------------- results broken on purpose
 
@@ -146,11 +124,6 @@ def written(place: tuple, value: float) -> Break:
         return out, lse
 
     return broken
-
-
-def then(change: Callable[[torch.Tensor, torch.Tensor], Result]) -> Break:
-    """A right result, changed."""
-    return lambda case, inputs: change(*attend(case, inputs))
 
 
 def wrong_where_nan_may_be(out: torch.Tensor, lse: torch.Tensor) -> Result:
@@ -320,9 +293,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("broken", "name"), [(broken, name) for broken, it in BROKEN.items() for name in it[1].split()]
-)
+@pytest.mark.parametrize(("broken", "name"), each(BROKEN))
 def test_a_broken_result_fails(broken, name):
     case = BY_NAME[name]
     inputs, _ = prepare_case(case, CPU)

@@ -1,0 +1,52 @@
+"""Results of a good kernel for parity's cases, and what breaks them: the tester's tests judge both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from parity.case import Case
+from parity.cases import CASES
+from parity.launch import prepare_case
+from parity.tensors import Inputs
+from parity.tolerance import operands_and_problem, reference_in_chunks
+
+CPU = torch.device("cpu")
+BY_NAME = {case.name: case for case in CASES}
+
+Result = tuple[torch.Tensor, torch.Tensor]
+Break = Callable[[Case, Inputs], Result]
+
+
+def options_of(case: Case, inputs: Inputs, **changes: Any) -> dict[str, Any]:
+    """The options of a case's call, with changes."""
+    named = {"causal": case.causal, "window": case.window, "scale": case.scale, "sinks": inputs.sinks}
+    named |= {"score": inputs.score, "blocks": inputs.blocks, "packed": inputs.packed, "cached": inputs.cached}
+    return named | changes
+
+
+def attend(case: Case, inputs: Inputs, **changes: Any) -> Result:
+    """A good kernel's result: fp32 inside, rounded once. `changes` to its options break it."""
+    options = options_of(case, inputs, **changes)
+    operands, problem = operands_and_problem(inputs.q, inputs.k, inputs.v, **options)
+    out, lse = reference_in_chunks(operands, problem, torch.float32)
+    return out.to(case.torch_dtype), lse
+
+
+def check(case: Case, result: Result) -> None:
+    """Mismatch where a result is not within its case's tolerance."""
+    _, truth = prepare_case(case, CPU)
+    truth.out.check(result[0], "a plan")
+    truth.lse.check(result[1], "a plan")
+
+
+def then(change: Callable[[torch.Tensor, torch.Tensor], Result]) -> Break:
+    """A right result, changed."""
+    return lambda case, inputs: change(*attend(case, inputs))
+
+
+def each(broken: Mapping[str, tuple[Any, str]]) -> list[tuple[str, str]]:
+    """Names of breaks, each with the name of a case that must find it."""
+    return [(name, case) for name, (_, cases) in broken.items() for case in cases.split()]
