@@ -49,7 +49,7 @@ class FakeDriver:
         self.sizes = sizes
         self.launched, self.did, self.cleared, self.encoded, self.loaded, self.attributes = [], [], [], [], [], []
         self.preferring = []
-        self.unloaded, self.resident, self.contexts, self.refuse, self.status = [], [], [], 0, 0
+        self.resident, self.contexts, self.refuse, self.status = [], [], 0, 0
         self.current, self.context_status = CONTEXT, 0
         self.stream, self.capturing, self.memory = 70, False, 1 << 20
 
@@ -131,22 +131,6 @@ class FakeDriver:
 
     def cuKernelSetCacheConfig(self, kernel, config, device):  # noqa: N802
         self.preferring.append((kernel.value, config, device.value))
-        return 0
-
-    def cuLibraryUnload(self, library):  # noqa: N802
-        self.unloaded.append(library.value)
-        return 0
-
-    def cuFuncSetAttribute(self, function, attribute, value):  # noqa: N802
-        self.attributes.append((attribute, value))
-        return 0
-
-    def cuFuncGetAttribute(self, value, attribute, function):  # noqa: N802
-        value._obj.value = 100 + attribute
-        return 0
-
-    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, value, function, threads, smem):  # noqa: N802
-        value._obj.value = threads // 32 + smem.value
         return 0
 
     def cuCtxGetCurrent(self, current):  # noqa: N802

@@ -53,19 +53,3 @@ def test_every_launch_sees_to_it(monkeypatch):
         with launching.on_device(device):
             seen.append(f"body {device}")
     assert seen == ["body cpu", "context 1", "body cuda:1", "device 0", "context 0", "body cuda:0"]
-
-
-def test_the_drivers_properties_of_a_kernel(driver):
-    names = pytest.importorskip("cuda.bindings.driver").CUfunction_attribute
-    found = module.attributes(b"cubin", "entry", driver_fakes.DEVICE, threads=128, dynamic_smem_bytes=6)
-    assert found == {
-        "registers": 100 + names.CU_FUNC_ATTRIBUTE_NUM_REGS,
-        "static_smem_bytes": 100 + names.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
-        "local_bytes": 100 + names.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
-        "max_threads": 100 + names.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK,
-        "binary_version": 100 + names.CU_FUNC_ATTRIBUTE_BINARY_VERSION,
-        "blocks_per_sm": 4 + 6,
-    }
-    assert driver.attributes == [(names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 6)]
-    assert "blocks_per_sm" not in module.attributes(b"cubin", "entry", driver_fakes.DEVICE)
-    assert len(driver.unloaded) == len(driver.loaded) == 2

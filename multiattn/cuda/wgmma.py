@@ -114,7 +114,7 @@ def why_not_mapped(tensor_map: TensorMap) -> tuple[Reason, ...]:
             code="seq",
             got=f"{name} with an extent of {extent}",
             allowed=f"extents up to {_EXTENT_MAX}",
-            hint=remedies.for_length(),
+            hint=remedies.LENGTH,
         )
         for extent in tensor_map.shape
         if extent > _EXTENT_MAX
@@ -124,7 +124,7 @@ def why_not_mapped(tensor_map: TensorMap) -> tuple[Reason, ...]:
             code="strides",
             got=f"{name} with a stride of {stride} bytes",
             allowed=f"multiples of {_STRIDE_UNIT} bytes up to {_STRIDE_MAX}",
-            hint=remedies.for_strides(),
+            hint=remedies.STRIDES,
         )
         for stride in tensor_map.strides
         if not 0 <= stride <= _STRIDE_MAX or stride % _STRIDE_UNIT

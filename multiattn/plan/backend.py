@@ -217,19 +217,6 @@ def later(module: str, name: str) -> Callable[..., Any]:
     return lambda *arguments: getattr(importlib.import_module(module), name)(*arguments)
 
 
-def bytes_of_areas(names: Sequence[str], of_packed: Sequence[str] = ()) -> Callable[[Problem, Config | None], int]:
-    """`Variant.workspace` of a variant whose workspace is areas, by their names among `Problem.layouts`.
-
-    `of_packed`: further ones for a packed batch.
-    """
-
-    def workspace(problem: Problem, config: Config | None) -> int:
-        asked = names if problem.packing is None else (*names, *of_packed)
-        return sum(problem.layouts[name].size_bytes for name in asked)
-
-    return workspace
-
-
 _NAMED_AT_MOST = 12  # in an error; a backend may have a hundred rungs
 
 
@@ -244,11 +231,11 @@ def _name_some(variants: Sequence[Variant], wanted: str) -> str:
     return ", ".join(names)
 
 
-def ladder(backend: Backend, top: str, direction: Direction = "forward") -> tuple[Variant, ...]:
+def ladder(backend: Backend, top: str) -> tuple[Variant, ...]:
     """The rungs up to the variant called `top`, first to last; ValueError for an unknown variant."""
-    rungs = [find_variant(backend, top, direction)]
+    rungs = [find_variant(backend, top)]
     while (parent := rungs[-1].parent) is not None:
-        rungs.append(find_variant(backend, parent, direction))
+        rungs.append(find_variant(backend, parent))
     return tuple(reversed(rungs))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import field, fields
 from typing import Any
 
@@ -46,12 +46,6 @@ def powers_of_two(low: int, high: int | None = None) -> FieldRule:
     return lambda it: it >= low and it & (it - 1) == 0 and (high is None or it <= high), text
 
 
-def field_checks(config: object, rules: Mapping[str, FieldRule], prefix: str = "") -> list[Check]:
-    """A check for each field that has a rule, whose names a config has behind a prefix."""
-    values = ((prefix + name, getattr(config, prefix + name), *rule) for name, rule in rules.items())
-    return [(holds(value), f"{name}={value}", allowed) for name, value, holds, allowed in values]
-
-
 _LIMIT = "limit"
 
 
@@ -62,8 +56,9 @@ def limited(rule: FieldRule, **more: Any) -> Any:
 
 def limit_checks(config: Any) -> list[Check]:
     """A check for each field that is `limited`."""
-    rules = {it.name: it.metadata[_LIMIT] for it in fields(config) if _LIMIT in it.metadata}
-    return field_checks(config, rules)
+    limits = {it.name: it.metadata[_LIMIT] for it in fields(config) if _LIMIT in it.metadata}
+    values = ((name, getattr(config, name), *limit) for name, limit in limits.items())
+    return [(holds(value), f"{name}={value}", allowed) for name, value, holds, allowed in values]
 
 
 def size_checks(config: object, arch: Arch, smem_bytes: int, blocks: int) -> tuple[Check, Check]:

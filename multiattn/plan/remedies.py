@@ -14,17 +14,20 @@ OTHERS = "leave variant out, or name a backend that `multiattn explain` says can
 CONFIG = "leave config to the variant's rules"
 """The advice on a config that a caller gave, and no kernel of the variant has."""
 
+DTYPE = "convert q, k and v, as by .bfloat16(), or call under torch.autocast"
+
+LENGTH = "attend to parts of the keys and combine them by multiattn.merge"
+"""The advice on lengths beyond what a kernel counts."""
+
+STRIDES = "call .contiguous() on the tensor, or leave variant out"
+"""The advice on strides that a kernel cannot walk: broadcast dimensions, or huge ones."""
+
 
 def for_arch(arch: Arch) -> str:
     """Advice on an arch that a variant has no code for."""
     if arch.name in ARCHS:
         return OTHERS
     return 'no kernel here is made for this GPU; backend="reference" runs on it, as torch\'s own attention does'
-
-
-def for_dtype() -> str:
-    """Advice on a dtype that no kernel computes in."""
-    return "convert q, k and v, as by .bfloat16(), or call under torch.autocast"
 
 
 def for_head_dim(problem: Problem, multiple: int, most: int) -> str:
@@ -37,11 +40,6 @@ def for_head_dim(problem: Problem, multiple: int, most: int) -> str:
     scale = f"{dim}**-0.5" if is_usual else repr(problem.scale)
     pad = f"torch.nn.functional.pad(x, (0, {padded - dim}))"
     return f"pad q, k and v with zeros to D={padded} by {pad}, give scale={scale}, and take out[..., :{dim}]"
-
-
-def for_length() -> str:
-    """Advice on lengths beyond what a kernel counts."""
-    return "attend to parts of the keys and combine them by multiattn.merge"
 
 
 def for_alignment(problem: Problem, multiple: int) -> str:
@@ -57,8 +55,3 @@ def for_alignment(problem: Problem, multiple: int) -> str:
 def for_blocks(step: int) -> str:
     """Advice on a block mask's blocks, of which a kernel wants multiples of `step`; 0: it has no code for any."""
     return f"create_block_mask(..., BLOCK_SIZE={max(128, step)})" if step else OTHERS
-
-
-def for_strides() -> str:
-    """Advice on strides that a kernel cannot walk: broadcast dimensions, or huge ones."""
-    return "call .contiguous() on the tensor, or leave variant out"

@@ -108,7 +108,7 @@ class Capability:
         if self.arches and arch.name not in self.arches:
             refuse("arch", arch.name, ", ".join(self.arches), self.arch_hint or remedies.for_arch(arch))
         if problem.dtype not in self.dtypes:
-            refuse("dtype", problem.dtype, ", ".join(self.dtypes), remedies.for_dtype())
+            refuse("dtype", problem.dtype, ", ".join(self.dtypes), remedies.DTYPE)
         widths = (problem.head_dim, problem.head_dim_v)
         if any(width % self.head_dim_multiple or width > self.head_dim_max for width in widths):
             allowed = f"multiples of {self.head_dim_multiple} up to {self.head_dim_max}"
@@ -116,7 +116,7 @@ class Capability:
             refuse("head_dim", str(problem.head_dim), allowed, hint)
         if max(problem.seq_q, problem.seq_kv) > self.seq_max:
             got = f"Sq={problem.seq_q} Skv={problem.seq_kv}"
-            refuse("seq", got, f"lengths up to {self.seq_max}", remedies.for_length())
+            refuse("seq", got, f"lengths up to {self.seq_max}", remedies.LENGTH)
         if problem.alignment % self.alignment:
             allowed = f"base addresses and strides that are multiples of {self.alignment} bytes"
             hint = remedies.for_alignment(problem, self.alignment)
@@ -125,7 +125,7 @@ class Capability:
             refuse("mask", problem.mask, ", ".join(self.masks), remedies.OTHERS)
         if problem.is_two_sided and problem.seq_q + problem.seq_kv > self.seq_max:
             got = f"Sq={problem.seq_q} Skv={problem.seq_kv} with {problem.mask}"
-            refuse("seq", got, f"Sq + Skv up to {self.seq_max}", remedies.for_length())
+            refuse("seq", got, f"Sq + Skv up to {self.seq_max}", remedies.LENGTH)
         for name, (code, describe, instead) in _FEATURES.items():
             if not getattr(self, name) and (text := describe(problem)) is not None:
                 refuse(code, text, instead, remedies.OTHERS)
@@ -141,7 +141,7 @@ class Capability:
                 refuse("block_mask", f"blocks of {blocks.queries} x {blocks.keys}", allowed, remedies.for_blocks(step))
         strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)
         if not self.zero_strides and 0 in strides:
-            refuse("strides", "a broadcast dimension (stride 0)", "positive strides", remedies.for_strides())
+            refuse("strides", "a broadcast dimension (stride 0)", "positive strides", remedies.STRIDES)
         return tuple(reasons)
 
 

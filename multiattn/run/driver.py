@@ -92,7 +92,6 @@ def _device(ordinal: int) -> ctypes.c_int:
 
 # ---------------------------------------------------------------- code
 
-_NUM_REGS, _SHARED, _LOCAL, _MAX_THREADS, _BINARY_VERSION = 4, 1, 3, 0, 6  # of CUfunction_attribute
 _PREFER_SHARED = 1  # CU_FUNC_CACHE_PREFER_SHARED
 _DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -148,42 +147,6 @@ def _function_of(kernel: ctypes.c_void_p) -> ctypes.c_void_p:
     function = ctypes.c_void_p()
     ask("cuKernelGetFunction", ctypes.byref(function), kernel)
     return function
-
-
-def attributes(
-    cubin: bytes, symbol: str, device: int, *, threads: int | None = None, dynamic_smem_bytes: int = 0
-) -> dict[str, int]:
-    """Properties of a kernel on a device, as the driver has them: sizes in bytes, registers and stack of a thread.
-
-    With `threads` of a block also ``blocks_per_sm``, how many blocks with so much dynamic shared memory an SM holds.
-    """
-    make_context_current(device)
-    library = _load_library(cubin)
-    try:
-        return _attributes_of(_function_of(_kernel_of(library, symbol)), threads, dynamic_smem_bytes)
-    finally:
-        ask("cuLibraryUnload", library)
-
-
-def _attributes_of(function: ctypes.c_void_p, threads: int | None, dynamic_smem_bytes: int) -> dict[str, int]:
-    if dynamic_smem_bytes:
-        ask("cuFuncSetAttribute", function, _DYNAMIC_SMEM, dynamic_smem_bytes)
-    asked = {
-        "registers": _NUM_REGS,
-        "static_smem_bytes": _SHARED,
-        "local_bytes": _LOCAL,
-        "max_threads": _MAX_THREADS,
-        "binary_version": _BINARY_VERSION,
-    }
-    found, value = {}, ctypes.c_int()
-    for name, attribute in asked.items():
-        ask("cuFuncGetAttribute", ctypes.byref(value), attribute, function)
-        found[name] = value.value
-    if threads is not None:
-        smem = ctypes.c_size_t(dynamic_smem_bytes)
-        ask("cuOccupancyMaxActiveBlocksPerMultiprocessor", ctypes.byref(value), function, threads, smem)
-        found["blocks_per_sm"] = value.value
-    return found
 
 
 # ---------------------------------------------------------------- launches

@@ -57,7 +57,7 @@ class Language:
         return form.format(*(map(_bare, args) if form[0].isalpha() else args))  # a call has parentheses of its own
 
     def statements(
-        self, roots: Sequence[Node], names: Mapping[str, str] = MappingProxyType({}), prefix: str = "t"
+        self, roots: Sequence[Node], names: Mapping[str, str] = MappingProxyType({})
     ) -> tuple[list[str], list[str]]:
         """Statements that compute `roots`, and an expression for each root. Loads come once, and each has a name."""
         uses = Counter(argument for node in walk(*roots) for argument in node.args)
@@ -66,7 +66,7 @@ class Language:
         for node in walk(*roots):
             text = self.expression(node, [texts[it] for it in node.args], names)
             if node.args and (uses[node] > 1 or len(text) > _LONGEST or node.op == "load"):
-                name = f"{prefix}{len(lines)}"
+                name = f"t{len(lines)}"
                 lines.append(self.statement.format(name=name, value=_bare(text), type=self.types[node.dtype]))
                 text = name
             texts[node] = text
