@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from multiattn.block_mask import BlockSpec, MaskMod, lists_of, may_hide_blocks, read_block_mask
+from multiattn.block_mask import BlockSpec, lists_of, may_hide_blocks, read_block_mask
 from multiattn.layout import Layout, Shape, row_major
 from multiattn.mask import Band, Window, band_of
 from multiattn.plain import as_bool
-from multiattn.score import BoundScore, LoweredScore, ScoreProgram, bind_score
+from multiattn.score import BoundScore, LoweredScore, Modification, ScoreProgram, bind_score
 from multiattn.score.record import Recorder, program_of
 from multiattn.score.serial import dumps, loads
 from multiattn.sequences import NO_INDICES, Batching, Indices
@@ -369,18 +369,12 @@ def with_score(
         visible, bias = bias, None
         if lists is None and lengths is None and may_hide_blocks(visible):
             (lists, mask_mod), visible = lists_of(visible), None
+    asked: dict[str, Any] = {"softcap": softcap, "alibi_slopes": alibi_slopes, "bias": bias, "score_mod": score_mod}
+    asked |= {"visible": visible, "mask_mod": mask_mod}
     if compiling:
-        captured, options = _record(operands.q, options, softcap, alibi_slopes, bias, score_mod, visible, mask_mod)
+        captured, options = _record(operands.q, options, Modification(**asked))
     else:
-        score = bind_score(
-            device=operands.q.device,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            bias=bias,
-            score_mod=score_mod,
-            visible=visible,
-            mask_mod=mask_mod,
-        )
+        score = bind_score(device=operands.q.device, **asked)
         captured, options = () if score is None else score.tensors, options.with_score(score)
     operands = operands._replace(captured=captured)
     if lists is None:
@@ -388,26 +382,20 @@ def with_score(
     return operands._replace(indices=Indices(**lists.named)), options._replace(blocks=lists.spec)
 
 
-def _record(
-    q: torch.Tensor,
-    options: Options,
-    softcap: float | None,
-    alibi_slopes: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    score_mod: ScoreMod | None,
-    visible: torch.Tensor | None,
-    mask_mod: MaskMod | None,
-) -> tuple[tuple[torch.Tensor, ...], Options]:
+def _record(q: torch.Tensor, options: Options, asked: Modification) -> tuple[tuple[torch.Tensor, ...], Options]:
     """Captured tensors, and the options of the program that loads from them, where a graph is made."""
-    recorder = Recorder(q.device, [it for it in (alibi_slopes, bias, visible) if it is not None])
-    score = None if score_mod is None else recorder.record(score_mod, has_score=True)
-    mask = None if mask_mod is None else recorder.record(mask_mod, has_score=False)
-    given = softcap is not None, alibi_slopes is not None, bias is not None, visible is not None
-    text, places, used = program_of(str(q.device), *given, score, mask, recorder.captured_specs())
+    tensors = asked.alibi_slopes, asked.bias, asked.visible
+    recorder = Recorder(q.device, [it for it in tensors if it is not None])
+    score = None if asked.score_mod is None else recorder.record(asked.score_mod, has_score=True)
+    mask = None if asked.mask_mod is None else recorder.record(asked.mask_mod, has_score=False)
+    has_softcap, has_alibi, has_bias, hides = [it is not None for it in (asked.softcap, *tensors)]
+    text, places, used = program_of(
+        str(q.device), has_softcap, has_alibi, has_bias, hides, score, mask, recorder.captured_specs()
+    )
     captured = tuple([recorder.captured[place] for place in places])
     wanted = tuple(slot for slot in used if captured[slot].requires_grad)
     return captured, options._replace(
         score=text,
-        scalars=() if softcap is None else (softcap,),
+        scalars=() if asked.softcap is None else (asked.softcap,),
         gradient_slots=wanted if torch.is_grad_enabled() else (),
     )

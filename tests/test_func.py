@@ -101,7 +101,7 @@ def case_of(entry, features):
 
 def forget():
     forget_calls()
-    program._known._entries.clear()
+    program._known.clear()
 
 
 def gradients(case, *tensors):

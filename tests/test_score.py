@@ -398,7 +398,8 @@ def traces(monkeypatch):
     """Counts traces."""
     counted, trace = [], program.trace_program
     monkeypatch.setattr(program, "trace_program", lambda *args: counted.append(None) or trace(*args))
-    monkeypatch.setattr(program, "_known", program._Recent(8))
+    monkeypatch.setattr(program, "_known", {})
+    monkeypatch.setattr(program, "_KNOWN_MAX", 8)
     return counted
 
 
@@ -550,4 +551,4 @@ def test_a_cache_of_traces_keeps_no_tensor_and_stays_small(traces):
     assert reference() is None
     for n in range(20):
         value(lambda s, b, h, q, kv, n=n: s * n)
-    assert len(program._known._entries) == 8
+    assert 0 < len(program._known) <= 8

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -153,111 +151,85 @@ class BoundScore(NamedTuple):
 # ---------------------------------------------------------------- from a call's options
 
 
-def bind_score(
-    *,
-    device: torch.device,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    visible: torch.Tensor | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-) -> BoundScore | None:
-    """The modifications of a call in their order: softcap, ALiBi, bias, `score_mod`, `visible`, then `mask_mod`.
+class Modification(NamedTuple):
+    """All that changes or hides the scores of a call, in the order in which it is applied; None is none of it."""
 
-    None is none of them.
+    softcap: float | None = None
+    """Finite and above 0: ``softcap * tanh(s / softcap)``."""
+    alibi_slopes: torch.Tensor | None = None
+    """``[Hq]`` or ``[B, Hq]``: ``s - slope * |i + Skv - Sq - j|``."""
+    bias: torch.Tensor | None = None
+    """``[B|1, Hq|1, Sq|1, Skv|1]``, added; -inf hides a key."""
+    score_mod: Callable[..., Any] | None = None
+    """FlexAttention's, ``(score, b, h, q_idx, kv_idx) -> score``, of 0-d tensors."""
+    visible: torch.Tensor | None = None
+    """Bool ``[B|1, Hq|1, Sq|1, Skv|1]``: false hides a key, whatever `score_mod` makes of it."""
+    mask_mod: Callable[..., Any] | None = None
+    """FlexAttention's, ``(b, h, q_idx, kv_idx) -> bool``."""
 
-    Args:
-        device: where q is; captured tensors must be there, too.
-        softcap: finite and above 0: ``softcap * tanh(s / softcap)``.
-        alibi_slopes: ``[Hq]`` or ``[B, Hq]``: ``s - slope * |i + Skv - Sq - j|``.
-        bias: ``[B|1, Hq|1, Sq|1, Skv|1]``, added; -inf hides a key.
-        score_mod: FlexAttention's, ``(score, b, h, q_idx, kv_idx) -> score``, of 0-d tensors.
-        visible: bool ``[B|1, Hq|1, Sq|1, Skv|1]``: false hides a key.
-        mask_mod: FlexAttention's, ``(b, h, q_idx, kv_idx) -> bool``.
 
-    A callable is traced when it, or one that differs only in values of tensors, comes for the first time. Its captured
-    tensors are arguments of kernels; a captured Python number is a constant of their code.
+_known: dict[Hashable, tuple[ScoreProgram, tuple[int, ...]]] = {}
+"""Programs by fingerprint, with the place of each slot's tensor in that."""
+_KNOWN_MAX = 256
+
+
+def bind_score(*, device: torch.device, **options: Any) -> BoundScore | None:
+    """The program of a `Modification` with these `options`, bound to its numbers and tensors, which are on `device`.
+
+    None where nothing is modified. A callable is traced when it, or one that differs only in values of tensors, comes
+    for the first time. Its captured tensors are arguments of kernels; a captured Python number is a constant of their
+    code.
 
     Raises:
         UntraceableError: a callable does what a kernel cannot.
     """
+    asked = Modification(**options)
     fingerprint = Fingerprint()
-    named_tensors = {named.alibi: alibi_slopes, named.bias: bias}
-    parts: tuple[Any, ...] = (device, softcap is not None, alibi_slopes, bias, score_mod, visible, mask_mod)
     key: Hashable = None
     try:
-        for part in parts:
+        for part in (device, asked.softcap is not None, *asked[1:]):
             fingerprint.add(part)
         key = fingerprint.key
     except UnknownError:
         pass
-    found = _known.get(key) if key is not None else None
-    if found is not None:
+    if (found := _known.get(key)) is not None:
         program, places = found
         tensors = tuple(fingerprint.tensors[place] for place in places)
     else:
-        arguments = device, softcap is not None, named_tensors, score_mod, visible, mask_mod
-        program, tensors = apart(lambda: trace_program(*arguments))
+        program, tensors = apart(lambda: trace_program(device, asked))
         places_of = {id(tensor): place for place, tensor in enumerate(fingerprint.tensors)}
         if key is not None and all(id(tensor) in places_of for tensor in tensors):
-            _known.put(key, (program, tuple(places_of[id(tensor)] for tensor in tensors)))
+            if len(_known) >= _KNOWN_MAX:
+                _known.clear()
+            _known[key] = program, tuple(places_of[id(tensor)] for tensor in tensors)
     if not program.roots:
         return None
-    scalars = {name: float(value) for name, value in (("softcap", softcap),) if value is not None}
+    scalars = {} if asked.softcap is None else {"softcap": float(asked.softcap)}
     return BoundScore(program, MappingProxyType(scalars), tensors)
 
 
-def trace_program(
-    device: torch.device,
-    has_softcap: bool,
-    named_tensors: Mapping[Callable[..., Any], torch.Tensor | None],
-    score_mod: Callable[..., Any] | None,
-    visible: torch.Tensor | None,
-    mask_mod: Callable[..., Any] | None,
-) -> tuple[ScoreProgram, tuple[torch.Tensor, ...]]:
-    """The program of these, and the tensors that it loads from, by slot; see `bind_score`."""
+def trace_program(device: torch.device, asked: Modification) -> tuple[ScoreProgram, tuple[torch.Tensor, ...]]:
+    """The program of a modification, and the tensors that it loads from, by slot."""
     tracer = Tracer(device)
     score = read("score")
-    if has_softcap:
-        score = tracer.trace(named.softcap, tracer.stand_in(score), tracer.place, tracer.scalar("softcap"), dtype="f32")
-    for modification, tensor in named_tensors.items():
+
+    def modified(modification: Callable[..., Any], *arguments: Any) -> Node:
+        return tracer.trace(modification, tracer.stand_in(score), *arguments, dtype="f32")
+
+    if asked.softcap is not None:
+        score = modified(named.softcap, tracer.place, tracer.scalar("softcap"))
+    for modification, tensor in ((named.alibi, asked.alibi_slopes), (named.bias, asked.bias)):
         if tensor is not None:
-            score = tracer.trace(modification, tracer.stand_in(score), tracer.place, tensor, dtype="f32")
-    if score_mod is not None:
-        score = tracer.trace(score_mod, tracer.stand_in(score), *tracer.place[:4], dtype="f32")
-    if visible is not None:  # after `score_mod`, which might make another number of -inf
-        score = tracer.trace(named.hide, tracer.stand_in(score), tracer.place, visible, dtype="f32")
-    mask = tracer.trace(mask_mod, *tracer.place[:4], dtype="bool") if mask_mod is not None else None
+            score = modified(modification, tracer.place, tensor)
+    if asked.score_mod is not None:
+        score = modified(asked.score_mod, *tracer.place[:4])
+    if asked.visible is not None:
+        score = modified(named.hide, tracer.place, asked.visible)
+    mask = tracer.trace(asked.mask_mod, *tracer.place[:4], dtype="bool") if asked.mask_mod is not None else None
     program = ScoreProgram(
         score=None if score is read("score") else score,
         mask=None if mask is None or (mask.op == "const" and mask.value) else mask,
-        scalars=("softcap",) if has_softcap else (),
+        scalars=("softcap",) if asked.softcap is not None else (),
         tensors=tuple(Captured(dtype=it.dtype, rank=it.dim()) for it in tracer.tensors),
     )
     return program, tuple(tracer.tensors)
-
-
-class _Recent:
-    """The programs of the callables that were traced last, and the place of each slot's tensor in a fingerprint."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, tuple[ScoreProgram, tuple[int, ...]]] = OrderedDict()
-
-    def get(self, key: Hashable) -> tuple[ScoreProgram, tuple[int, ...]] | None:
-        with self._lock:
-            found = self._entries.get(key)
-            if found is not None:
-                self._entries.move_to_end(key)
-            return found
-
-    def put(self, key: Hashable, entry: tuple[ScoreProgram, tuple[int, ...]]) -> None:
-        with self._lock:
-            self._entries[key] = entry
-            while len(self._entries) > self._size:
-                self._entries.popitem(last=False)
-
-
-_known = _Recent(256)

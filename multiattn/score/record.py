@@ -15,8 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from multiattn.score.expression import walk
-from multiattn.score.named import ScorePlace, alibi, bias
-from multiattn.score.program import trace_program
+from multiattn.score.named import ScorePlace
+from multiattn.score.program import Modification, trace_program
 from multiattn.score.serial import dumps
 from multiattn.score.trace import CONTROL_FLOW, READERS, UntraceableError
 from multiattn.score.transforms import apart
@@ -170,10 +170,10 @@ def program_of(
         # On a device of their own: the result of an operation that the recorder missed is there, too.
         captured = [torch.empty((), dtype=getattr(torch, it[1]), device="meta").expand(it[2]) for it in specs]
         first = iter(captured)
-        named = {name: next(first) if is_there else None for name, is_there in ((alibi, has_alibi), (bias, has_bias))}
-        visible = next(first) if hides else None
-        traceable = [None if it is None else _runner(it, captured) for it in (score, mask)]
-        program, tensors = trace_program(torch.device("meta"), softcap, named, traceable[0], visible, traceable[1])
+        slopes, bias, visible = (next(first) if is_there else None for is_there in (has_alibi, has_bias, hides))
+        score_mod, mask_mod = (None if it is None else _runner(it, captured) for it in (score, mask))
+        asked = Modification(1.0 if softcap else None, slopes, bias, score_mod, visible, mask_mod)
+        program, tensors = trace_program(torch.device("meta"), asked)
         if not program.roots:
             return None, (), ()
         place_of = {id(it): place for place, it in enumerate(captured)}
