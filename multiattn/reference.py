@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
@@ -86,7 +87,8 @@ def _attend(
     operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if options.batching is not None:
-        return _attend_each(operands, options, compute_dtype)
+        each = functools.partial(_attend, compute_dtype=compute_dtype)
+        return attend_each(operands, options, compute_dtype, lambda own, its, place: each(own, its, part=place))
     return _attend_dense(Problem.of_any(operands, options), operands, compute_dtype, part)
 
 
@@ -298,15 +300,20 @@ def _slices(cu_seqlens: torch.Tensor, rows: int) -> list[slice]:
     return [slice(begin, max(begin, end)) for begin, end in itertools.pairwise(inside)]
 
 
-def _attend_each(operands: Operands, options: Options, compute_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` of each sequence; rows of none are empty ones, which kernels leave where queries have a cache."""
+def attend_each(
+    operands: Operands,
+    options: Options,
+    compute_dtype: torch.dtype,
+    attend_one: Callable[[Operands, Options, Part], tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse of each sequence; rows of none are empty ones, which kernels leave where queries have a cache."""
     q, sinks = operands.q, operands.sinks
     out = q.new_zeros(shape_of_out(q.shape, operands.v.shape), dtype=compute_dtype)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=compute_dtype)
     if sinks is not None:
         lse.copy_(sinks[:, None].expand_as(lse))
     for own, its_options, part, (entries, rows, _) in sequences(operands, options):
-        out[entries, :, rows], lse[entries, :, rows] = _attend(own, its_options, compute_dtype, part)
+        out[entries, :, rows], lse[entries, :, rows] = attend_one(own, its_options, part)
     return out, lse
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_compiling
 
 from multiattn.meant import refuse_call
-from multiattn.operands import Operands, Options, ScoreMod, with_score
+from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import as_batch_of_one, of_batch_of_one
 from multiattn.plain import plain
 from multiattn.run import compat, values
@@ -197,9 +197,9 @@ def packed_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any], lengths: Lengths
 ) -> tuple[Operands, Options]:
     """The operands and options of a call of `fmha_varlen`. TypeError or ValueError, naming what came."""
-    asked, (softcap, alibi_slopes, bias, score_mod, block_mask) = settled(options)
+    asked, (*scores, block_mask) = settled(options)
     operands = pack(q, k, v, lengths, block_mask, options.get("sinks"))
-    return with_packing(operands, asked, lengths, softcap, alibi_slopes, bias, score_mod)
+    return with_packing(operands, asked, lengths, *scores)
 
 
 def pack(
@@ -228,17 +228,14 @@ def with_packing(
     operands: Operands,
     options: Options,
     lengths: Lengths,
-    softcap: float | None,
-    alibi_slopes: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    score_mod: ScoreMod | None,
+    *scores: Any,
 ) -> tuple[Operands, Options]:
-    """The operands and options with the modification of scores and the packing that a call asks for."""
+    """The operands and options with the packing that a call asks for, and its `signatures.Scores` but for the mask."""
     batching = _PACKED
-    if not (softcap is None and alibi_slopes is None and bias is None and score_mod is None):
+    if not all(it is None for it in scores):
         longest = [plain(it) for it in lengths.longest]
         batching = Batching("packed", *longest)
         of_scores = (lengths.cu_seqlens_q.shape[0] - 1, *longest)
-        operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, lengths=of_scores)
+        operands, options = with_score(operands, options, *scores, lengths=of_scores)
     indices = Indices(lengths.cu_seqlens_q.contiguous(), lengths.cu_seqlens_kv.contiguous())
     return operands._replace(indices=indices), options._replace(batching=batching)

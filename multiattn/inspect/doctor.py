@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,86 +92,52 @@ class NextStep:
     why: str
 
 
-_Rule = tuple[Callable[[Findings], object], Callable[[Findings], NextStep]]
+def next_step(found: Findings) -> NextStep:
+    """The step that comes first for a machine."""
+    if len(found.incomplete) == len(found.can):
+        return _install(("all",), "no backend has the packages that it needs")
+    if found.has_idle_driver:
+        return _use_driver()
+    if found.incomplete:
+        why = f"{' and '.join(found.incomplete)}: packages are missing, or do not fit together"
+        return _install(found.incomplete, why)
+    if found.outdated_driver:
+        return NextStep(command="nvidia-smi", why=f"update the driver that this names: {found.outdated_driver}")
+    if unmeasured := [it.title for it in found.known if not it.is_measured]:
+        why = (
+            f"no measurement of {unmeasured[0]} is on record, so auto goes by those of other GPUs; name your own shape"
+        )
+        return NextStep(command=f"python -m multiattn tune {_SHAPE}", why=why)
+    if found.known:
+        why = "all is well: see what runs your shape here, and why"
+        return NextStep(command=f"python -m multiattn explain {_SHAPE}", why=why)
+    if able := found.able(ON_CPU):
+        call = f"multiattn.fmha(q, q, q, causal=True, backend='{able[0]}')"
+        code = f"import torch, multiattn; q = torch.randn(1, 2, 64, 32).half(); print({call}.shape)"
+        where = "no kernel is for this GPU" if found.devices else "there is no GPU"
+        return NextStep(command=f'python -c "{code}"', why=f"{where}; on a CPU the same kernels are interpreted")
+    if not found.is_linux:
+        call = "print(multiattn.fmha(q, q, q, causal=True).shape)"
+        code = f"import torch, multiattn; q = torch.randn(1, 2, 64, 32); {call}"
+        why = "no backend has packages for this system; auto is the reference"
+        return NextStep(command=f'python -c "{code}"', why=why)
+    if found.able(COMPILE):
+        command = "python -m multiattn compile --arch sm90 --head-dim 128"
+        return NextStep(command=command, why="nothing runs here, but the compilers do, for every GPU")
+    command = "pip install --force-reinstall 'multiattn[all]'"
+    return NextStep(command=command, why="nothing works, for the reasons above")
 
 
 def _install(extras: Sequence[str], why: str) -> NextStep:
     return NextStep(command=f"pip install 'multiattn[{','.join(extras)}]'", why=why)
 
 
-def _use_driver(found: Findings) -> NextStep:
+def _use_driver() -> NextStep:
     if torch.version.cuda is None:
         why = f"this machine has NVIDIA's driver, and torch {torch.__version__} is built without CUDA"
         return NextStep(command="pip install --force-reinstall torch", why=why)
     why = f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and cannot use the driver that this names"
     return NextStep(command="nvidia-smi", why=f"{why}: update the driver, or install a torch for its CUDA")
-
-
-def _install_missing(found: Findings) -> NextStep:
-    return _install(found.incomplete, f"{' and '.join(found.incomplete)}: packages are missing, or do not fit together")
-
-
-def _try_on_cpu(found: Findings) -> NextStep:
-    call = f"multiattn.fmha(q, q, q, causal=True, backend='{found.able(ON_CPU)[0]}')"
-    code = f"import torch, multiattn; q = torch.randn(1, 2, 64, 32).half(); print({call}.shape)"
-    where = "no kernel is for this GPU" if found.devices else "there is no GPU"
-    return NextStep(command=f'python -c "{code}"', why=f"{where}; on a CPU the same kernels are interpreted")
-
-
-def _compute_reference(found: Findings) -> NextStep:
-    code = "import torch, multiattn; q = torch.randn(1, 2, 64, 32); print(multiattn.fmha(q, q, q, causal=True).shape)"
-    return NextStep(command=f'python -c "{code}"', why="no backend has packages for this system; auto is the reference")
-
-
-def _tune(found: Findings) -> NextStep:
-    (title, *_) = (it.title for it in found.known if not it.is_measured)
-    why = f"no measurement of {title} is on record, so auto goes by those of other GPUs; name your own shape"
-    return NextStep(command=f"python -m multiattn tune {_SHAPE}", why=why)
-
-
-_STEPS: tuple[_Rule, ...] = (
-    (
-        lambda it: len(it.incomplete) == len(it.can),
-        lambda it: _install(("all",), "no backend has the packages that it needs"),
-    ),
-    (
-        lambda it: it.has_idle_driver,
-        _use_driver,
-    ),
-    (lambda it: it.incomplete, _install_missing),
-    (
-        lambda it: it.outdated_driver,
-        lambda it: NextStep(command="nvidia-smi", why=f"update the driver that this names: {it.outdated_driver}"),
-    ),
-    (lambda it: any(not each.is_measured for each in it.known), _tune),
-    (
-        lambda it: it.known,
-        lambda it: NextStep(
-            command=f"python -m multiattn explain {_SHAPE}", why="all is well: see what runs your shape here, and why"
-        ),
-    ),
-    (lambda it: it.able(ON_CPU), _try_on_cpu),
-    (lambda it: not it.is_linux, _compute_reference),
-    (
-        lambda it: it.able(COMPILE),
-        lambda it: NextStep(
-            command="python -m multiattn compile --arch sm90 --head-dim 128",
-            why="nothing runs here, but the compilers do, for every GPU",
-        ),
-    ),
-    (
-        lambda it: True,
-        lambda it: NextStep(
-            command="pip install --force-reinstall 'multiattn[all]'", why="nothing works, for the reasons above"
-        ),
-    ),
-)
-"""The first whose condition holds is the next step."""
-
-
-def next_step(found: Findings) -> NextStep:
-    """The step of the first rule that holds for a machine."""
-    return next(make(found) for holds, make in _STEPS if holds(found))
 
 
 # ---------------------------------------------------------------- the command

@@ -266,21 +266,8 @@ def _block_mask(plain: Problem, queries: int, keys: int) -> BlockMask:
     rows, columns = -(-plain.seq_q // queries), -(-plain.seq_kv // keys)
     counts = torch.empty(1, 1, rows, dtype=torch.int32, device="meta")
     indices = torch.empty(1, 1, rows, columns, dtype=torch.int32, device="meta")
-    of_keys = torch.empty(1, 1, columns, dtype=torch.int32, device="meta")
-    of_key_rows = torch.empty(1, 1, columns, rows, dtype=torch.int32, device="meta")
-    return BlockMask(
-        seq_lengths=(plain.seq_q, plain.seq_kv),
-        kv_num_blocks=counts,
-        kv_indices=indices,
-        full_kv_num_blocks=counts,
-        full_kv_indices=indices,
-        q_num_blocks=of_keys,
-        q_indices=of_key_rows,
-        full_q_num_blocks=of_keys,
-        full_q_indices=of_key_rows,
-        BLOCK_SIZE=(queries, keys),
-        mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
-    )
+    lists = (counts, indices) * 2
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(queries, keys), mask_mod=lambda b, h, i, j: i >= j)
 
 
 def arguments_of(problem: Problem) -> list[str]:

@@ -83,7 +83,7 @@ def _as_ours(call: Any) -> tuple[Operands, Options]:
     if call.cum_seq_k is None:
         raise Refused("cum_seq_k", "cum_seq_k: got None; allowed a tensor, as for queries")
     lengths = Lengths(call.cum_seq_q, call.cum_seq_k, call.max_q, call.max_k)
-    return with_packing(or_refuse(pack, q, k, v, lengths), options, lengths, None, None, None, None)
+    return with_packing(or_refuse(pack, q, k, v, lengths), options, lengths)
 
 
 def _heads_first(tensor: torch.Tensor) -> torch.Tensor:

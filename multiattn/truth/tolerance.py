@@ -16,8 +16,9 @@ import torch
 from multiattn.layout import shape_of_out
 from multiattn.operands import Operands, Options
 from multiattn.problem import Problem, options_of
-from multiattn.reference import attend, sequences
+from multiattn.reference import attend, attend_each
 from multiattn.score.eager import Part
+from multiattn.sequences import rows_of_sequences
 
 NAIVE_FACTOR = 2
 """How much worse than naive a kernel may round."""
@@ -220,17 +221,14 @@ def _of_sequences_in_chunks(
     operands: Operands, problem: Problem, compute_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference_in_chunks` of each sequence. Rows of none are empty ones, or with a cache NaN, as before a kernel."""
-    q, sinks = operands.q, operands.sinks
-    out = torch.zeros(shape_of_out(q.shape, operands.v.shape), dtype=compute_dtype, device=q.device)
-    lse = torch.full(q.shape[:3], -math.inf, dtype=compute_dtype, device=q.device)
-    if problem.cache is not None:
-        out[:], lse[:] = torch.nan, torch.nan
-    elif sinks is not None:
-        lse[:] = sinks[:, None].to(compute_dtype)
-    for own, its_options, place, (entries, rows, _) in sequences(operands, options_of(problem)):
-        its_problem = Problem.of_operands(own, its_options)
-        its = reference_in_chunks(own, its_problem, compute_dtype, place.first_entry)
-        out[entries, :, rows], lse[entries, :, rows] = its
+
+    def attend_one(own: Operands, options: Options, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference_in_chunks(own, Problem.of_operands(own, options), compute_dtype, part.first_entry)
+
+    out, lse = attend_each(operands, options_of(problem), compute_dtype, attend_one)
+    if problem.cache is not None and (starts := operands.indices.cu_seqlens_q) is not None:
+        unused = ~rows_of_sequences(starts, lse.shape[2])
+        out[:, :, unused], lse[:, :, unused] = torch.nan, torch.nan
     return out, lse
 
 

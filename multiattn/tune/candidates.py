@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -82,18 +83,15 @@ def candidates_of(
     empty. `known` was best before: a shorter sweep does not lose it.
     """
     backend = registry.get(name)
+    candidate = functools.partial(Candidate, backend=name, problem=problem, arch=arch, direction=direction)
     chosen = bundled_choice(backend, problem, arch, direction)
     first: list[Candidate] = []
     others: list[list[Candidate]] = []
     for variant in backend.op(direction).offered:
         if variants and variant.name not in variants and variant.name != chosen:
             continue
-        tried = [
-            Candidate(
-                backend=name, variant=variant.name, config=config, problem=problem, arch=arch, direction=direction
-            )
-            for config in configs_of(backend, variant, problem, arch, direction)
-        ]
+        configs = configs_of(backend, variant, problem, arch, direction)
+        tried = [candidate(variant=variant.name, config=it) for it in configs]
         able = [it for it in tried if isinstance(it.plan(), Plan)]
         first += [it for it in able if it.config is None]
         more = [it for it in able if it.config is not None]
@@ -102,7 +100,7 @@ def candidates_of(
             others.append(_nearest_first(more, None if rule is None else rule.config))
     first.sort(key=lambda it: it.variant != chosen)
     before = [
-        Candidate(backend=name, variant=it.variant, config=it.config, problem=problem, arch=arch, direction=direction)
+        candidate(variant=it.variant, config=it.config)
         for it in known
         if it.config is not None and (not variants or it.variant in variants)
     ]
