@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -87,8 +86,11 @@ def _attend(
     operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if options.batching is not None:
-        each = functools.partial(_attend, compute_dtype=compute_dtype)
-        return attend_each(operands, options, compute_dtype, lambda own, its, place: each(own, its, part=place))
+
+        def attend_one(own: Operands, its: Options, place: Part) -> tuple[torch.Tensor, torch.Tensor]:
+            return _attend(own, its, compute_dtype, place)
+
+        return attend_each(operands, options, compute_dtype, attend_one)
     return _attend_dense(Problem.of_any(operands, options), operands, compute_dtype, part)
 
 
