@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from multiattn.cutile import decode, rules
-from multiattn.cutile.backward import OnePassConfig, StoredConfig, TwoPassConfig
+from multiattn.cutile import decode
 from multiattn.cutile.families import FAMILIES, candidates_of
-from multiattn.cutile.forward import FAMILY, STEPS, CutileConfig
+from multiattn.cutile.forward import FAMILY, STEPS
 from multiattn.cutile.kernels.constants import SMALLEST_TILE
+from multiattn.cutile.rules import rules_of
 from multiattn.mask import KINDS
 from multiattn.plan.arch import GPU_ARCHS, Arch
 from multiattn.plan.backend import Backend, Direction, Op, Variant, later
@@ -107,8 +107,16 @@ _EVERYWHERE = Capability(
 def _variant(direction: Direction, name: str, summary: str, **rest: Any) -> Variant:
     """A variant whose family answers for it."""
     family = FAMILIES[direction, name]
-    asked: dict[str, Any] = {"workspace": family.workspace, "settle": family.settle, "fits": family.fits}
-    return Variant(name=name, summary=summary, **{"capability": _EVERYWHERE, **asked, **rest})
+    return Variant(
+        name=name,
+        summary=summary,
+        config_type=family.config,
+        rules=rules_of(name),
+        workspace=family.workspace,
+        settle=family.settle,
+        fits=family.fits,
+        **{"capability": _EVERYWHERE, **rest},
+    )
 
 
 _OPERATIONS: dict[str, Any] = {
@@ -131,14 +139,12 @@ BACKEND = Backend(
                 "decode: query heads that share keys are rows of one tile, keys divided among blocks, "
                 "parts merged after",
                 capability=replace(_EVERYWHERE, block_masks=0, packing=False, caches=True),
-                config_type=decode.SplitKeysConfig,
-                rules=rules.SPLIT_KEYS,
             ),
             *rung_variants(
                 STEPS,
-                CutileConfig,
+                FAMILY.config,
                 capability_of=lambda step: _EVERYWHERE,
-                rules_of=rules.rules_of,
+                rules_of=rules_of,
                 fits=FAMILY.fits,
                 workspace=FAMILY.workspace,
             ),
@@ -153,23 +159,17 @@ BACKEND = Backend(
                 "stored",
                 "a pass over the keys for dk and dv that stores ds, for some heads at a time, and dq of that",
                 capability=Capability(arches=("cpu", "sm90")),
-                config_type=StoredConfig,
-                rules=rules.STORED_RULES,
             ),
             _variant(
                 "backward",
                 "atomic",
                 "one pass over the keys, dq added up in fp32 by atomics (TMA reductions where there are)",
-                config_type=OnePassConfig,
-                rules=rules.ATOMIC_RULES,
                 deterministic=False,
             ),
             _variant(
                 "backward",
                 "two_pass",
                 "a pass over the queries for dq, one over the keys for dk and dv",
-                config_type=TwoPassConfig,
-                rules=rules.TWO_PASS_RULES,
             ),
         ),
         candidates=candidates_of("backward"),

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.cutile import launches
@@ -38,23 +38,29 @@ from multiattn.score.lower import lower
 
 ROW_TILE = 16
 """Rows a block takes in the kernels that have rows only, those before and after the one pass. H200, 2026-11-21, 64 Mi
-elements: 0.11 ms with `ROW_OCCUPANCY` before, where 64 rows take 0.16 and no hint 0.35; after it all take 0.05."""
-ROW_OCCUPANCY = 8
+elements: 0.11 ms with `ROW_BLOCKS` an SM before, where 64 rows take 0.16 and no hint 0.35; after it all take 0.05."""
+ROW_BLOCKS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OnePassConfig(Config):
-    """Tiles of the backward's kernel that owns `tile_n` keys and walks over the queries, `tile_m` at a time; and hints.
+class ProductConfig(Config):
+    """Tiles of a kernel that owns queries, or keys, and walks over the others; and hints.
 
-    At most `heads_together` heads of keys advance together.
+    At most `heads_together` of the heads that it owns rows of advance together.
     """
 
     tile_m: int = limited(launches.TILE)
     tile_n: int = limited(launches.TILE)
-    occupancy: int = limited(launches.BLOCKS, default=1)
-    num_worker_warps: int | None = limited(launches.WARPS, default=None)
+    blocks_per_sm: int = limited(launches.BLOCKS, default=1)
+    warps: int | None = limited(launches.WARPS, default=None)
     latency: int = limited(launches.LATENCY, default=4)
     heads_together: int = limited(AT_LEAST_1, default=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnePassConfig(ProductConfig):
+    """The kernel that owns keys."""
+
     dq_transposed: bool = False
     """A block's share of dq is made as ``k^T ds^T``, from shared memory, and turned around as it is handed over."""
     delta_first: bool = False
@@ -63,26 +69,18 @@ class OnePassConfig(Config):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TwoPassConfig(OnePassConfig):
-    """With the same of the kernel that comes first: it owns `dq_tile_m` queries and walks over the keys."""
+    """With the kernel that comes first, and owns queries."""
 
-    dq_tile_m: int = limited(launches.TILE, default=64)
-    dq_tile_n: int = limited(launches.TILE, default=64)
-    dq_occupancy: int = limited(launches.BLOCKS, default=1)
-    dq_num_worker_warps: int | None = limited(launches.WARPS, default=None)
-    dq_latency: int = limited(launches.LATENCY, default=4)
-    dq_heads_together: int = limited(AT_LEAST_1, default=1)
+    dq: ProductConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredConfig(TwoPassConfig):
-    """With ds stored by the kernel that owns keys, which comes first; `dq_tile_m` is a multiple of `tile_m`."""
+    """With ds stored by the kernel that owns keys, which comes first; `dq.tile_m` is a multiple of `tile_m`."""
 
     stagger: int = limited((lambda it: it >= 0, "0 and more"), default=0)
     """Without a mask: a tile of keys begins this many blocks of queries further than the tile before it, and comes back
     to the first. With 0 tiles of a head are at the same queries at all times, and so at the same part of ds."""
-
-
-_Config = TypeVar("_Config", bound=Config)
 
 
 # ---------------------------------------------------------------- memory
@@ -92,16 +90,16 @@ STORED_BYTES = 1 << 30
 
 
 def stored_areas(problem: Problem, config: StoredConfig) -> Mapping[str, Layout]:
-    """The ds of the heads of one launch: ``[heads, tiles of dq, Skv, dq_tile_m]``."""
+    """The ds of the heads of one launch: ``[heads, tiles of dq, Skv, dq.tile_m]``."""
     heads = heads_at_a_time(problem, config) * problem.group
-    shape = (heads, -(-problem.seq_q // config.dq_tile_m), problem.seq_kv, config.dq_tile_m)
+    shape = (heads, -(-problem.seq_q // config.dq.tile_m), problem.seq_kv, config.dq.tile_m)
     return {"ds": Layout(shape, row_major(shape), problem.torch_dtype)}
 
 
 def heads_at_a_time(problem: Problem, config: StoredConfig) -> int:
     """Heads of keys of one launch: a divisor of those of a batch entry, or those of several; 0 if memory holds none."""
-    tiles = -(-problem.seq_q // config.dq_tile_m)
-    of_head = problem.group * tiles * config.dq_tile_m * max(problem.seq_kv, 1) * problem.torch_dtype.itemsize
+    tiles = -(-problem.seq_q // config.dq.tile_m)
+    of_head = problem.group * tiles * config.dq.tile_m * max(problem.seq_kv, 1) * problem.torch_dtype.itemsize
     most = min(STORED_BYTES // max(of_head, 1), problem.batch * problem.heads_kv)
     if most >= problem.heads_kv:
         return most // problem.heads_kv * problem.heads_kv
@@ -127,7 +125,7 @@ def why_not_stored(problem: Problem, arch: Arch, config: StoredConfig) -> tuple[
     checks = [
         *_checks(problem, config),
         *_checks_of_dq(problem, config, config.dq_transposed),
-        (config.dq_tile_m >= config.tile_m, f"dq_tile_m={config.dq_tile_m}", f"tile_m={config.tile_m} and more"),
+        (config.dq.tile_m >= config.tile_m, f"dq.tile_m={config.dq.tile_m}", f"tile_m={config.tile_m} and more"),
         (heads_at_a_time(problem, config) > 0, f"ds of a head of {problem}", f"{STORED_BYTES >> 20} MiB"),
     ]
     return failed(checks)
@@ -142,9 +140,11 @@ def _checks(problem: Problem, config: OnePassConfig) -> list[Check]:
 
 
 def _checks_of_dq(problem: Problem, config: TwoPassConfig, only_one: bool) -> list[Check]:
+    tile_m = config.dq.tile_m
     return [
+        *limit_checks(config.dq),
         (not only_one, "dq_transposed or delta_first in two kernels", "False"),
-        launches.grid_check(f"dq_tile_m={config.dq_tile_m}", query_tiles(problem, config.dq_tile_m), problem),
+        launches.grid_check(f"dq.tile_m={tile_m}", query_tiles(problem, tile_m), problem),
     ]
 
 
@@ -179,7 +179,7 @@ def cut_of(problem: Problem, config: Any) -> Any:
     ("Invalid use-def chain in LoopSchedule") for more than 16 scores a thread.
     """
     if _adds_each_score(problem):
-        most = SCORES_ADDED_BY_THREAD * WARP_THREADS * (config.num_worker_warps or USUAL_WARPS)
+        most = SCORES_ADDED_BY_THREAD * WARP_THREADS * (config.warps or USUAL_WARPS)
         config = replace(config, tile_m=max(SMALLEST_TILE, min(config.tile_m, most // config.tile_n)))
     return launches.within_blocks(problem, config)
 
@@ -200,16 +200,14 @@ def two_passes(call: Asked) -> tuple[KernelLaunch, ...]:
     plan, problem = call.plan, call.problem
     config: TwoPassConfig = cut_of(problem, call.config)
     constants = QueryGradsConstants(
-        **_products(plan, KEYS_OF_QUERIES, config.dq_tile_m, config.dq_tile_n),
-        ragged=not problem.is_banded and launches.has_ragged_keys(problem, config.dq_tile_n),
-        latency=config.dq_latency,
+        **_products(plan, KEYS_OF_QUERIES, config.dq),
+        ragged=not problem.is_banded and launches.has_ragged_keys(problem, config.dq.tile_n),
         has_dlse=call.has_dlse,
     )
-    tiles, hints = query_tiles(problem, config.dq_tile_m), (config.dq_occupancy, config.dq_num_worker_warps)
     return (
-        *launches.tile_lists(plan, query_tile=config.dq_tile_m, key_tile=config.tile_n),
-        _launch(plan, "query_grads", tiles, constants, *hints, heads_together=config.dq_heads_together),
-        _of_keys(plan, config, "key_grads"),
+        *launches.tile_lists(plan, query_tile=config.dq.tile_m, key_tile=config.tile_n),
+        _launch(plan, "query_grads", query_tiles(problem, config.dq.tile_m), constants, config.dq),
+        _of_keys(plan, "key_grads", config),
     )
 
 
@@ -221,43 +219,32 @@ def one_pass(call: Asked) -> tuple[KernelLaunch, ...]:
     return (
         *launches.tile_lists(plan, key_tile=config.tile_n),
         _of_rows(call, "row_deltas"),
-        _of_keys(plan, config, "all_grads"),
+        _of_keys(plan, "all_grads", config),
         _launch(plan, "round_query_grads", _row_tiles(problem), rows),
     )
 
 
 def stored(call: Asked) -> tuple[KernelLaunch, ...]:
     """Delta, then dk and dv and after them dq, of as many heads at a time as there is memory for the ds of."""
-    plan, problem, config = call.plan, call.problem, call.config
-    found = [_of_rows(call, "deltas")]
-    at_a_time, group = heads_at_a_time(problem, config), problem.group
-    of_keys, of_queries = -(-problem.seq_kv // config.tile_n), -(-problem.seq_q // config.dq_tile_m)
-    in_entry = min(at_a_time, problem.heads_kv)
-    key_constants = BackwardConstants(
-        **_products(plan, QUERIES_OF_KEYS, config.tile_m, config.tile_n),
-        ragged=False,
-        latency=config.latency,
-        delta_first=config.delta_first,
-    )
+    plan, problem = call.plan, call.problem
+    config: StoredConfig = call.config
+    key_constants = _constants_of_keys(plan, "stored_key_grads", config)
     if config.stagger and not problem.is_banded:
         key_constants = StaggeredConstants(**vars(key_constants), stagger=config.stagger)
-    query_constants = BackwardConstants(
-        **{**_products(plan, KEYS_OF_QUERIES, config.dq_tile_m, config.dq_tile_n), "tma_columns": False},
-        ragged=False,
-        latency=config.dq_latency,
-    )
-    together = launches.divisor_near(config.heads_together, in_entry)
-    dq_together = launches.divisor_near(config.dq_heads_together, in_entry * group)
-    hints, dq_hints = (config.occupancy, config.num_worker_warps), (config.dq_occupancy, config.dq_num_worker_warps)
-    heads, areas = problem.batch * problem.heads_kv, stored_areas(problem, config)
+    of_queries = {**_products(plan, KEYS_OF_QUERIES, config.dq), "tma_columns": False}
+    query_constants = BackwardConstants(**of_queries, ragged=False)
+    at_a_time, group = heads_at_a_time(problem, config), problem.group
+    heads, in_entry = problem.batch * problem.heads_kv, min(at_a_time, problem.heads_kv)
+    key_blocks, query_blocks = -(-problem.seq_kv // config.tile_n), -(-problem.seq_q // config.dq.tile_m)
+    found = [_of_rows(call, "deltas")]
     for begin in range(0, heads, max(at_a_time, 1)):
-        count = min(at_a_time, heads - begin)
-        for kernel, constants, asked, advance, tiles in (
-            ("stored_key_grads", key_constants, hints, together, of_keys),
-            ("stored_query_grads", query_constants, dq_hints, dq_together, of_queries * group),
+        for kernel, constants, own, tiles, members in (
+            ("stored_key_grads", key_constants, config, key_blocks, in_entry),
+            ("stored_query_grads", query_constants, config.dq, query_blocks * group, in_entry * group),
         ):
-            number = tiles * count
-            launch = _launch(plan, kernel, number, constants, *asked, heads_together=advance, areas=areas)
+            own = replace(own, heads_together=launches.divisor_near(own.heads_together, members))
+            number = tiles * min(at_a_time, heads - begin)
+            launch = _launch(plan, kernel, number, constants, own, areas=stored_areas(problem, config))
             first = (begin * tiles, begin * group)
             found.append(replace(launch, scalars={**launch.scalars, "first": first}))
     return tuple(found)
@@ -272,39 +259,42 @@ def _of_rows(call: Asked, kernel: str) -> KernelLaunch:
     """The launch that leaves delta."""
     tile_d = one_width(call.problem.head_dim)
     constants = RowDeltaConstants(tile_m=ROW_TILE, tile_d=tile_d, has_dlse=call.has_dlse)
-    return _launch(call.plan, kernel, _row_tiles(call.problem), constants, ROW_OCCUPANCY)
+    hints = ProductConfig(tile_m=ROW_TILE, tile_n=ROW_TILE, blocks_per_sm=ROW_BLOCKS)
+    return _launch(call.plan, kernel, _row_tiles(call.problem), constants, hints)
 
 
-def _of_keys(plan: Plan, config: OnePassConfig, kernel: str) -> KernelLaunch:
+def _of_keys(plan: Plan, kernel: str, config: OnePassConfig) -> KernelLaunch:
     """The launch in which a block owns a tile of keys."""
+    tiles = key_tiles(plan.problem, config.tile_n)
+    return _launch(plan, kernel, tiles, _constants_of_keys(plan, kernel, config), config)
+
+
+def _constants_of_keys(plan: Plan, kernel: str, config: OnePassConfig) -> BackwardConstants:
     problem = plan.problem
-    constants = BackwardConstants(
-        **_products(plan, QUERIES_OF_KEYS, config.tile_m, config.tile_n),
+    return BackwardConstants(
+        **_products(plan, QUERIES_OF_KEYS, config),
         ragged=kernel == "all_grads" and (problem.packing is not None or problem.seq_kv % config.tile_n != 0),
         ragged_queries=launches.has_ragged_queries(problem, config.tile_m),
         gradients=problem.score.gradients if problem.score is not None else (),
-        latency=config.latency,
         dq_transposed=config.dq_transposed,
         delta_first=config.delta_first,
     )
-    tiles = key_tiles(problem, config.tile_n)
-    hints = (config.occupancy, config.num_worker_warps)
-    return _launch(plan, kernel, tiles, constants, *hints, heads_together=config.heads_together)
 
 
-def _products(plan: Plan, names: Sequence[str], tile_m: int, tile_n: int) -> dict[str, Any]:
+def _products(plan: Plan, names: Sequence[str], config: ProductConfig) -> dict[str, Any]:
     """The constants of a kernel with products that follow from its tile; `names`: its lists of a block mask."""
     problem = plan.problem
     return {
-        "tile_m": tile_m,
-        "tile_n": tile_n,
+        "tile_m": config.tile_m,
+        "tile_n": config.tile_n,
         "tile_d": one_width(problem.head_dim),
         "banded": problem.is_banded,
         "two_sided": problem.is_two_sided,
         "tma": launches.has_positive_strides(problem),
         "tma_columns": problem.packing is None and problem.seq_q % COLUMN_UNIT == 0,
         "score": launches.lowered_of(plan),
-        "blocks": launches.tiles_of_blocks(problem, names, tile_m, tile_n),
+        "blocks": launches.tiles_of_blocks(problem, names, config.tile_m, config.tile_n),
+        "latency": config.latency,
         "packed": problem.packing is not None,
     }
 
@@ -314,10 +304,8 @@ def _launch(
     kernel: str,
     tiles: int,
     constants: KernelConstants,
-    occupancy: int | None = None,
-    num_worker_warps: int | None = None,
+    hints: ProductConfig | None = None,
     *,
-    heads_together: int = 1,
     areas: Mapping[str, Layout] = NO_AREAS,
 ) -> KernelLaunch:
     """One launch; `areas` are those that no problem has.
@@ -327,7 +315,7 @@ def _launch(
     problem, names = plan.problem, _NAMES[kernel].split()
     grid = launches.factor_grid(tiles)
     heads = problem.heads_kv if "dk" in names else problem.heads_q
-    together = launches.divisor_near(heads_together, heads)
+    together = launches.divisor_near(1 if hints is None else hints.heads_together, heads)
     if getattr(constants, "packed", False):
         grid = launches.grid_of_list(tiles, heads, together)
     if grid is None:
@@ -358,8 +346,8 @@ def _launch(
         kernel=kernel,
         module="stored" if kernel in _STORED else "backward",
         is_64bit=launches.needs_64bit(problem, backward=True),
-        occupancy=occupancy,
-        num_worker_warps=num_worker_warps,
+        blocks_per_sm=None if hints is None else hints.blocks_per_sm,
+        warps=None if hints is None else hints.warps,
         grid=grid,
         arrays={
             name: assumed.sized(name, areas[name]) if name in areas else assumed.array(operands[name], vector_unit=unit)
@@ -385,7 +373,7 @@ _HOPPER: Mapping[int, _Tiles] = {
     256: (((64, 64, 1, 8), (32, 64, 1, 8)),
           ((64, 64, 1, 8), (64, 32, 1, None), (128, 32, 1, 8))),
 }  # fmt: skip
-"""By head_dim: tiles of the kernel that owns keys, and of the one that owns queries, with occupancy and warps."""
+"""By head_dim: tiles of the kernel that owns keys, and of the one that owns queries, with blocks an SM and warps."""
 _OF_TCGEN05: _Tiles = (
     ((64, 128, 1, 8), (128, 128, 1, 8), (64, 64, 1, None), (64, 64, 1, 8)),
     ((128, 64, 1, 8), (128, 128, 1, 8), (64, 64, 1, None)),
@@ -398,47 +386,45 @@ _OF_STORED: tuple[_Hints, ...] = ((128, 64, 1, 8), (64, 64, 1, None))
 """Tiles of the kernel that owns queries, where ds is stored."""
 
 
-def _fields(hints: _Hints, prefix: str = "") -> dict[str, Any]:
-    names = ("tile_m", "tile_n", "occupancy", "num_worker_warps")
-    return {prefix + name: value for name, value in zip(names, hints, strict=True)}
+def _fields(hints: _Hints, **more: Any) -> dict[str, Any]:
+    return {**dict(zip(("tile_m", "tile_n", "blocks_per_sm", "warps"), hints, strict=True)), **more}
 
 
-def _ways(problem: Problem, arch: Arch) -> tuple[list[dict[str, Any]], tuple[_Hints, ...]]:
-    """Fields of the kernel that owns keys, each tile with two latencies; tiles of the one that owns queries."""
+def _ways(problem: Problem, arch: Arch) -> tuple[list[dict[str, Any]], list[ProductConfig]]:
+    """Fields of the kernel that owns keys, each tile with two latencies; configs of the one that owns queries."""
     hopper = _HOPPER[max(64, one_width(problem.head_dim))]
     keys, queries = hopper if arch.name == "sm90" else _OF_TCGEN05 if arch.name in TCGEN05 else _OTHERS
     latencies = (4, 2) if arch.name == "sm90" else (4, 1)
-    return [{**_fields(tile), "latency": it} for tile in keys for it in latencies], queries
+    ways = [_fields(tile, latency=it) for tile in keys for it in latencies]
+    return ways, [ProductConfig(**_fields(it)) for it in queries]
 
 
-def _side_by_side(found: list[_Config], *names: str) -> list[_Config]:
-    """Each config with two orders of heads."""
-    return [*found, *(replace(it, **dict.fromkeys(names, 4)) for it in found)]
+def _candidates_of_one(variant: Variant, problem: Problem, arch: Arch) -> Iterator[OnePassConfig]:
+    """Tiles with the hints that suit them, then with heads side by side."""
+    for together in (1, 4):
+        for way in _ways(problem, arch)[0]:
+            yield OnePassConfig(**way, heads_together=together)
 
 
-def _candidates_of_one(variant: Variant, problem: Problem, arch: Arch) -> list[OnePassConfig]:
-    """Tiles with the occupancies and warps that suit them."""
-    return _side_by_side([OnePassConfig(**way) for way in _ways(problem, arch)[0]], "heads_together")
-
-
-def _candidates_of_two(variant: Variant, problem: Problem, arch: Arch) -> list[TwoPassConfig]:
-    """Each way to own keys with the first to own queries, then the others."""
+def _candidates_of_two(variant: Variant, problem: Problem, arch: Arch) -> Iterator[TwoPassConfig]:
+    """Each way to own keys with the first to own queries, then the others, all in two orders of heads."""
     ways, queries = _ways(problem, arch)
     pairs = [(way, queries[0]) for way in ways] + [(ways[0], tile) for tile in queries[1:]]
-    found = [TwoPassConfig(**way, **_fields(tile, "dq_")) for way, tile in pairs]
-    return _side_by_side(found, "heads_together", "dq_heads_together")
+    for together, (way, dq) in itertools.product((1, 4), pairs):
+        yield TwoPassConfig(**way, heads_together=together, dq=replace(dq, heads_together=together))
 
 
-def _candidates_of_stored(variant: Variant, problem: Problem, arch: Arch) -> list[StoredConfig]:
-    """Each way to own keys with each to own queries."""
+def _candidates_of_stored(variant: Variant, problem: Problem, arch: Arch) -> Iterator[StoredConfig]:
+    """Each way to own keys with each to own queries, all in two orders of heads."""
     ways, staggers = _ways(problem, arch)[0], (0,) if problem.is_banded else (0, 7)
-    of_all = itertools.product(ways, _OF_STORED, staggers)
-    found = [StoredConfig(**way, **_fields(tile, "dq_"), stagger=stagger) for way, tile, stagger in of_all]
-    return _side_by_side(found, "heads_together", "dq_heads_together")
+    for together, way, tile, stagger in itertools.product((1, 4), ways, _OF_STORED, staggers):
+        dq = ProductConfig(**_fields(tile, heads_together=together))
+        yield StoredConfig(**way, heads_together=together, dq=dq, stagger=stagger)
 
 
 _MOST = 24
 ONE_PASS = Family(
+    config=OnePassConfig,
     launches=one_pass,
     fits=why_not_one_pass,
     candidates=_candidates_of_one,
@@ -447,6 +433,7 @@ ONE_PASS = Family(
     lists=TILE_LISTS[1:],
 )
 TWO_PASS = Family(
+    config=TwoPassConfig,
     launches=two_passes,
     fits=why_not_two_pass,
     candidates=_candidates_of_two,
@@ -455,6 +442,7 @@ TWO_PASS = Family(
     lists=TILE_LISTS,
 )
 STORED = Family(
+    config=StoredConfig,
     launches=stored,
     fits=why_not_stored,
     candidates=_candidates_of_stored,

@@ -57,8 +57,7 @@ _DTYPES = {
 
 def get_kernel(launch: KernelLaunch) -> Any:
     """The kernel with its constants and hints; launches that share them share the kernel, and what it has compiled."""
-    hints = (launch.occupancy, launch.num_worker_warps)
-    return _kernel(launch.module, launch.kernel, launch.constants, launch.is_64bit, *hints)
+    return _kernel(launch.module, launch.kernel, launch.constants, launch.is_64bit, launch.blocks_per_sm, launch.warps)
 
 
 @functools.cache
@@ -67,8 +66,8 @@ def _kernel(
     name: str,
     constants: KernelConstants,
     is_64bit: bool,
-    occupancy: int | None,
-    num_worker_warps: int | None,
+    blocks_per_sm: int | None,
+    warps: int | None,
 ) -> Any:
     asked: Any = constants
     if getattr(constants, "score", None) is not None:
@@ -78,7 +77,7 @@ def _kernel(
     if is_64bit:
         annotations = function.__annotations__
         function.__annotations__ = {it: IN_64_BITS.get(kind, kind) for it, kind in annotations.items()}
-    return ct.kernel(function, occupancy=occupancy, num_worker_warps=num_worker_warps)
+    return ct.kernel(function, occupancy=blocks_per_sm, num_worker_warps=warps)
 
 
 def _slots(constants: KernelConstants) -> tuple[int, ...]:

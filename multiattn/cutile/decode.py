@@ -43,13 +43,13 @@ PARTS_ENOUGH = 128
 class SplitKeysConfig(Config):
     """`tile_m` rows, queries of the heads that share keys, and `tile_n` keys; hints of ``ct.kernel`` and ``ct.load``.
 
-    `occupancy`, `num_worker_warps` and `latency` are as in `CutileConfig`, the last of both keys and values.
+    `blocks_per_sm`, `warps` and `latency` are as in the forward's, the last of both keys and values.
     """
 
     tile_m: int = limited(powers_of_two(SMALLEST_TILE, 128))
     tile_n: int = limited(powers_of_two(SMALLEST_TILE, 256))
-    occupancy: int = limited(between(1, 32), default=2)
-    num_worker_warps: int | None = limited(launches.WARPS, default=None)
+    blocks_per_sm: int = limited(between(1, 32), default=2)
+    warps: int | None = limited(launches.WARPS, default=None)
     latency: int | None = limited(launches.LATENCY, default=4)
     alone: int = 0
     """Keys of a tile where each tile of rows has an SM for itself; 0: there is nothing to gain. `settled` decides."""
@@ -75,12 +75,12 @@ def settled(problem: Problem, arch: Arch, config: SplitKeysConfig) -> SplitKeysC
     is_alone = config.alone and asked is None and not has_small_pages and problem.seq_kv <= ALONE_KEYS_MAX
     sms = most_multiprocessors(arch)
     if is_alone and EVEN_ENOUGH * sms <= row_tiles(problem, config.tile_m) <= sms:
-        config = replace(config, tile_n=config.alone, occupancy=1, latency=4)
+        config = replace(config, tile_n=config.alone, blocks_per_sm=1, latency=4)
     config = replace(config, alone=0)
     splits = asked or config.splits
     if not splits:
         least = max(KEYS_MIN, config.tile_n, -(-problem.seq_kv // PARTS_ENOUGH))
-        splits = choose_splits(problem, arch, tile_m=config.tile_m, keys_min=least, blocks_per_sm=config.occupancy)
+        splits = choose_splits(problem, arch, tile_m=config.tile_m, keys_min=least, blocks_per_sm=config.blocks_per_sm)
         if splits == 1 and page_rows > 0 and has_small_pages and problem.seq_kv >= 2 * least:
             splits = 2
     return replace(config, splits=splits)
@@ -220,8 +220,8 @@ def _split_keys(call: Asked) -> KernelLaunch:
         kernel="split_keys",
         module="decode",
         is_64bit=assumed.flag("int64", _needs_64bit(problem, config)),
-        occupancy=config.occupancy,
-        num_worker_warps=config.num_worker_warps,
+        blocks_per_sm=config.blocks_per_sm,
+        warps=config.warps,
         grid=grid_of(problem, config),
         arrays={name: assumed.sized(tensor, layouts[tensor]) for name, tensor in names.items()},
         optional={
@@ -314,17 +314,24 @@ _TILES: Sequence[tuple[int, int, int]] = (
     (64, 2, 4), (64, 3, 4), (64, 4, 4), (64, 2, 8), (64, 1, 8), (128, 2, 4), (128, 1, 8), (32, 4, 6), (32, 8, 4),
     (16, 8, 8), (16, 4, 10), (64, 2, 2), (64, 3, 2), (128, 2, 2),
 )  # fmt: skip
-"""tile_n, occupancy and latency."""
+"""tile_n, blocks an SM and latency."""
 
 
 def candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[SplitKeysConfig]:
     """Blocks of keys with hints that suit them, in tiles of as many rows as there are."""
     rows = min(128, max(SMALLEST_TILE, power_of_two(problem.rows)))
     heights = (rows, 64) if rows < 128 else (64, 128)  # wgmma takes 64 rows, and keys from shared memory
-    for warps, height, (tile_n, occupancy, latency) in itertools.product((None, 8), heights, _TILES):
-        if warps is None or (height >= 64 and occupancy <= 2):
-            config = SplitKeysConfig(tile_m=height, tile_n=tile_n, occupancy=occupancy, latency=latency)
-            yield replace(settled(problem, arch, config), num_worker_warps=warps)
+    for warps, height, (tile_n, blocks, latency) in itertools.product((None, 8), heights, _TILES):
+        if warps is None or (height >= 64 and blocks <= 2):
+            config = SplitKeysConfig(tile_m=height, tile_n=tile_n, blocks_per_sm=blocks, latency=latency)
+            yield replace(settled(problem, arch, config), warps=warps)
 
 
-FAMILY = Family(launches=describe, fits=why_not, candidates=candidates, settle=settled, own_areas=areas_of)
+FAMILY = Family(
+    config=SplitKeysConfig,
+    launches=describe,
+    fits=why_not,
+    candidates=candidates,
+    settle=settled,
+    own_areas=areas_of,
+)

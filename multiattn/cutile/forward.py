@@ -42,15 +42,15 @@ fp16 small weights would be lost, which many of together count."""
 class CutileConfig(Config):
     """Tiles of the forward, and hints of ``ct.kernel`` and ``ct.load``.
 
-    `occupancy` is blocks per SM; None, as of a latency, gives no hint. `num_worker_warps` None lets the compiler choose
+    `blocks_per_sm` is blocks per SM; None, as of a latency, gives no hint. `warps` None lets the compiler choose
     (4); 8 spreads a tile's rows over two warpgroups. A latency, 1 to 10, is how far ahead a load is issued. About
     `heads_together` heads advance together, if need be of several batch entries (`together_of`).
     """
 
     tile_m: int = limited(launches.TILE)
     tile_n: int = limited(launches.TILE)
-    occupancy: int | None = limited(launches.BLOCKS, default=1)
-    num_worker_warps: int | None = limited(launches.WARPS, default=None)
+    blocks_per_sm: int | None = limited(launches.BLOCKS, default=1)
+    warps: int | None = limited(launches.WARPS, default=None)
     k_latency: int | None = limited(launches.LATENCY, default=2)
     v_latency: int | None = limited(launches.LATENCY, default=4)
     heads_together: int = limited(AT_LEAST_1, default=1)
@@ -64,8 +64,8 @@ class CutileConfig(Config):
     block, whose scores come before all others, and the block is one of the loop's. ``pilot_pairs``: both. All need
     `lazy_max`. ``plain``: as the compiler orders it."""
     scheduler: str = limited(one_of(*SCHEDULERS), default="one_tile")
-    """``one_tile``: a block per tile of queries. ``static``: `occupancy` blocks per SM, each of which takes every n-th
-    tile of n blocks."""
+    """``one_tile``: a block per tile of queries. ``static``: `blocks_per_sm` blocks per SM, each of which takes every
+    n-th tile of n blocks."""
     split_head_dim: bool = False
     """Tiles of two parts in place of one as wide as head_dim (`two_widths`): 64 and 32 columns at D=96, where one has
     128. At D=256 two of 128 save none, but twice as many loads, of half the size, suit short masked problems."""
@@ -150,7 +150,7 @@ class CutileStep(LadderStep):
             config,
             k_latency=config.k_latency if self.latency_hints else None,
             v_latency=config.v_latency if self.latency_hints else None,
-            occupancy=config.occupancy if self.occupancy_hint else None,
+            blocks_per_sm=config.blocks_per_sm if self.occupancy_hint else None,
             lazy_max=config.lazy_max and self.lazy_max,
             pipeline=config.pipeline if self.lazy_max else "plain",
             scheduler=config.scheduler if self.static_grid else "one_tile",
@@ -231,7 +231,7 @@ def grid_of(
     """Blocks in x, y and z on a device of so many SMs; None if there are too many. `linear`: of code that numbers."""
     tiles = query_tiles(problem, config.tile_m)
     if config.scheduler == "static" and launches.factor_grid(tiles) is not None:
-        return min(tiles, multiprocessors * (config.occupancy or 1)), 1, 1
+        return min(tiles, multiprocessors * (config.blocks_per_sm or 1)), 1, 1
     return launches.factor_grid(tiles) if linear else _grid_by_head(problem, config, together)
 
 
@@ -302,8 +302,8 @@ def describe(call: Asked) -> tuple[KernelLaunch, ...]:
         kernel="forward",
         module="forward",
         is_64bit=assumed.flag("int64", launches.needs_64bit(problem)),
-        occupancy=config.occupancy,
-        num_worker_warps=config.num_worker_warps,
+        blocks_per_sm=config.blocks_per_sm,
+        warps=config.warps,
         grid=grid,
         arrays={name: assumed.array(name) for name in launches.FORWARD},
         optional={
@@ -353,7 +353,7 @@ _BLACKWELL: tuple[_SHAPES, ...] = (
     (128, 128, 2, None), (128, 128, 1, None), (256, 128, 1, None), (256, 64, 1, None), (128, 64, 2, None),
     (64, 128, 2, None), (64, 64, 4, None), (256, 128, 1, 8), (128, 128, 1, 8),
 )  # fmt: skip
-"""tile_m, tile_n, occupancy and num_worker_warps."""
+"""tile_m, tile_n, blocks an SM and warps."""
 _SMALL: tuple[_SHAPES, ...] = (
     (64, 64, 2, None), (64, 64, 1, None), (64, 32, 2, None), (64, 32, 1, None), (64, 64, 3, None), (128, 64, 1, None),
     (128, 32, 1, None), (128, 64, 1, 8), (32, 64, 2, None),
@@ -366,7 +366,7 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[Cutil
         yield from _lazy_candidates(variant, problem)
         return
     shapes = _BLACKWELL if arch.name in TCGEN05 else _SMALL
-    tiles = [CutileConfig(tile_m=m, tile_n=n, occupancy=blocks, num_worker_warps=it) for m, n, blocks, it in shapes]
+    tiles = [CutileConfig(tile_m=m, tile_n=n, blocks_per_sm=blocks, warps=it) for m, n, blocks, it in shapes]
     best = tiles[0]
     found = [*tiles, *(replace(best, k_latency=k, v_latency=v) for k, v in ((1, 1), (4, 6)))]
     found += [replace(config, heads_together=4) for config in tiles[:4]]
@@ -404,4 +404,11 @@ def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
     return dict.fromkeys((*few, *several) if 8 * keys > L2_BYTES else several)
 
 
-FAMILY = Family(launches=describe, fits=why_not, candidates=candidates, lists=TILE_LISTS[:1], is_emitted=True)
+FAMILY = Family(
+    config=CutileConfig,
+    launches=describe,
+    fits=why_not,
+    candidates=candidates,
+    lists=TILE_LISTS[:1],
+    is_emitted=True,
+)

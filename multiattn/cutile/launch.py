@@ -76,7 +76,7 @@ _ahead: dict[tuple[object, ...], bytes] = {}
 
 def code_key(launch: KernelLaunch, arch: Arch) -> tuple[object, ...]:
     """The key of a kernel's code, which plans of many lengths, batches and numbers of heads share."""
-    return arch.name, repr(get_signature(launch)), launch.occupancy, launch.num_worker_warps
+    return arch.name, repr(get_signature(launch)), launch.blocks_per_sm, launch.warps
 
 
 def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:

@@ -59,8 +59,8 @@ class KernelLaunch:
     """The module of `kernels` that makes it."""
     is_64bit: bool
     """Shapes, strides and offsets take 64 bits."""
-    occupancy: int | None = None
-    num_worker_warps: int | None = None
+    blocks_per_sm: int | None = None
+    warps: int | None = None
     grid: Grid
     arrays: Mapping[str, ArrayArgument]
     """By parameter."""
@@ -136,6 +136,7 @@ class Asked:
 class Family:
     """A room of kernels; `multiattn.plan.backend.Variant` says more of `settle` and `fits`."""
 
+    config: type[Config]
     launches: Callable[[Asked], tuple[KernelLaunch, ...]]
     """The kernels of a launch, in order; ValueError where there is no grid of so many blocks."""
     fits: Callable[[Problem, Arch, Any], tuple[Reason, ...]]
@@ -300,7 +301,7 @@ def tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0) -> tuple[K
             kernel="list_tiles",
             module="packed",
             is_64bit=False,
-            num_worker_warps=8,
+            warps=8,
             grid=(blocks, groups, len(wanted)),
             arrays={},
             optional={"starts": assumed.all_captured(CU_SEQLENS), "lists": assumed.all_captured(wanted)},
@@ -324,9 +325,9 @@ def within_blocks(problem: Problem, config: Any) -> Any:
     """The config, with a block mask cut to tiles each of which lies in one block: sizes are powers of two."""
     if (blocks := problem.blocks) is None:
         return config
-    sizes = {"tile_m": blocks.queries, "tile_n": blocks.keys}
-    sizes |= {f"dq_{name}": size for name, size in sizes.items() if hasattr(config, f"dq_{name}")}
-    return replace(config, **{name: math.gcd(getattr(config, name), size) for name, size in sizes.items()})
+    more = {"dq": within_blocks(problem, config.dq)} if hasattr(config, "dq") else {}
+    tile_m, tile_n = math.gcd(config.tile_m, blocks.queries), math.gcd(config.tile_n, blocks.keys)
+    return replace(config, tile_m=tile_m, tile_n=tile_n, **more)
 
 
 def has_ragged_keys(problem: Problem, tile_n: int) -> bool:

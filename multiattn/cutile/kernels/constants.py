@@ -25,7 +25,7 @@ class BlockTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardConstants:
-    """The forward kernel's constants. Its flags are those of `CutileStep`, its ways to run those of `CutileConfig`."""
+    """The forward kernel's constants. Flags are those of its rung, ways to run those of its config."""
 
     tile_m: int
     tile_n: int
@@ -105,7 +105,7 @@ class BackwardConstants:
     """See the forward's."""
     dq_transposed: bool = False
     delta_first: bool = False
-    """Both as in `OnePassConfig`."""
+    """Both as in the config."""
     linear_grid = True
     stagger = 0
 
@@ -115,7 +115,7 @@ class StaggeredConstants(BackwardConstants):
     """Constants of a kernel whose tiles of keys begin at queries of their own."""
 
     stagger: int
-    """As in `StoredConfig`."""
+    """As in the config."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,50 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from multiattn.cutile.backward import OnePassConfig, StoredConfig, TwoPassConfig
-from multiattn.cutile.forward import STEPS, CutileConfig
-from multiattn.cutile.rules import ampere, blackwell, hopper
-from multiattn.cutile.rules.decode import SPLIT_KEYS as SPLIT_KEYS
+from multiattn.cutile.decode import NAME as SPLIT_KEYS
+from multiattn.cutile.forward import STEPS
+from multiattn.cutile.rules import ampere, blackwell, decode, hopper
+from multiattn.cutile.rules.shorthand import forward, one_pass, queries, rule, stored, two_passes
 from multiattn.plan.config import Rule
 from multiattn.plan.ladder import rung_rules
 
 _INTERPRETED = "interpreted: small enough that a short sequence still has several blocks of keys and a ragged one"
+_KEYS, _QUERIES = one_pass(32, 32), queries(32, 32)
 
-OWN_RULES: Mapping[str, tuple[Rule[CutileConfig], ...]] = {
-    "full": (
-        Rule(arches=("cpu",), config=CutileConfig(tile_m=64, tile_n=64), why=_INTERPRETED),
-        *(*hopper.FORWARD, *blackwell.FORWARD, *ampere.FORWARD),
-    ),
+
+def _interpreted(config: Any, **more: Any) -> tuple[Rule[Any], ...]:
+    return (rule(("cpu",), (1, 256), None, config, why=_INTERPRETED, **more),)
+
+
+OWN_RULES: Mapping[str, tuple[Rule[Any], ...]] = {
+    SPLIT_KEYS: decode.SPLIT_KEYS,
+    "full": (*_interpreted(forward(64, 64)), *hopper.FORWARD, *blackwell.FORWARD, *ampere.FORWARD),
     **hopper.RUNGS,
+    "two_pass": (
+        *_interpreted(two_passes(_KEYS, _QUERIES)),
+        *(*hopper.TWO_PASS, *blackwell.TWO_PASS, *ampere.TWO_PASS),
+    ),
+    "stored": (*_interpreted(stored(_KEYS, _QUERIES), only_named=True), *hopper.STORED),
+    "atomic": (*_interpreted(_KEYS), *hopper.ATOMIC, *blackwell.ATOMIC, *ampere.ATOMIC),
 }
-"""Rules made for a rung, by its name. Where it has none, it goes by those of the rung that it leads to."""
-
-TWO_PASS_RULES: tuple[Rule[TwoPassConfig], ...] = (
-    Rule(
-        arches=("cpu",),
-        config=TwoPassConfig(tile_m=32, tile_n=32, dq_tile_m=32, dq_tile_n=32),
-        why=_INTERPRETED,
-    ),
-    *(*hopper.TWO_PASS, *blackwell.TWO_PASS, *ampere.TWO_PASS),
-)
-
-STORED_RULES: tuple[Rule[StoredConfig], ...] = (
-    Rule(
-        arches=("cpu",),
-        config=StoredConfig(tile_m=32, tile_n=32, dq_tile_m=32, dq_tile_n=32),
-        why=_INTERPRETED,
-        only_named=True,
-    ),
-    *hopper.STORED,
-)
-
-ATOMIC_RULES: tuple[Rule[OnePassConfig], ...] = (
-    Rule(arches=("cpu",), config=OnePassConfig(tile_m=32, tile_n=32), why=_INTERPRETED),
-    *(*hopper.ATOMIC, *blackwell.ATOMIC, *ampere.ATOMIC),
-)
+"""Rules by the name of the variant that they are made for."""
 
 
-def rules_of(name: str) -> tuple[Rule[CutileConfig], ...]:
-    """The rules of a rung, by its name."""
-    return rung_rules(OWN_RULES, name, STEPS[name].step, top="full")
+def rules_of(name: str) -> tuple[Rule[Any], ...]:
+    """The rules of a variant: its own, and for a rung then those of the one that it leads to, as far as it goes."""
+    return rung_rules(OWN_RULES, name, STEPS[name].step, top="full") if name in STEPS else OWN_RULES[name]

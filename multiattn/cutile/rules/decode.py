@@ -14,13 +14,13 @@ from multiattn.plan.config import COMPILED, Rule
 _PLAIN_ROWS, _PLAIN_KEYS = 32, 512
 """The most rows and the least keys for which it is taken where keys are in no cache. A guess."""
 
-_16X128 = SplitKeysConfig(tile_m=16, tile_n=128, occupancy=2, latency=8)
-_16X64 = SplitKeysConfig(tile_m=16, tile_n=64, occupancy=2, latency=4)
-_16X32 = SplitKeysConfig(tile_m=16, tile_n=32, occupancy=2, latency=4)
+_16X128 = SplitKeysConfig(tile_m=16, tile_n=128, blocks_per_sm=2, latency=8)
+_16X64 = SplitKeysConfig(tile_m=16, tile_n=64, blocks_per_sm=2, latency=4)
+_16X32 = SplitKeysConfig(tile_m=16, tile_n=32, blocks_per_sm=2, latency=4)
 _32X64 = replace(_16X64, tile_m=32)
 _32X32 = replace(_16X32, tile_m=32)
 _64X64 = replace(_16X64, tile_m=64)
-_128X64 = SplitKeysConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8, latency=4)
+_128X64 = SplitKeysConfig(tile_m=128, tile_n=64, blocks_per_sm=1, warps=8, latency=4)
 
 
 def _rules(
@@ -55,9 +55,9 @@ SPLIT_KEYS: tuple[Rule[SplitKeysConfig], ...] = (
     *_rules(("sm90",), (65, 128), _H200_128, (16, replace(_16X64, latency=8, alone=128))),
     *_rules(("sm90",), (65, 128), _SM90, (32, _32X32), (64, _64X64), (None, _128X64)),
     *_rules(("sm90",), (129, 256), _H200_256, (16, _16X32)),
-    *_rules(("sm90",), (129, 256), _SM90, (None, replace(_64X64, occupancy=1, num_worker_warps=8))),
+    *_rules(("sm90",), (129, 256), _SM90, (None, replace(_64X64, blocks_per_sm=1, warps=8))),
     *_rules(("sm100", "sm103"), (1, 128), _AS_SM90, (16, _16X64), (None, _64X64)),
-    *_rules(("sm100", "sm103"), (129, 256), _AS_SM90, (16, _16X32), (None, replace(_64X64, occupancy=1))),
+    *_rules(("sm100", "sm103"), (129, 256), _AS_SM90, (16, _16X32), (None, replace(_64X64, blocks_per_sm=1))),
     *_rules(_SMALL, (1, 128), _OF_SMALL, (16, _16X64), (None, _32X32)),
-    *_rules(_SMALL, (129, 256), _OF_SMALL, (16, _16X32), (None, replace(_32X32, occupancy=1))),
+    *_rules(_SMALL, (129, 256), _OF_SMALL, (16, _16X32), (None, replace(_32X32, blocks_per_sm=1))),
 )  # fmt: skip

@@ -6,28 +6,28 @@ nothing else. docs/experiments.md has the long story.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
-from multiattn.cutile.backward import OnePassConfig, StoredConfig, TwoPassConfig
-from multiattn.cutile.forward import CutileConfig
-from multiattn.plan.config import COMPILED, Rule
+from multiattn.cutile.rules.shorthand import forward, one_pass, queries, rule, stored, two_passes
+from multiattn.plan.config import COMPILED
 
 FULL, BANDED = False, True
 
 _21, _23, _24, _26 = (f"H200 2026-11-{day}, " for day in (21, 23, 24, 26))
 _25 = "H100 2026-11-25, lengths from 64 to 8k: "
 
-_64X64 = CutileConfig(tile_m=64, tile_n=64, occupancy=2, lazy_max=True)
+_64X64 = forward(64, 64, blocks_per_sm=2, lazy_max=True)
 """For short tiles, two to four blocks an SM, but for the order of tiles and blocks."""
-_64X128 = CutileConfig(tile_m=64, tile_n=128, occupancy=2, lazy_max=True)
+_64X128 = forward(64, 128, blocks_per_sm=2, lazy_max=True)
 """For full problems of 128 columns, but for the order of tiles and blocks."""
-_128X64 = CutileConfig(tile_m=128, tile_n=64, occupancy=1, num_worker_warps=8, lazy_max=True)
+_128X64 = forward(128, 64, blocks_per_sm=1, warps=8, lazy_max=True)
 """For the widest head_dims, and with two blocks an SM for D=40, 56 and, split, 72; but for the order of tiles and
 blocks."""
-_BY_4_WARPS = CutileConfig(tile_m=128, tile_n=64, occupancy=2, lazy_max=True, split_head_dim=True)
+_BY_4_WARPS = forward(128, 64, blocks_per_sm=2, lazy_max=True, split_head_dim=True)
 """For D=40, 88 and 104, but for the order of tiles: two blocks an SM, each of a warpgroup with the registers of two."""
-_128X128 = CutileConfig(tile_m=128, tile_n=128, occupancy=1, num_worker_warps=8, lazy_max=True)
+_128X128 = forward(128, 128, blocks_per_sm=1, warps=8, lazy_max=True)
 """For long banded problems, D=104 and 120, and split for others between powers of two, but for the order of tiles."""
 _ONLINE_128X128 = replace(_128X128, lazy_max=False)
 _LEAST: dict[str, Any] = {"k_latency": 1, "v_latency": 1}
@@ -49,20 +49,14 @@ _OTHERS: tuple[dict[str, Any], ...] = ({"packed": True}, {"scored": True})
 """The problems that `_USUAL` leaves out."""
 
 
-def _rule(head_dims: tuple[int, int], banded: bool | None, config: Any, *, why: str, **conditions: Any) -> Rule[Any]:
-    """A rule for head_dims from one to another."""
-    low, high = head_dims
-    return Rule(
-        arches=("sm90",), head_dim_min=low, head_dim_max=high, banded=banded, config=config, why=why, **conditions
-    )
+_rule = functools.partial(rule, ("sm90",))
 
-
-_PACKED: tuple[Rule[CutileConfig], ...] = tuple(
-    replace(rule, packed=True)
-    for rule in (
-        _rule((1, 64), BANDED, replace(_64X64, occupancy=4, heads_together=8, pipeline="pilot"), dtype="bf16",
+_PACKED = tuple(
+    replace(it, packed=True)
+    for it in (
+        _rule((1, 64), BANDED, replace(_64X64, blocks_per_sm=4, heads_together=8, pipeline="pilot"), dtype="bf16",
               seq_min=2049, why=_25 + "476 TFLOPS; 128x64 447, and 64x64 without a pilot 301"),
-        _rule((1, 64), BANDED, replace(_128X64, occupancy=2, heads_together=8), seq_min=2049,
+        _rule((1, 64), BANDED, replace(_128X64, blocks_per_sm=2, heads_together=8), seq_min=2049,
               why=_25 + "in bf16 447 TFLOPS; 64x64 without a pilot 301"),
         _rule((97, 128), FULL, replace(_128X64, heads_together=4), whole_sectors=True,
               why=_25 + "642 TFLOPS; 128x128 with a pilot 624, and 64x128 a block ahead 365"),
@@ -82,15 +76,15 @@ _PACKED: tuple[Rule[CutileConfig], ...] = tuple(
 """For packed batches where the rules below lose much. A kernel has more values to keep there, and tileiras gives fewer
 of these kernels a warp that does the loads; without one the loop itself issues each and waits for it."""
 
-FORWARD: tuple[Rule[CutileConfig], ...] = (
+FORWARD = (
     *_PACKED,
     _rule((33, 48), FULL, replace(_BY_4_WARPS, heads_together=4, **_LEAST), **_UNALIGNED,
           why=_26 + "D=40 N=4k: 328 TFLOPS; other latencies 311 to 319, 8 warps 318, one part 302, by 8 warps 319"),
-    _rule((33, 48), BANDED, replace(_128X64, occupancy=2, heads_together=4, split_head_dim=True, **_LEAST),
+    _rule((33, 48), BANDED, replace(_128X64, blocks_per_sm=2, heads_together=4, split_head_dim=True, **_LEAST),
           **_UNALIGNED, why=_26 + "D=40 fp16 N=4k: 300 TFLOPS; one part 289; bf16 N=3000 274, 268, N=4k 293, 294"),
-    _rule((33, 64), FULL, replace(_128X64, occupancy=2, heads_together=4), **_UNALIGNED,
+    _rule((33, 64), FULL, replace(_128X64, blocks_per_sm=2, heads_together=4), **_UNALIGNED,
           why=_26 + "D=56 N=4k: 456 TFLOPS; by 4 warps 424; 64x64, four blocks an SM, 326 for 470"),
-    _rule((33, 64), BANDED, replace(_128X64, occupancy=2, heads_together=4), **_UNALIGNED,
+    _rule((33, 64), BANDED, replace(_128X64, blocks_per_sm=2, heads_together=4), **_UNALIGNED,
           why=_26 + "D=56 N=4k: 432 TFLOPS; 128x128 384; 64x64, four blocks an SM, 305"),
     _rule((81, 96), FULL, replace(_AHEAD_128X128, heads_together=2), **_UNALIGNED, ragged=False, seq_min=2897,
           seq_max=11585, why=_26 + "D=88 N=4k: 468 TFLOPS; 128x64 by 4 warps 459; at N=4000, with a mask, 386 for 476"),
@@ -117,28 +111,28 @@ FORWARD: tuple[Rule[CutileConfig], ...] = (
           why=_26 + "D=112, 128 N=3000: 479, 571 TFLOPS; 64x64 in pairs 441, 545; at N=1k 346 for 347"),
     _rule((97, 112), BANDED, replace(_128X128, heads_together=8, **_NO_LATENCIES), whole_sectors=True, **_USUAL,
           seq_min=4096, seq_max=5792, why=_26 + "D=112 fp16 N=4k: 502 TFLOPS; q in registers 473; bf16 529, 528"),
-    _rule((1, 64), FULL, replace(_64X64, occupancy=4, heads_together=8, scheduler="static"), seq_max=512,
+    _rule((1, 64), FULL, replace(_64X64, blocks_per_sm=4, heads_together=8, scheduler="static"), seq_max=512,
           why=_23 + "N=512: 443 TFLOPS; 4 heads together 428"),
-    _rule((1, 64), FULL, replace(_64X64, occupancy=4, heads_together=2), seq_min=2897, seq_max=5792,
+    _rule((1, 64), FULL, replace(_64X64, blocks_per_sm=4, heads_together=2), seq_min=2897, seq_max=5792,
           why=_26 + "N=4k: 1.018 of 4 heads together, and 1.076 on an H100; at 1k 0.981, at 16k 0.934 and 1.041"),
-    _rule((1, 64), FULL, replace(_64X64, occupancy=4, heads_together=4),
+    _rule((1, 64), FULL, replace(_64X64, blocks_per_sm=4, heads_together=4),
           why=_23 + "N=4k: 501 TFLOPS; 128x64 with 8 warps 476"),
-    _rule((1, 64), BANDED, replace(_64X64, occupancy=4, heads_together=8), seq_min=8192,
+    _rule((1, 64), BANDED, replace(_64X64, blocks_per_sm=4, heads_together=8), seq_min=8192,
           why=_23 + "N=16k: 542 TFLOPS; 32 heads together 525"),
-    _rule((1, 64), BANDED, replace(_64X64, occupancy=4, heads_together=32),
+    _rule((1, 64), BANDED, replace(_64X64, blocks_per_sm=4, heads_together=32),
           why=_23 + "N=4k: 462 TFLOPS; 4 heads together 436"),
-    _rule((65, 96), FULL, replace(_64X64, occupancy=3, heads_together=2, split_head_dim=True), whole_sectors=True,
+    _rule((65, 96), FULL, replace(_64X64, blocks_per_sm=3, heads_together=2, split_head_dim=True), whole_sectors=True,
           why=_23 + "D=80 N=4k: 520 TFLOPS; 128x64, two blocks an SM, 516"),
-    _rule((65, 80), FULL, replace(_128X64, occupancy=2, heads_together=2, split_head_dim=True), whole_sectors=False,
+    _rule((65, 80), FULL, replace(_128X64, blocks_per_sm=2, heads_together=2, split_head_dim=True), whole_sectors=False,
           why=_23 + "D=72 N=8k: 483 TFLOPS; 128x128 396"),
     _rule((81, 96), FULL, replace(_AHEAD_128X128, heads_together=2), whole_sectors=False, packed=True,
           why=_23 + "not packed, D=88 N=8k: 485 TFLOPS; not a block ahead 449"),
     _rule((81, 96), FULL, replace(_AHEAD_128X128, heads_together=2), whole_sectors=False, scored=True,
           why=_23 + "scores as they are, D=88 N=8k: 485 TFLOPS; not a block ahead 449"),
-    _rule((65, 96), BANDED, replace(_64X64, occupancy=3, heads_together=8, split_head_dim=True), whole_sectors=True,
+    _rule((65, 96), BANDED, replace(_64X64, blocks_per_sm=3, heads_together=8, split_head_dim=True), whole_sectors=True,
           why=_23 + "D=80 N=16k: 523 TFLOPS; 128x64, two blocks an SM, 515"),
-    _rule((65, 80), BANDED, replace(_128X64, occupancy=2, heads_together=8, split_head_dim=True), whole_sectors=False,
-          why="a guess, as full problems of D=72"),
+    _rule((65, 80), BANDED, replace(_128X64, blocks_per_sm=2, heads_together=8, split_head_dim=True),
+          whole_sectors=False, why="a guess, as full problems of D=72"),
     _rule((97, 128), FULL, replace(_128X128, heads_together=2), whole_sectors=False, packed=True, dtype="fp16",
           why=COMPILED + "loads have a warp of their own, which they have not in pairs"),
     _rule((97, 128), BANDED, replace(_128X128, heads_together=8), whole_sectors=False, seq_max=4095,
@@ -204,11 +198,11 @@ FORWARD: tuple[Rule[CutileConfig], ...] = (
     ),
 )  # fmt: skip
 
-_NO_HINTS = CutileConfig(tile_m=128, tile_n=128, occupancy=None, num_worker_warps=8, **_NO_LATENCIES)
+_NO_HINTS = forward(128, 128, blocks_per_sm=None, warps=8, **_NO_LATENCIES)
 
-RUNGS: dict[str, tuple[Rule[CutileConfig], ...]] = {
+RUNGS = {
     "memory": (
-        _rule((65, 128), BANDED, CutileConfig(tile_m=128, tile_n=64, occupancy=None, num_worker_warps=8),
+        _rule((65, 128), BANDED, forward(128, 64, blocks_per_sm=None, warps=8),
               why=_21 + "483 TFLOPS; 128x128 479"),
     ),
     "math": (_rule((65, 128), BANDED, _NO_HINTS, why=_21 + "481 TFLOPS; 128x64 472"),),
@@ -219,98 +213,72 @@ RUNGS: dict[str, tuple[Rule[CutileConfig], ...]] = {
 # ---------------------------------------------------------------- backward
 
 
-def _keys(tile_m: int, tile_n: int, **hints: Any) -> OnePassConfig:
-    """A config of one pass, with 8 warps."""
-    return OnePassConfig(tile_m=tile_m, tile_n=tile_n, num_worker_warps=8, **hints)
+_by_8 = functools.partial(one_pass, warps=8)
+_BY_2 = one_pass(64, 64, blocks_per_sm=2)
+"""Two blocks an SM, each with one warpgroup that computes."""
+_DQ_BY_8 = queries(128, 64, warps=8)
+_DQ_OF_FOUR = replace(_DQ_BY_8, heads_together=4)
 
-
-def _both(keys: tuple[int, int], queries: tuple[int, int], **hints: Any) -> TwoPassConfig:
-    """A config of two passes, with 8 warps for the keys."""
-    (tile_m, tile_n), (dq_tile_m, dq_tile_n) = keys, queries
-    return TwoPassConfig(
-        tile_m=tile_m, tile_n=tile_n, dq_tile_m=dq_tile_m, dq_tile_n=dq_tile_n, num_worker_warps=8, **hints
-    )
-
-
-def _by_two(keys: tuple[int, int], queries: tuple[int, int], **hints: Any) -> TwoPassConfig:
-    """A config of two passes, with two blocks of 4 warps an SM for the keys."""
-    return replace(_both(keys, queries, **hints), num_worker_warps=None, occupancy=2)
-
-
-_WARPS_8: dict[str, Any] = {"dq_num_worker_warps": 8}
-_FOURS: dict[str, Any] = {"heads_together": 4, "dq_heads_together": 4}
-
-TWO_PASS: tuple[Rule[TwoPassConfig], ...] = (
-    _rule((1, 64), FULL, _both((64, 128), (64, 64), dq_occupancy=2),
+TWO_PASS = (
+    _rule((1, 64), FULL, two_passes(_by_8(64, 128), queries(64, 64, blocks_per_sm=2)),
           why=_21 + "363 TFLOPS, 2.32 ms for the keys; in 128x64 2.18, but it spills"),
-    _rule((1, 64), BANDED, _both((64, 128), (64, 64), dq_occupancy=3, dq_heads_together=16), seq_max=8191,
-          why=_21 + "337 TFLOPS, 0.81 ms for the queries; in 128x64 0.84"),
-    _rule((1, 64), BANDED, _both((64, 128), (128, 64), **_WARPS_8, **_FOURS), seq_min=8192,
+    _rule((1, 64), BANDED, two_passes(_by_8(64, 128), queries(64, 64, blocks_per_sm=3, heads_together=16)),
+          seq_max=8191, why=_21 + "337 TFLOPS, 0.81 ms for the queries; in 128x64 0.84"),
+    _rule((1, 64), BANDED, two_passes(_by_8(64, 128, heads_together=4), _DQ_OF_FOUR), seq_min=8192,
           why=_21 + "B=1 N=16k: 379 TFLOPS, 2.81 ms for the queries; in 64x64 2.98"),
-    _rule((65, 128), FULL, _by_two((64, 64), (128, 64), heads_together=4, **_WARPS_8), **_USUAL,
+    _rule((65, 128), FULL, two_passes(replace(_BY_2, heads_together=4), _DQ_BY_8), **_USUAL,
           why=_26 + "1.85 ms for the keys; in 32x128 by 8 warps 2.04"),
-    _rule((65, 128), BANDED, _by_two((64, 64), (128, 64), **_WARPS_8, **_FOURS), **_USUAL,
+    _rule((65, 128), BANDED, two_passes(replace(_BY_2, heads_together=4), _DQ_OF_FOUR), **_USUAL,
           why=_26 + "0.97 ms for the keys; in 32x128 by 8 warps 1.12"),
     *(
         _rule((65, 128), banded, config, **kind, why=why)
         for kind in _OTHERS
         for banded, config, why in (
-            (FULL, _both((32, 128), (128, 64), **_WARPS_8), _21 + "of plain scores, 430 TFLOPS; one pass 415"),
-            (BANDED, _both((32, 128), (128, 64), **_WARPS_8, **_FOURS),
+            (FULL, two_passes(_by_8(32, 128), _DQ_BY_8), _21 + "of plain scores, 430 TFLOPS; one pass 415"),
+            (BANDED, two_passes(_by_8(32, 128, heads_together=4), _DQ_OF_FOUR),
              _21 + "of plain scores, 402 TFLOPS, 1.08 and 0.63 ms; one head at a time 1.14 and 0.67"),
         )
     ),
-    _rule((129, 256), FULL, _both((64, 64), (64, 64), latency=2, **_WARPS_8),
+    _rule((129, 256), FULL, two_passes(_by_8(64, 64, latency=2), queries(64, 64, warps=8)),
           why=_21 + "392 TFLOPS, 1.86 ms for the keys; with a latency of 4 1.90"),
-    _rule((129, 256), BANDED, _both((64, 64), (64, 32), dq_heads_together=4),
+    _rule((129, 256), BANDED, two_passes(_by_8(64, 64), queries(64, 32, heads_together=4)),
           why=_21 + "350 TFLOPS, 0.90 ms for the queries; in 64x64 0.98"),
 )  # fmt: skip
 
 _SHARED: dict[str, Any] = {"heads_together": 4, "dq_transposed": True}
 
-ATOMIC: tuple[Rule[OnePassConfig], ...] = (
-    _rule((1, 64), FULL, _keys(128, 128, delta_first=True, **_SHARED), seq_min=1024, **_USUAL,
+ATOMIC = (
+    _rule((1, 64), FULL, _by_8(128, 128, delta_first=True, **_SHARED), seq_min=1024, **_USUAL,
           why=_26 + "413 TFLOPS, 402 at N=16k, 343 at N=1k; dq as it was 375, two passes 346, 340, 315"),
-    _rule((1, 64), BANDED, _keys(128, 128, **_SHARED), seq_min=2048, **_USUAL,
+    _rule((1, 64), BANDED, _by_8(128, 128, **_SHARED), seq_min=2048, **_USUAL,
           why=_26 + "380 TFLOPS, 416 at N=16k, 314 at N=2k; two passes 335, 350, 300"),
-    _rule((65, 128), FULL, _keys(64, 128, delta_first=True, **_SHARED), seq_min=2048, **_USUAL,
+    _rule((65, 128), FULL, _by_8(64, 128, delta_first=True, **_SHARED), seq_min=2048, **_USUAL,
           why=_26 + "428 TFLOPS, 429 at N=16k, 384 at N=2k; two passes 417, 389, 380"),
-    _rule((65, 128), BANDED, _keys(64, 128, delta_first=True, **_SHARED), seq_min=8192, **_USUAL,
+    _rule((65, 128), BANDED, _by_8(64, 128, delta_first=True, **_SHARED), seq_min=8192, **_USUAL,
           why=_26 + "N=16k: 432 TFLOPS; two passes 394"),
-    _rule((1, 64), FULL, _keys(128, 128, heads_together=4), seq_min=2048, scored=True,
+    _rule((1, 64), FULL, _by_8(128, 128, heads_together=4), seq_min=2048, scored=True,
           why=_21 + "without a score 393 TFLOPS; 64x128 369"),
-    _rule((129, 256), FULL, _keys(64, 64), seq_min=2048, why=_21 + "406 TFLOPS; two passes 392"),
-    _rule((129, 256), BANDED, _keys(64, 64, heads_together=4), seq_min=2048,
+    _rule((129, 256), FULL, _by_8(64, 64), seq_min=2048, why=_21 + "406 TFLOPS; two passes 392"),
+    _rule((129, 256), BANDED, _by_8(64, 64, heads_together=4), seq_min=2048,
           why=_21 + "373 TFLOPS; one head at a time 359"),
     # From here on two passes, which give the same bits each time, are as fast or faster, or nobody has measured.
-    _rule((1, 64), None, _keys(128, 128, heads_together=4), only_named=True,
+    _rule((1, 64), None, _by_8(128, 128, heads_together=4), only_named=True,
           why=_21 + "330 TFLOPS with the mask; two passes 337"),
-    _rule((65, 128), None, _keys(64, 128, heads_together=4), only_named=True,
+    _rule((65, 128), None, _by_8(64, 128, heads_together=4), only_named=True,
           why=_21 + "415 TFLOPS full, 375 with the mask; two passes 430 and 402"),
-    _rule((129, 256), None, _keys(64, 64, heads_together=4), only_named=True,
+    _rule((129, 256), None, _by_8(64, 64, heads_together=4), only_named=True,
           why=_21 + "N=1024: two passes are faster full and as fast with the mask"),
 )  # fmt: skip
 
-
-def _stored(keys: tuple[int, int], **hints: Any) -> StoredConfig:
-    """A config that stores ds: tiles of 128 queries for dq, by 8 warps."""
-    tile_m, tile_n = keys
-    return StoredConfig(tile_m=tile_m, tile_n=tile_n, dq_tile_m=128, **_WARPS_8, **_FOURS, **hints)
-
-
-_KEYS_BY_8: dict[str, Any] = {"num_worker_warps": 8}
-_TWO_BLOCKS: dict[str, Any] = {"occupancy": 2}
-"""Two blocks an SM, each with one warpgroup that computes."""
-
-STORED: tuple[Rule[StoredConfig], ...] = (
-    _rule((129, 256), FULL, _stored((64, 64), **_KEYS_BY_8),
+STORED = (
+    _rule((129, 256), FULL, stored(_by_8(64, 64, heads_together=4), _DQ_OF_FOUR),
           why=_26 + "513 TFLOPS, 519 at N=16k, 383 at N=512; one pass 361, 396, 264"),
-    _rule((129, 256), BANDED, _stored((64, 64), **_KEYS_BY_8),
+    _rule((129, 256), BANDED, stored(_by_8(64, 64, heads_together=4), _DQ_OF_FOUR),
           why=_26 + "482 TFLOPS, 530 at N=16k, 258 at N=512; one pass 334, 360, 169, two there 205"),
-    _rule((65, 128), FULL, _stored((64, 64), stagger=7, delta_first=True, **_TWO_BLOCKS),
+    _rule((65, 128), FULL, stored(replace(_BY_2, heads_together=4, delta_first=True), _DQ_OF_FOUR, stagger=7),
           why=_26 + "471 TFLOPS, 461 at N=16k, 357 at N=512; one pass 426, 427, two 318; H100 N=16k 420, one pass 433"),
-    _rule((65, 128), BANDED, _stored((64, 64), **_TWO_BLOCKS),
+    _rule((65, 128), BANDED, stored(replace(_BY_2, heads_together=4), _DQ_OF_FOUR),
           why=_26 + "465 TFLOPS, 463 at N=16k, 252 at N=512; one pass 452 at N=16k; H100 N=16k 417, one pass 442"),
-    _rule((1, 64), None, _stored((64, 128), **_KEYS_BY_8), only_named=True,
+    _rule((1, 64), None, stored(_by_8(64, 128, heads_together=4), _DQ_OF_FOUR), only_named=True,
           why=_26 + "a prototype: 350 TFLOPS full, 342 with the mask; one pass 382, two passes 338 with the mask"),
 )  # fmt: skip
