@@ -6,7 +6,6 @@ import ctypes
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +13,11 @@ import torch
 from multiattn.cutile import decode
 from multiattn.cutile.families import FAMILIES, candidates_of
 from multiattn.cutile.forward import FAMILY, STEPS
-from multiattn.cutile.kernels.constants import SMALLEST_TILE
 from multiattn.cutile.rules import rules_of
-from multiattn.mask import KINDS
-from multiattn.plan.arch import GPU_ARCHS, Arch
+from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Backend, Direction, Op, Variant, later
 from multiattn.plan.ladder import rung_variants
-from multiattn.plan.support import Capability, Reason
+from multiattn.plan.support import Reason
 from multiattn.plan.toolchain import dotted, probe_gpu, probe_release, release_of, version_of
 from multiattn.run import driver
 
@@ -93,30 +90,8 @@ def _probe(arch: Arch) -> tuple[Reason, ...]:
     return (*_probe_compiler(), *_probe_gpu()) if arch.is_gpu else _probe_module()
 
 
-_EVERYWHERE = Capability(
-    arches=("cpu", *GPU_ARCHS),
-    masks=KINDS,
-    sinks=True,
-    scores=True,
-    block_masks=SMALLEST_TILE,
-    score_gradients=True,
-    packing=True,
-)
-
-
-def _variant(direction: Direction, name: str, summary: str, **rest: Any) -> Variant:
-    """A variant whose family answers for it."""
-    family = FAMILIES[direction, name]
-    return Variant(
-        name=name,
-        summary=summary,
-        config_type=family.config,
-        rules=rules_of(name),
-        workspace=family.workspace,
-        settle=family.settle,
-        fits=family.fits,
-        **{"capability": _EVERYWHERE, **rest},
-    )
+def _variant(direction: Direction, name: str) -> Variant:
+    return FAMILIES[direction, name].variant(name, rules_of(name))
 
 
 _OPERATIONS: dict[str, Any] = {
@@ -133,17 +108,11 @@ BACKEND = Backend(
     versions=_versions,
     forward=Op(
         variants=(
-            _variant(
-                "forward",
-                decode.NAME,
-                "decode: query heads that share keys are rows of one tile, keys divided among blocks, "
-                "parts merged after",
-                capability=replace(_EVERYWHERE, block_masks=0, packing=False, caches=True),
-            ),
+            _variant("forward", decode.NAME),
             *rung_variants(
                 STEPS,
                 FAMILY.config,
-                capability_of=lambda step: _EVERYWHERE,
+                capability_of=lambda step: FAMILY.capability,
                 rules_of=rules_of,
                 fits=FAMILY.fits,
                 workspace=FAMILY.workspace,
@@ -153,25 +122,7 @@ BACKEND = Backend(
         **_OPERATIONS,
     ),
     backward=Op(
-        variants=(
-            _variant(
-                "backward",
-                "stored",
-                "a pass over the keys for dk and dv that stores ds, for some heads at a time, and dq of that",
-                capability=Capability(arches=("cpu", "sm90")),
-            ),
-            _variant(
-                "backward",
-                "atomic",
-                "one pass over the keys, dq added up in fp32 by atomics (TMA reductions where there are)",
-                deterministic=False,
-            ),
-            _variant(
-                "backward",
-                "two_pass",
-                "a pass over the queries for dq, one over the keys for dk and dv",
-            ),
-        ),
+        variants=tuple(_variant("backward", name) for name in ("stored", "atomic", "two_pass")),
         candidates=candidates_of("backward"),
         **_OPERATIONS,
     ),

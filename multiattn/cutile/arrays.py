@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from multiattn.layout import Layout
 from multiattn.operands import has_any_shape
 from multiattn.packed import TILE_LISTS
@@ -26,12 +28,12 @@ VECTORS = ("lse", "dlse", "delta", "partial_lse")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArrayArgument:
-    """An array, and what its kernel assumes of it."""
+class ArrayKind:
+    """All that code knows of an array."""
 
-    tensor: str
-    """Operand or area of workspace."""
-    layout: Layout
+    dtype: torch.dtype
+    head_dim: int | None = None
+    """None of an array without one."""
     alignment: int
     """Bytes that its address is a multiple of."""
     extents: tuple[int, ...]
@@ -42,6 +44,16 @@ class ArrayArgument:
     """Elements may share memory."""
     last_stride: int | None = 1
     """None where nothing is assumed of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayArgument:
+    """An array, and what its kernel assumes of it."""
+
+    tensor: str
+    """Operand or area of workspace."""
+    layout: Layout
+    kind: ArrayKind
 
 
 def extents_of(tensor: str) -> tuple[str, ...]:
@@ -92,14 +104,15 @@ class Assumptions:
 
         alignment = self.problem.alignment if tensor in _GIVEN else SINKS_ALIGNMENT if tensor == "sinks" else ALIGNMENT
         strides = zip(STRIDES, layout.strides[:-1], strict=False)
-        return ArrayArgument(
-            tensor=tensor,
-            layout=layout,
+        kind = ArrayKind(
+            dtype=layout.dtype,
+            head_dim=layout.shape[-1] if len(layout.shape) > len(known) else None,
             alignment=divisor("alignment", alignment, alignment),
             extents=tuple(known.values()),
             strides=tuple(divisor(name, it, unit) for name, it in strides),
             overlaps=self.flag(f"{tensor}_overlaps", 0 in layout.strides),
         )
+        return ArrayArgument(tensor=tensor, layout=layout, kind=kind)
 
     def captured(self, tensor: str, layout: Layout | None = None) -> ArrayArgument:
         """A captured tensor; one without a dimension is an array of one element."""
@@ -108,15 +121,15 @@ class Assumptions:
         itemsize = layout.dtype.itemsize
         self.exactly(**{f"{tensor}_dtype": str(layout.dtype).removeprefix("torch.")})
         any_stride = self.flag(f"{tensor}_any_stride", strides[-1] != 1)
-        return ArrayArgument(
-            tensor=tensor,
-            layout=Layout(shape, strides, layout.dtype),
+        kind = ArrayKind(
+            dtype=layout.dtype,
             alignment=self.multiple(f"{tensor}_alignment", itemsize, itemsize),
             extents=(1,) * len(shape),
             strides=(1,) * (len(shape) - 1),
             overlaps=True,
             last_stride=None if any_stride else 1,
         )
+        return ArrayArgument(tensor=tensor, layout=Layout(shape, strides, layout.dtype), kind=kind)
 
     def all_captured(self, tensors: Iterable[object]) -> tuple[ArrayArgument, ...]:
         """The arrays of a program's arguments, or of a launch's, that are tensors by name."""

@@ -32,7 +32,7 @@ from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.config import Config
 from multiattn.plan.limits import AT_LEAST_1, Check, failed, limit_checks, limited
 from multiattn.plan.schedule import key_tiles, one_width, query_tiles
-from multiattn.plan.support import Reason
+from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem
 from multiattn.score.lower import lower
 
@@ -43,7 +43,7 @@ ROW_BLOCKS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProductConfig(Config):
+class PassConfig(Config):
     """Tiles of a kernel that owns queries, or keys, and walks over the others; and hints.
 
     At most `heads_together` of the heads that it owns rows of advance together.
@@ -58,7 +58,7 @@ class ProductConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OnePassConfig(ProductConfig):
+class OnePassConfig(PassConfig):
     """The kernel that owns keys."""
 
     dq_transposed: bool = False
@@ -71,7 +71,7 @@ class OnePassConfig(ProductConfig):
 class TwoPassConfig(OnePassConfig):
     """With the kernel that comes first, and owns queries."""
 
-    dq: ProductConfig
+    dq: PassConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,7 +259,7 @@ def _of_rows(call: Asked, kernel: str) -> KernelLaunch:
     """The launch that leaves delta."""
     tile_d = one_width(call.problem.head_dim)
     constants = RowDeltaConstants(tile_m=ROW_TILE, tile_d=tile_d, has_dlse=call.has_dlse)
-    hints = ProductConfig(tile_m=ROW_TILE, tile_n=ROW_TILE, blocks_per_sm=ROW_BLOCKS)
+    hints = PassConfig(tile_m=ROW_TILE, tile_n=ROW_TILE, blocks_per_sm=ROW_BLOCKS)
     return _launch(call.plan, kernel, _row_tiles(call.problem), constants, hints)
 
 
@@ -281,7 +281,7 @@ def _constants_of_keys(plan: Plan, kernel: str, config: OnePassConfig) -> Backwa
     )
 
 
-def _products(plan: Plan, names: Sequence[str], config: ProductConfig) -> dict[str, Any]:
+def _products(plan: Plan, names: Sequence[str], config: PassConfig) -> dict[str, Any]:
     """The constants of a kernel with products that follow from its tile; `names`: its lists of a block mask."""
     problem = plan.problem
     return {
@@ -304,7 +304,7 @@ def _launch(
     kernel: str,
     tiles: int,
     constants: KernelConstants,
-    hints: ProductConfig | None = None,
+    hints: PassConfig | None = None,
     *,
     areas: Mapping[str, Layout] = NO_AREAS,
 ) -> KernelLaunch:
@@ -390,13 +390,13 @@ def _fields(hints: _Hints, **more: Any) -> dict[str, Any]:
     return {**dict(zip(("tile_m", "tile_n", "blocks_per_sm", "warps"), hints, strict=True)), **more}
 
 
-def _ways(problem: Problem, arch: Arch) -> tuple[list[dict[str, Any]], list[ProductConfig]]:
+def _ways(problem: Problem, arch: Arch) -> tuple[list[dict[str, Any]], list[PassConfig]]:
     """Fields of the kernel that owns keys, each tile with two latencies; configs of the one that owns queries."""
     hopper = _HOPPER[max(64, one_width(problem.head_dim))]
     keys, queries = hopper if arch.name == "sm90" else _OF_TCGEN05 if arch.name in TCGEN05 else _OTHERS
     latencies = (4, 2) if arch.name == "sm90" else (4, 1)
     ways = [_fields(tile, latency=it) for tile in keys for it in latencies]
-    return ways, [ProductConfig(**_fields(it)) for it in queries]
+    return ways, [PassConfig(**_fields(it)) for it in queries]
 
 
 def _candidates_of_one(variant: Variant, problem: Problem, arch: Arch) -> Iterator[OnePassConfig]:
@@ -418,13 +418,16 @@ def _candidates_of_stored(variant: Variant, problem: Problem, arch: Arch) -> Ite
     """Each way to own keys with each to own queries, all in two orders of heads."""
     ways, staggers = _ways(problem, arch)[0], (0,) if problem.is_banded else (0, 7)
     for together, way, tile, stagger in itertools.product((1, 4), ways, _OF_STORED, staggers):
-        dq = ProductConfig(**_fields(tile, heads_together=together))
+        dq = PassConfig(**_fields(tile, heads_together=together))
         yield StoredConfig(**way, heads_together=together, dq=dq, stagger=stagger)
 
 
 _MOST = 24
 ONE_PASS = Family(
+    summary="one pass over the keys, dq added up in fp32 by atomics (TMA reductions where there are)",
     config=OnePassConfig,
+    capability=launches.EVERYWHERE,
+    is_deterministic=False,
     launches=one_pass,
     fits=why_not_one_pass,
     candidates=_candidates_of_one,
@@ -433,7 +436,9 @@ ONE_PASS = Family(
     lists=TILE_LISTS[1:],
 )
 TWO_PASS = Family(
+    summary="a pass over the queries for dq, one over the keys for dk and dv",
     config=TwoPassConfig,
+    capability=launches.EVERYWHERE,
     launches=two_passes,
     fits=why_not_two_pass,
     candidates=_candidates_of_two,
@@ -442,7 +447,9 @@ TWO_PASS = Family(
     lists=TILE_LISTS,
 )
 STORED = Family(
+    summary="a pass over the keys for dk and dv that stores ds, for some heads at a time, and dq of that",
     config=StoredConfig,
+    capability=Capability(arches=("cpu", "sm90")),
     launches=stored,
     fits=why_not_stored,
     candidates=_candidates_of_stored,

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cuda.tile as ct
 import torch
@@ -27,7 +27,7 @@ from cuda.tile._compile import compile_cubin
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, ScalarConstraint, export_kernel
 
 from multiattn import progress
-from multiattn.cutile.arrays import ArrayArgument
+from multiattn.cutile.arrays import ArrayKind
 from multiattn.cutile.bind import bind_proven
 from multiattn.cutile.claims import tile_ir
 from multiattn.cutile.families import family_of, launches_of
@@ -90,8 +90,8 @@ def get_signature(launch: KernelLaunch) -> Any:
 
     Launches of many sizes share one, made once: that costs the host as much as all else of a launch.
     """
-    arrays = tuple(map(_known_of, launch.arrays.values()))
-    optional = tuple(tuple(map(_known_of, it)) for it in launch.optional.values())
+    arrays = tuple(it.kind for it in launch.arrays.values())
+    optional = tuple(tuple(it.kind for it in given) for given in launch.optional.values())
     scalars = tuple(map(_type_of, launch.scalars.values()))
     return _signature(launch.kernel, launch.constants, launch.is_64bit, arrays, optional, scalars)
 
@@ -101,8 +101,8 @@ def _signature(
     kernel: str,
     constants: KernelConstants,
     is_64bit: bool,
-    arrays: tuple[_Known, ...],
-    optional: tuple[tuple[_Known, ...], ...],
+    arrays: tuple[ArrayKind, ...],
+    optional: tuple[tuple[ArrayKind, ...], ...],
     scalars: tuple[type | tuple[type, ...], ...],
 ) -> Any:
     dtype = ct.int64 if is_64bit else ct.int32
@@ -119,34 +119,6 @@ def _signature(
     numbers = [*values.values(), *(vars(blocks).values() if blocks is not None else ())]
     named = KernelSignature([*parameters, *map(_number, numbers)], convention).with_mangled_symbol(name)
     return KernelSignature(parameters, convention, named.symbol)
-
-
-class _Known(NamedTuple):
-    """All that code knows of an array: `ArrayArgument`, without sizes."""
-
-    dtype: torch.dtype
-    rank: int
-    head_dim: int | None
-    """None of an array without one."""
-    extents: tuple[int, ...]
-    strides: tuple[int, ...]
-    last_stride: int | None
-    alignment: int
-    overlaps: bool
-
-
-def _known_of(array: ArrayArgument) -> _Known:
-    shape = array.layout.shape
-    return _Known(
-        dtype=array.layout.dtype,
-        rank=len(shape),
-        head_dim=shape[-1] if len(shape) > len(array.extents) else None,
-        extents=array.extents,
-        strides=array.strides,
-        last_stride=array.last_stride,
-        alignment=array.alignment,
-        overlaps=array.overlaps,
-    )
 
 
 def _type_of(value: Scalar) -> type | tuple[type, ...]:
@@ -166,13 +138,13 @@ def _number(constant: float | str | None) -> float:
     return PIPELINES.index(constant) if isinstance(constant, str) else constant
 
 
-def _array(array: _Known, index_dtype: Any) -> Any:
+def _array(array: ArrayKind, index_dtype: Any) -> Any:
     """With a static D, where it has one."""
-    tail = [] if array.head_dim is None else [1]
+    tail = () if array.head_dim is None else (1,)
     static_dim = {"shape_constant": (None, None, None, array.head_dim)} if tail else {}
     return ArrayConstraint(
         _DTYPES[array.dtype],
-        array.rank,
+        len(array.strides) + 1,
         index_dtype=index_dtype,
         stride_lower_bound_incl=0,
         alias_groups=(),

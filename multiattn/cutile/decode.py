@@ -328,7 +328,9 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[Split
 
 
 FAMILY = Family(
+    summary="decode: query heads that share keys are rows of one tile, keys divided among blocks, parts merged after",
     config=SplitKeysConfig,
+    capability=replace(launches.EVERYWHERE, block_masks=0, packing=False, caches=True),
     launches=describe,
     fits=why_not,
     candidates=candidates,

@@ -406,6 +406,7 @@ def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
 
 FAMILY = Family(
     config=CutileConfig,
+    capability=launches.EVERYWHERE,
     launches=describe,
     fits=why_not,
     candidates=candidates,

@@ -17,13 +17,14 @@ from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.cutile.arrays import ArrayArgument, Assumptions
 from multiattn.cutile.kernels.constants import SMALLEST_TILE, BlockTiles, KernelConstants, ListTilesConstants
 from multiattn.layout import Layout
+from multiattn.mask import KINDS
 from multiattn.operands import CAPTURED
 from multiattn.packed import TILE_LISTS
 from multiattn.plan import abi, limits
-from multiattn.plan.arch import Arch
+from multiattn.plan.arch import GPU_ARCHS, Arch
 from multiattn.plan.backend import Plan, Variant
-from multiattn.plan.config import Config
-from multiattn.plan.support import Reason
+from multiattn.plan.config import Config, Rule
+from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore, lower
 from multiattn.sequences import CU_SEQLENS, Indices
@@ -47,6 +48,18 @@ BLOCKS = limits.between(1, 32, None)
 WARPS: limits.FieldRule = (lambda it: it in (None, 4, 8), "None, 4 or 8 (others need tileiras 13.5)")
 LATENCY = limits.between(1, 10, None)
 """Rules of fields that configs of several families have."""
+
+
+EVERYWHERE = Capability(
+    arches=("cpu", *GPU_ARCHS),
+    masks=KINDS,
+    sinks=True,
+    scores=True,
+    block_masks=SMALLEST_TILE,
+    score_gradients=True,
+    packing=True,
+)
+"""Most families take all but caches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +149,11 @@ class Asked:
 class Family:
     """A room of kernels; `multiattn.plan.backend.Variant` says more of `settle` and `fits`."""
 
+    summary: str = ""
+    """Of the variant, where there is but one."""
     config: type[Config]
+    capability: Capability
+    is_deterministic: bool = True
     launches: Callable[[Asked], tuple[KernelLaunch, ...]]
     """The kernels of a launch, in order; ValueError where there is no grid of so many blocks."""
     fits: Callable[[Problem, Arch, Any], tuple[Reason, ...]]
@@ -153,6 +170,20 @@ class Family:
     """Workspace whose size a config decides, by name."""
     is_emitted: bool = False
     """The loader of emitted kernels can launch it: it has no areas."""
+
+    def variant(self, name: str, rules: tuple[Rule[Any], ...]) -> Variant:
+        """The variant of a family that has one alone."""
+        return Variant(
+            name=name,
+            summary=self.summary,
+            capability=self.capability,
+            config_type=self.config,
+            rules=rules,
+            deterministic=self.is_deterministic,
+            workspace=self.workspace,
+            settle=self.settle,
+            fits=self.fits,
+        )
 
     def areas_of(self, problem: Problem) -> tuple[str, ...]:
         """The names of workspace among `Problem.layouts`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from multiattn.cutile.backward import OnePassConfig, ProductConfig, StoredConfig, TwoPassConfig
+from multiattn.cutile.backward import OnePassConfig, PassConfig, StoredConfig, TwoPassConfig
 from multiattn.cutile.forward import CutileConfig
 from multiattn.plan.config import Rule
 
@@ -28,16 +28,16 @@ def one_pass(tile_m: int, tile_n: int, **hints: Any) -> OnePassConfig:
     return OnePassConfig(tile_m=tile_m, tile_n=tile_n, **hints)
 
 
-def queries(tile_m: int, tile_n: int, **hints: Any) -> ProductConfig:
+def queries(tile_m: int, tile_n: int, **hints: Any) -> PassConfig:
     """A config of the kernel that owns queries."""
-    return ProductConfig(tile_m=tile_m, tile_n=tile_n, **hints)
+    return PassConfig(tile_m=tile_m, tile_n=tile_n, **hints)
 
 
-def two_passes(keys: OnePassConfig, dq: ProductConfig) -> TwoPassConfig:
+def two_passes(keys: OnePassConfig, dq: PassConfig) -> TwoPassConfig:
     """A config of two passes, of that of the kernel that owns keys."""
     return TwoPassConfig(**asdict(keys), dq=dq)
 
 
-def stored(keys: OnePassConfig, dq: ProductConfig, *, stagger: int = 0) -> StoredConfig:
+def stored(keys: OnePassConfig, dq: PassConfig, *, stagger: int = 0) -> StoredConfig:
     """A config with ds stored, of that of the kernel that owns keys."""
     return StoredConfig(**asdict(keys), dq=dq, stagger=stagger)
