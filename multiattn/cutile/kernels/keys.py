@@ -76,8 +76,8 @@ def find_in_pages(const: Any, place: Any, k: Any, block: Any) -> Any:
 
 
 @ct.function
-def load_rows(const: Any, place: Any, array: Any, keys: Any, latency: Any) -> Any:
-    """The rows of a block of keys or values in pages, ``[tile_n, tile_d]``."""
+def load_rows(const: Any, place: Any, array: Any, keys: Any, block: Any, masked: ConstBool, latency: Any) -> Any:
+    """The rows of a block of keys or values in pages, ``[tile_n, tile_d]``; `masked` as in `without_others`."""
     if const.page_rows == const.tile_n:
         return tiles.load_tile(const, array, (keys.entry, place.head_kv, keys.row, 0), const.tile_n, latency)
     if const.page_rows > 0:
@@ -85,14 +85,18 @@ def load_rows(const: Any, place: Any, array: Any, keys: Any, latency: Any) -> An
         tile = ct.load_advanced_indexing(array, index, padding_mode=ZERO, latency=latency, allow_tma=const.tma)
     else:
         column = ct.arange(const.tile_d, dtype=ct.int32)[None, :]
+        inside = column < const.head_dim
+        if masked:
+            inside = inside & tiles.is_key(const, place, block)
         index = (keys.entry[:, None], place.head_kv, keys.row[:, None], column)
-        tile = ct.gather(array, index, mask=column < const.head_dim, check_bounds=False, latency=latency)
+        tile = ct.gather(array, index, mask=inside, check_bounds=False, latency=latency)
     return tile.reshape((const.tile_n, const.tile_d))
 
 
 @ct.function
 def without_others(const: Any, place: Any, values: Any, block: Any, masked: ConstBool) -> Any:
     """A block of values of a cache, zeros where no row sees any key: 0 times what is there may be NaN."""
-    if const.cached and masked:
+    is_gathered = const.paged and const.page_rows == 0  # then they are zeros already
+    if const.cached and masked and not is_gathered:
         values = ct.where(tiles.is_key(const, place, block), values, 0.0).astype(values.dtype)
     return values

@@ -82,12 +82,14 @@ def load_q(const: Any, place: Any, q: Any) -> Any:
 
 
 @ct.function
-def load_rows(const: Any, place: Any, array: Any, block: Any, latency: Any, part: ConstInt) -> Any:
-    """A part of a block of keys or values ``[tile_n, width]``."""
+def load_rows(
+    const: Any, place: Any, array: Any, found: Any, block: Any, masked: ConstBool, latency: Any, part: ConstInt
+) -> Any:
+    """A part of a block of keys or values ``[tile_n, width]``, which is where `found` says (`keys.find`)."""
     if const.paged:
-        tile = keys.load_rows(const, place, array, block, latency)
+        tile = keys.load_rows(const, place, array, found, block, masked, latency)
     else:
-        loaded = walk.inside(const, block, place.seq_kv, const.tile_n)
+        loaded = walk.inside(const, found, place.seq_kv, const.tile_n)
         index = (place.batch, place.head_kv, loaded, column(const, part))
         tile = load_part(const, array, index, const.tile_n, width(const, part), latency)
     return tile
@@ -97,7 +99,7 @@ def load_rows(const: Any, place: Any, array: Any, block: Any, latency: Any, part
 def load_k(const: Any, place: Any, k: Any, block: Any, part: ConstInt) -> Any:
     """A part of a block of keys, transposed: ``[width, tile_n]``."""
     if not const.k_transposed or (const.paged and const.page_rows != const.tile_n):
-        return ct.transpose(load_rows(const, place, k, block, const.k_latency, part))
+        return ct.transpose(load_rows(const, place, k, block, block, False, const.k_latency, part))
     if const.paged:
         entry, loaded = block.entry, block.row
     else:
@@ -135,7 +137,7 @@ def add_values_part(
     const: Any, place: Any, v: Any, p: Any, acc: Any, found: Any, block: Any, masked: ConstBool, part: ConstInt
 ) -> Any:
     """A part of acc and P V of one block of keys."""
-    values = load_rows(const, place, v, found, const.v_latency, part)
+    values = load_rows(const, place, v, found, block, masked, const.v_latency, part)
     return ct.mma(p, keys.without_others(const, place, values, block, masked), acc)
 
 
