@@ -24,7 +24,40 @@ class BlockTiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardConstants:
+class Widths:
+    """Columns of the tiles of an array, as in `ForwardConstants`."""
+
+    tile_d: int
+    tail_d: int
+    last_d: int
+
+
+class WideConstants:
+    """Constants of a forward, whose arrays may be of several widths."""
+
+    head_dim: int
+    tile_d: int
+    tail_d: int
+    last_d: int
+
+    @property
+    def qk(self) -> Widths:
+        """Those of q and k."""
+        return Widths(tile_d=self.tile_d, tail_d=self.tail_d, last_d=self.last_d)
+
+    @property
+    def vo(self) -> Widths:
+        """Those of v and out, which are as wide as q."""
+        return Widths(tile_d=self.tile_d, tail_d=self.tail_d, last_d=self.last_d)
+
+    @property
+    def head_dim_v(self) -> int:
+        """Columns of v and out."""
+        return self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConstants(WideConstants):
     """The forward kernel's constants. Flags are those of its rung, ways to run those of its config."""
 
     tile_m: int
@@ -160,7 +193,7 @@ class ListTilesConstants:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitKeysConstants:
+class SplitKeysConstants(WideConstants):
     """Constants of the forward that divides keys among blocks. No length, no number of heads or splits is one."""
 
     tile_m: int

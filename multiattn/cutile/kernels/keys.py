@@ -11,7 +11,7 @@ from typing import Any
 import cuda.tile as ct
 
 from multiattn.cutile.kernels import tiles
-from multiattn.cutile.kernels.tiles import ZERO, ConstBool
+from multiattn.cutile.kernels.tiles import ZERO, ConstBool, ConstInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,21 +76,37 @@ def find_in_pages(const: Any, place: Any, k: Any, block: Any) -> Any:
 
 
 @ct.function
-def load_rows(const: Any, place: Any, array: Any, keys: Any, block: Any, masked: ConstBool, latency: Any) -> Any:
-    """The rows of a block of keys or values in pages, ``[tile_n, tile_d]``; `masked` as in `without_others`."""
+def load_k(const: Any, place: Any, k: Any, keys: Any) -> Any:
+    """The rows of a block of keys in pages, ``[tile_n, tile_d]``. Scores of what is behind the last key are masked."""
+    return load_rows(const, place, k, const.tile_d, const.head_dim, keys, 0, False, const.k_latency)
+
+
+@ct.function
+def load_v(const: Any, place: Any, v: Any, keys: Any, block: Any, masked: ConstBool) -> Any:
+    """The rows of a block of values in pages, ``[tile_n, tile_d]``."""
+    return load_rows(const, place, v, const.vo.tile_d, const.head_dim_v, keys, block, masked, const.v_latency)
+
+
+@ct.function
+def load_rows(
+    const: Any, place: Any, array: Any, tile_d: ConstInt, head_dim: ConstInt, keys: Any, block: Any, masked: ConstBool,
+    latency: Any,
+) -> Any:  # fmt: skip
+    """The rows of a block in pages ``[tile_n, tile_d]``; `masked` as in `without_others`."""
     if const.page_rows == const.tile_n:
-        return tiles.load_tile(const, array, (keys.entry, place.head_kv, keys.row, 0), const.tile_n, latency)
+        index = (keys.entry, place.head_kv, keys.row, 0)
+        return tiles.load_part(const, array, index, const.tile_n, tile_d, latency)
     if const.page_rows > 0:
-        index = (keys.entry, ct.Slice(place.head_kv, 1), ct.Slice(0, const.page_rows), ct.Slice(0, const.tile_d))
+        index = (keys.entry, ct.Slice(place.head_kv, 1), ct.Slice(0, const.page_rows), ct.Slice(0, tile_d))
         tile = ct.load_advanced_indexing(array, index, padding_mode=ZERO, latency=latency, allow_tma=const.tma)
     else:
-        column = ct.arange(const.tile_d, dtype=ct.int32)[None, :]
-        inside = column < const.head_dim
+        column = ct.arange(tile_d, dtype=ct.int32)[None, :]
+        inside = column < head_dim
         if masked:
             inside = inside & tiles.is_key(const, place, block)
         index = (keys.entry[:, None], place.head_kv, keys.row[:, None], column)
         tile = ct.gather(array, index, mask=inside, check_bounds=False, latency=latency)
-    return tile.reshape((const.tile_n, const.tile_d))
+    return tile.reshape((const.tile_n, tile_d))
 
 
 @ct.function

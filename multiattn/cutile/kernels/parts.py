@@ -2,7 +2,8 @@
 
 At D=96 a tile of 128 columns is a quarter zeros, at D=160 one of 256 three eighths; parts of 64 and 32, and of 128 and
 32 columns have none, and parts of 64, 32 and 16 none at D=112. At D=256 two of 128 save no column, but the first
-product waits for half as much. With ``const.tail_d`` what has head_dim columns is `Parts`, else one tile.
+product waits for half as much. With ``tail_d`` what is as wide as q and k (``const.qk``), or v and out (``const.vo``),
+is `Parts`, else one tile.
 """
 
 from dataclasses import dataclass
@@ -31,23 +32,23 @@ class Parts:
 
 
 @ct.function
-def width(const: Any, part: ConstInt) -> Any:
+def width(wide: Any, part: ConstInt) -> Any:
     """Columns of a part."""
     if part == FIRST:
-        return const.tile_d
+        return wide.tile_d
     if part == TAIL:
-        return const.tail_d
-    return const.last_d
+        return wide.tail_d
+    return wide.last_d
 
 
 @ct.function
-def column(const: Any, part: ConstInt) -> Any:
+def column(wide: Any, part: ConstInt) -> Any:
     """Where a part begins, in parts as wide as it."""
     if part == FIRST:
         return 0
     if part == TAIL:
-        return const.tile_d // const.tail_d
-    return (const.tile_d + const.tail_d) // const.last_d
+        return wide.tile_d // wide.tail_d
+    return (wide.tile_d + wide.tail_d) // wide.last_d
 
 
 # ---------------------------------------------------------------- loads
@@ -57,8 +58,8 @@ def column(const: Any, part: ConstInt) -> Any:
 def load_q_part(const: Any, place: Any, q: Any, part: ConstInt) -> Any:
     """A part of the tile's queries ``[tile_m, width]``, with the sign of the scale."""
     if place.query is None:
-        index = (place.batch, place.head, place.tile, column(const, part))
-        tile = load_part(const, q, index, const.tile_m, width(const, part), None)
+        index = (place.batch, place.head, place.tile, column(const.qk, part))
+        tile = load_part(const, q, index, const.tile_m, width(const.qk, part), None)
     else:
         tile = rows.load(const, place, q)
     if const.sign != 1:
@@ -73,47 +74,43 @@ def load_q_part(const: Any, place: Any, q: Any, part: ConstInt) -> Any:
 def load_q(const: Any, place: Any, q: Any) -> Any:
     """The tile's queries ``[tile_m, head_dim]``, with the sign of the scale."""
     first = load_q_part(const, place, q, FIRST)
-    if const.tail_d > 0:
+    if const.qk.tail_d > 0:
         tail, last = load_q_part(const, place, q, TAIL), None
-        if const.last_d > 0:
+        if const.qk.last_d > 0:
             last = load_q_part(const, place, q, LAST)
         return Parts(first=first, tail=tail, last=last)
     return first
 
 
 @ct.function
-def load_rows(
-    const: Any, place: Any, array: Any, found: Any, block: Any, masked: ConstBool, latency: Any, part: ConstInt
-) -> Any:
-    """A part of a block of keys or values ``[tile_n, width]``, which is where `found` says (`keys.find`)."""
-    if const.paged:
-        tile = keys.load_rows(const, place, array, found, block, masked, latency)
-    else:
-        loaded = walk.inside(const, found, place.seq_kv, const.tile_n)
-        index = (place.batch, place.head_kv, loaded, column(const, part))
-        tile = load_part(const, array, index, const.tile_n, width(const, part), latency)
-    return tile
+def load_rows(const: Any, place: Any, array: Any, wide: Any, block: Any, latency: Any, part: ConstInt) -> Any:
+    """A part of a block of keys or values, ``[tile_n, width]``."""
+    loaded = walk.inside(const, block, place.seq_kv, const.tile_n)
+    index = (place.batch, place.head_kv, loaded, column(wide, part))
+    return load_part(const, array, index, const.tile_n, width(wide, part), latency)
 
 
 @ct.function
 def load_k(const: Any, place: Any, k: Any, block: Any, part: ConstInt) -> Any:
     """A part of a block of keys, transposed: ``[width, tile_n]``."""
-    if not const.k_transposed or (const.paged and const.page_rows != const.tile_n):
-        return ct.transpose(load_rows(const, place, k, block, block, False, const.k_latency, part))
+    if const.paged and const.page_rows != const.tile_n:
+        return ct.transpose(keys.load_k(const, place, k, block))
+    if not const.k_transposed:
+        return ct.transpose(load_rows(const, place, k, const.qk, block, const.k_latency, part))
     if const.paged:
         entry, loaded = block.entry, block.row
     else:
         entry, loaded = place.batch, walk.inside(const, block, place.seq_kv, const.tile_n)
     tile = ct.load(
         k,
-        (entry, place.head_kv, column(const, part), loaded),
-        (1, 1, width(const, part), const.tile_n),
+        (entry, place.head_kv, column(const.qk, part), loaded),
+        (1, 1, width(const.qk, part), const.tile_n),
         order=(0, 1, 3, 2),
         padding_mode=ZERO,
         latency=const.k_latency,
         allow_tma=const.tma,
     )
-    return tile.reshape((width(const, part), const.tile_n))
+    return tile.reshape((width(const.qk, part), const.tile_n))
 
 
 # ---------------------------------------------------------------- products
@@ -123,10 +120,10 @@ def load_k(const: Any, place: Any, k: Any, block: Any, part: ConstInt) -> Any:
 def multiply_keys(const: Any, place: Any, q: Any, k: Any, block: Any) -> Any:
     """Q K^T of one block of keys, ``[tile_m, tile_n]`` in fp32."""
     none = ct.full((const.tile_m, const.tile_n), 0.0, dtype=ct.float32)
-    if const.tail_d > 0:
+    if const.qk.tail_d > 0:
         s = ct.mma(q.first, load_k(const, place, k, block, FIRST), none)
         s = ct.mma(q.tail, load_k(const, place, k, block, TAIL), s)
-        if const.last_d > 0:
+        if const.qk.last_d > 0:
             s = ct.mma(q.last, load_k(const, place, k, block, LAST), s)
         return s
     return ct.mma(q, load_k(const, place, k, block, FIRST), none)
@@ -137,18 +134,21 @@ def add_values_part(
     const: Any, place: Any, v: Any, p: Any, acc: Any, found: Any, block: Any, masked: ConstBool, part: ConstInt
 ) -> Any:
     """A part of acc and P V of one block of keys."""
-    values = load_rows(const, place, v, found, block, masked, const.v_latency, part)
+    if const.paged:
+        values = keys.load_v(const, place, v, found, block, masked)
+    else:
+        values = load_rows(const, place, v, const.vo, found, const.v_latency, part)
     return ct.mma(p, keys.without_others(const, place, values, block, masked), acc)
 
 
 @ct.function
 def add_values(const: Any, place: Any, v: Any, p: Any, acc: Any, found: Any, block: Any, masked: ConstBool) -> Any:
     """acc and P V of one block of keys, which is where `found` says (`keys.find`)."""
-    if const.tail_d > 0:
+    if const.vo.tail_d > 0:
         last = None
         first = add_values_part(const, place, v, p, acc.first, found, block, masked, FIRST)
         tail = add_values_part(const, place, v, p, acc.tail, found, block, masked, TAIL)
-        if const.last_d > 0:
+        if const.vo.last_d > 0:
             last = add_values_part(const, place, v, p, acc.last, found, block, masked, LAST)
         return Parts(first=first, tail=tail, last=last)
     return add_values_part(const, place, v, p, acc, found, block, masked, FIRST)
@@ -159,12 +159,12 @@ def add_values(const: Any, place: Any, v: Any, p: Any, acc: Any, found: Any, blo
 
 @ct.function
 def zeros(const: Any) -> Any:
-    """An output of zeros ``[tile_m, head_dim]``, fp32."""
-    first = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
-    if const.tail_d > 0:
-        tail, last = ct.full((const.tile_m, const.tail_d), 0.0, dtype=ct.float32), None
-        if const.last_d > 0:
-            last = ct.full((const.tile_m, const.last_d), 0.0, dtype=ct.float32)
+    """An output of zeros ``[tile_m, head_dim_v]``, fp32."""
+    first = ct.full((const.tile_m, const.vo.tile_d), 0.0, dtype=ct.float32)
+    if const.vo.tail_d > 0:
+        tail, last = ct.full((const.tile_m, const.vo.tail_d), 0.0, dtype=ct.float32), None
+        if const.vo.last_d > 0:
+            last = ct.full((const.tile_m, const.vo.last_d), 0.0, dtype=ct.float32)
         return Parts(first=first, tail=tail, last=last)
     return first
 
@@ -172,9 +172,9 @@ def zeros(const: Any) -> Any:
 @ct.function
 def scaled(const: Any, acc: Any, alpha: Any) -> Any:
     """acc times alpha ``[tile_m, 1]``."""
-    if const.tail_d > 0:
+    if const.vo.tail_d > 0:
         first, tail, last = acc.first * alpha, acc.tail * alpha, None
-        if const.last_d > 0:
+        if const.vo.last_d > 0:
             last = acc.last * alpha
         return Parts(first=first, tail=tail, last=last)
     return acc * alpha
@@ -189,9 +189,9 @@ def partial_sums(const: Any, tile: Any) -> Any:
 @ct.function
 def added_up(const: Any, acc: Any) -> Any:
     """Partial sums of the output's rows, ``[tile_m, SUMS]``."""
-    if const.tail_d > 0:
+    if const.vo.tail_d > 0:
         sums = partial_sums(const, acc.first) + partial_sums(const, acc.tail)
-        if const.last_d > 0:
+        if const.vo.last_d > 0:
             sums = sums + partial_sums(const, acc.last)
         return sums
     return partial_sums(const, acc)
@@ -205,8 +205,8 @@ def store_part(const: Any, place: Any, out: Any, acc: Any, l: Any, part: ConstIn
     else:
         o = ct.truediv(acc, l)
     if place.query is None:
-        o = o.astype(out.dtype).reshape((1, 1, const.tile_m, width(const, part)))
-        ct.store(out, (place.batch, place.head, place.tile, column(const, part)), o, allow_tma=const.tma)
+        o = o.astype(out.dtype).reshape((1, 1, const.tile_m, width(const.vo, part)))
+        ct.store(out, (place.batch, place.head, place.tile, column(const.vo, part)), o, allow_tma=const.tma)
     else:
         rows.store(const, place, out, o)
 
@@ -215,10 +215,10 @@ def store_part(const: Any, place: Any, out: Any, acc: Any, l: Any, part: ConstIn
 def store_out(const: Any, place: Any, out: Any, acc: Any, l: Any) -> None:
     """Normalise and store; a row that saw no key has ``l = 0`` and ``acc = 0``."""
     l = ct.where(l == 0.0, 1.0, l)
-    if const.tail_d > 0:
+    if const.vo.tail_d > 0:
         store_part(const, place, out, acc.first, l, FIRST)
         store_part(const, place, out, acc.tail, l, TAIL)
-        if const.last_d > 0:
+        if const.vo.last_d > 0:
             store_part(const, place, out, acc.last, l, LAST)
     else:
         store_part(const, place, out, acc, l, FIRST)

@@ -7,21 +7,23 @@ from typing import Any
 
 import cuda.tile as ct
 
+from multiattn.cutile.kernels.tiles import ConstInt
+
 
 @ct.function
-def elements(const: Any, place: Any, entry: Any) -> Any:
-    """The indices of the tile's rows in an array like q, ``[tile_m, tile_d]``, and those that there are."""
-    column = ct.arange(const.tile_d, dtype=ct.int32)[None, :]
+def elements(place: Any, entry: Any, tile_d: ConstInt, head_dim: ConstInt) -> Any:
+    """The indices of the tile's rows in an array like q or out, ``[tile_m, tile_d]``, and those that there are."""
+    column = ct.arange(tile_d, dtype=ct.int32)[None, :]
     inside = place.query < place.seq_q
-    if const.head_dim < const.tile_d:
-        inside = inside & (column < const.head_dim)
+    if head_dim < tile_d:
+        inside = inside & (column < head_dim)
     return (entry, place.head, place.query + place.sequence.offset_q, column), inside
 
 
 @ct.function
 def load(const: Any, place: Any, q: Any) -> Any:
     """The tile's queries ``[tile_m, tile_d]``."""
-    indices, inside = elements(const, place, place.entry)
+    indices, inside = elements(place, place.entry, const.tile_d, const.head_dim)
     return ct.gather(q, indices, mask=inside, check_bounds=False)
 
 
@@ -34,7 +36,7 @@ def load_sinks(const: Any, place: Any, sinks: Any) -> Any:
 @ct.function
 def store(const: Any, place: Any, out: Any, tile: Any) -> None:
     """Store results ``[tile_m, tile_d]``."""
-    indices, inside = elements(const, place, place.result)
+    indices, inside = elements(place, place.result, const.vo.tile_d, const.head_dim_v)
     ct.scatter(out, indices, tile.astype(out.dtype), mask=inside, check_bounds=False)
 
 
