@@ -12,7 +12,7 @@ import multiattn
 from multiattn import Problem
 from multiattn.cutile import families, forward, launches
 from multiattn.cutile.bind import bind
-from multiattn.cutile.forward import PIPELINES, CutileConfig, widths_of
+from multiattn.cutile.forward import FAMILY, PIPELINES, widths_of
 from multiattn.cutile.launches import Together
 from multiattn.mask import FULL
 from multiattn.operands import Operands
@@ -55,7 +55,7 @@ def test_as_many_heads_together_as_divide_them(wanted, heads, got):
 )  # fmt: skip
 def test_heads_together_are_of_several_batch_entries_where_one_has_too_few(wanted, batch, heads, got):
     problem = Problem.contiguous(batch=batch, heads_q=heads, seq_q=64, head_dim=64, causal=True)
-    config = CutileConfig(tile_m=64, tile_n=64, heads_together=wanted)
+    config = FAMILY.config(tile_m=64, tile_n=64, heads_together=wanted)
     assert forward.together_of(problem, config) == got
     assert forward.together_of(replace(problem, band=FULL), config).entries == 1
 
@@ -65,7 +65,7 @@ def test_heads_together_are_of_several_batch_entries_where_one_has_too_few(wante
 def test_every_order_of_tiles_covers_every_tile_of_a_linear_grid(heads_together, causal, monkeypatch):
     monkeypatch.setattr(forward, "is_linear", lambda *_: True)
     q, k, v = make_inputs(batch=2, heads_q=4, heads_kv=2, seq_kv=150, head_dim=16)
-    config = CutileConfig(tile_m=32, tile_n=16, heads_together=heads_together)
+    config = FAMILY.config(tile_m=32, tile_n=16, heads_together=heads_together)
     check(config, q, k, v, causal=causal)  # the interpreter raises if two blocks own one tile
 
 
@@ -81,7 +81,7 @@ def test_a_product_and_a_shift_divide():
 
 
 def test_grids_of_many_blocks():
-    one, config = Together(heads=1), CutileConfig(tile_m=64, tile_n=64)
+    one, config = Together(heads=1), FAMILY.config(tile_m=64, tile_n=64)
     few = Problem.contiguous(batch=70_000, heads_q=4, seq_q=64, head_dim=8)
     assert launches.factor_grid(query_tiles(few, 64)) == (280_000, 1, 1)
     many = Problem.contiguous(batch=2**20, heads_q=64, seq_q=1, head_dim=8)
@@ -231,8 +231,8 @@ THIRD = "with split_head_dim, where three parts have fewer columns than two"
     [
         ({"tile_m": 48}, "tile_m=48", "powers of two from 16"),
         ({"tile_n": 8}, "tile_n=8", "powers of two from 16"),
-        ({"occupancy": 0}, "occupancy=0", "1 to 32"),
-        ({"num_worker_warps": 16}, "num_worker_warps=16", "None, 4 or 8 (others need tileiras 13.5)"),
+        ({"blocks_per_sm": 0}, "blocks_per_sm=0", "1 to 32"),
+        ({"warps": 16}, "warps=16", "None, 4 or 8 (others need tileiras 13.5)"),
         ({"k_latency": 11}, "k_latency=11", "1 to 10"),
         ({"v_latency": 0}, "v_latency=0", "1 to 10"),
         ({"heads_together": 0}, "heads_together=0", "1 or more"),
@@ -249,7 +249,7 @@ def test_configs_that_cannot_be(change, got, allowed):
     variant = find_variant(BACKEND, "full")
     problem = replace(SMALL, head_dim=change.pop("head_dim", 64))
     arch = ARCHS[change.pop("arch", "sm90")]
-    config = CutileConfig(**{"tile_m": 64, "tile_n": 64, "lazy_max": True, **change})
+    config = FAMILY.config(**{"tile_m": 64, "tile_n": 64, "lazy_max": True, **change})
     reasons = plan_variant(BACKEND, variant, problem, arch, config)
     assert [(reason.code, reason.got, reason.allowed) for reason in reasons] == [("config", got, allowed)]
 

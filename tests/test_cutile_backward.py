@@ -9,7 +9,6 @@ import torch
 from gradient_checks import make_tensors, run
 
 from multiattn import Problem
-from multiattn.cutile.backward import OnePassConfig, StoredConfig, TwoPassConfig
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import find_variant, get, make_plan
 
@@ -18,6 +17,7 @@ pytest.importorskip("cuda.tile")
 from multiattn.cutile import cpu
 from multiattn.cutile.families import launches_of
 from multiattn.cutile.launches import needs_64bit
+from multiattn.cutile.rules.shorthand import one_pass, queries, stored, two_passes
 from multiattn.plan.cubin import read_entry
 from multiattn.plan.toolchain import disassemble, find_cuobjdump
 
@@ -25,7 +25,7 @@ BACKEND = get("cutile")
 VARIANTS = [variant.name for variant in BACKEND.backward.variants]
 CPU = ARCHS["cpu"]
 
-TWO_KERNELS = {"two_pass": TwoPassConfig, "stored": StoredConfig}
+TWO_KERNELS = {"two_pass": two_passes, "stored": stored}
 
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 both_masks = pytest.mark.parametrize("causal", [False, True])
@@ -38,10 +38,9 @@ def plan_of(variant, problem, config=None, arch=CPU):
 
 
 def config_of(variant, **fields):
-    """A config of the variant's kind; `dq_` fields are of two passes only."""
-    if variant in TWO_KERNELS:
-        return TWO_KERNELS[variant](**fields)
-    return OnePassConfig(**{name: value for name, value in fields.items() if not name.startswith("dq_")})
+    """A config of the variant's kind."""
+    config = one_pass(16, 32, **fields)
+    return TWO_KERNELS[variant](config, queries(64, 64)) if variant in TWO_KERNELS else config
 
 
 @both_masks
@@ -63,7 +62,7 @@ def test_two_kernels_give_the_same_bits_in_every_order_of_blocks(variant, launch
 )
 def test_products_that_may_not_be_otherwise(variant, how):
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=64)
-    config = config_of(variant, tile_m=16, tile_n=32, **{how: True})
+    config = config_of(variant, **{how: True})
     (reason,) = find_variant(BACKEND, variant, "backward").fits(problem, CPU, config)
     assert reason.allowed == "False"
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from multiattn import Problem
-from multiattn.cutile.forward import CutileConfig
+from multiattn.cutile.forward import FAMILY
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
 
@@ -37,8 +37,8 @@ needs_compiler = pytest.mark.skipif(
 
 needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
 
-LAZY_64X64 = CutileConfig(tile_m=64, tile_n=64, occupancy=2, lazy_max=True)
-ONLINE_64X128 = CutileConfig(tile_m=64, tile_n=128, occupancy=2)
+LAZY_64X64 = FAMILY.config(tile_m=64, tile_n=64, blocks_per_sm=2, lazy_max=True)
+ONLINE_64X128 = FAMILY.config(tile_m=64, tile_n=128, blocks_per_sm=2)
 
 
 def instructions(plan):
@@ -89,7 +89,7 @@ def test_ampere_loads_an_odd_head_dim_asynchronously():
 @needs_cuobjdump
 def test_what_is_done_again_costs_the_loops_no_block_of_keys_in_flight():
     """Beside the queries five blocks of keys and values fit; for want of 4 KB it once was three or four."""
-    config = CutileConfig(tile_m=128, tile_n=64, num_worker_warps=8, lazy_max=True, pipeline="pairs")
+    config = FAMILY.config(tile_m=128, tile_n=64, warps=8, lazy_max=True, pipeline="pairs")
     (compiled,) = BACKEND.forward.export(make(head_dim=256, seq_q=4096, causal=True, config=config), ())
     row = 256 * 2  # bytes
     assert read_entry(compiled.cubin, compiled.kernel).smem_bytes >= (128 + 5 * 64) * row

@@ -201,7 +201,7 @@ def test_hopper_loads_keys_asynchronously(page, load):
     assert "PREEXIT" in sass
     assert "ACQBULK" in disassemble(second.cubin)
     assert first.binding is second.binding is None, "the loader of exported kernels launches one of them"
-    assert read_entry(first.cubin, first.kernel).smem_bytes * plan.config.occupancy <= 227 * 1024
+    assert read_entry(first.cubin, first.kernel).smem_bytes * plan.config.blocks_per_sm <= 227 * 1024
 
 
 @needs_compiler

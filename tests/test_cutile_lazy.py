@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from multiattn import Problem
-from multiattn.cutile.backward import TwoPassConfig
 from multiattn.cutile.families import launches_of
 from multiattn.cutile.forward import (
+    FAMILY,
     PIPELINES,
     STEPS,
-    CutileConfig,
     begins_at_diagonal,
     grid_of,
     is_linear,
     keeps_maxima,
 )
 from multiattn.cutile.launches import Together
+from multiattn.cutile.rules import shorthand
 from multiattn.mask import Band
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
@@ -32,7 +32,7 @@ from cutile_checks import check, grow, launch, make_inputs
 from multiattn.cutile.kernels import backward, forward
 
 BACKEND = get("cutile")
-LAZY = CutileConfig(tile_m=32, tile_n=32, lazy_max=True)
+LAZY = FAMILY.config(tile_m=32, tile_n=32, lazy_max=True)
 PILOTS = ("pilot", "pilot_pairs")
 each_pipeline = pytest.mark.parametrize("pipeline", PIPELINES)
 each_mask = pytest.mark.parametrize("causal", [False, True])
@@ -180,7 +180,7 @@ def test_an_infinite_value_of_little_weight_is_infinite(exponent, pipeline):
     q, k, v = make_inputs(heads_q=1, seq_q=32, seq_kv=96, head_dim=64, spread=0.0)
     q[..., 0], k[..., 70, 0] = 8.0, exponent / math.log2(math.e)  # at a scale of 1/8
     v[:, :, 70] = math.inf
-    online = launch(CutileConfig(tile_m=32, tile_n=32), q, k, v)
+    online = launch(FAMILY.config(tile_m=32, tile_n=32), q, k, v)
     for ours, theirs in zip(launch(replace(LAZY, pipeline=pipeline), q, k, v), online, strict=True):
         torch.testing.assert_close(ours, theirs, equal_nan=True)
 
@@ -234,14 +234,14 @@ def test_every_block_of_the_band_once_and_no_other(left, right, seq_q, seq_kv, m
     q, k, v, dout = gradient_checks.make_tensors(heads_q=1, seq_q=seq_q, seq_kv=seq_kv, head_dim=16)
 
     scores = watch(monkeypatch, "score_found", lambda const, at, block, _, masked: (at.place.tile, int(block), masked))
-    check(CutileConfig(tile_m=32, tile_n=16), q, k, v, window=band.window)
+    check(FAMILY.config(tile_m=32, tile_n=16), q, k, v, window=band.window)
     assert sorted(scores) == walk(visible, 32, 16)
 
     keys = watch(monkeypatch, "add_keys", lambda const, place, *rest: (place.tile, int(rest[-2]), rest[-1]), backward)
     queries = watch(
         monkeypatch, "add_queries", lambda const, place, tile, *rest: (tile, int(place.tile), rest[-1]), backward
     )
-    config = TwoPassConfig(tile_m=16, tile_n=32, dq_tile_m=32, dq_tile_n=16)
+    config = shorthand.two_passes(shorthand.one_pass(16, 32), shorthand.queries(32, 16))
     problem = Problem.of(q, k, v, window=band.window)
     plan = make_plan(BACKEND, problem, ARCHS["cpu"], direction="backward", variant="two_pass", config=config)
     gradient_checks.run(plan, q, k, v, dout)
@@ -293,16 +293,16 @@ def test_a_window_of_full_blocks_keeps_lazy_maxima(window, change, keeps):
 def test_a_static_grid_takes_every_tile_once(blocks, heads_together, causal, monkeypatch):
     """Every n-th of 48 tiles: 2 of each of 6 heads of 4 batch entries, in sections of 2 heads, or of 2 entries."""
     found = watch(monkeypatch, "forward_tile")
-    config = replace(LAZY, scheduler="static", occupancy=blocks, heads_together=heads_together)
+    config = replace(LAZY, scheduler="static", blocks_per_sm=blocks, heads_together=heads_together)
     check(config, *make_inputs(batch=4, heads_q=6, heads_kv=3, seq_q=49, head_dim=16), causal=causal)
     assert sorted(found) == [(batch, head, tile) for batch in range(4) for head in range(6) for tile in range(2)]
 
 
 def test_a_static_grid_fills_the_device():
     problem = Problem.contiguous(batch=8, heads_q=8, seq_q=1000, head_dim=64)
-    static, one = replace(LAZY, tile_m=64, occupancy=2, scheduler="static"), Together(heads=1)
+    static, one = replace(LAZY, tile_m=64, blocks_per_sm=2, scheduler="static"), Together(heads=1)
     assert grid_of(problem, static, one, 132, linear=True) == (264, 1, 1)
-    assert grid_of(problem, replace(static, occupancy=None), one, 132, linear=True) == (132, 1, 1)
+    assert grid_of(problem, replace(static, blocks_per_sm=None), one, 132, linear=True) == (132, 1, 1)
     assert grid_of(replace(problem, batch=1, heads_q=1), static, one, 132, linear=True) == (16, 1, 1)
     assert grid_of(problem, LAZY, one, 132, linear=True) == (32 * 64, 1, 1)
     assert grid_of(problem, LAZY, Together(heads=4), 132, linear=False) == (32 * 4, 2, 8)

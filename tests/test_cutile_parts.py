@@ -6,7 +6,7 @@ import pytest
 
 from multiattn import Problem
 from multiattn.cutile.families import launches_of
-from multiattn.cutile.forward import PIPELINES, STEPS, CutileConfig, widths_of
+from multiattn.cutile.forward import FAMILY, PIPELINES, STEPS, widths_of
 from multiattn.mask import CAUSAL, FULL
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import find_variant, get, make_plan
@@ -16,7 +16,7 @@ pytest.importorskip("cuda.tile")
 
 
 BACKEND = get("cutile")
-ONLINE = CutileConfig(tile_m=32, tile_n=32, split_head_dim=True)
+ONLINE = FAMILY.config(tile_m=32, tile_n=32, split_head_dim=True)
 LAZY = replace(ONLINE, lazy_max=True)
 THREE = {"split_head_dim": True, "split_tail": True}
 

@@ -9,7 +9,7 @@ from gradient_checks import check, make_tensors
 
 from multiattn import Problem
 from multiattn.cutile import backward
-from multiattn.cutile.backward import StoredConfig
+from multiattn.cutile.rules.shorthand import one_pass, queries, stored
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import find_variant, get, make_plan
 from multiattn.plan.support import Unsupported
@@ -19,7 +19,7 @@ pytest.importorskip("cuda.tile")
 from multiattn.cutile.families import launches_of
 
 BACKEND = get("cutile")
-CONFIG = StoredConfig(tile_m=16, tile_n=32, heads_together=2, dq_tile_m=64, dq_tile_n=32, dq_heads_together=2)
+CONFIG = stored(one_pass(16, 32, heads_together=2), queries(64, 32, heads_together=2))
 both_masks = pytest.mark.parametrize("causal", [False, True])
 
 
@@ -70,14 +70,14 @@ def test_ds_that_nobody_has_written_reaches_no_gradient(lengths, monkeypatch):
 def test_it_refuses_what_one_head_has_no_memory_for():
     problem = Problem.contiguous(batch=1, heads_q=8, heads_kv=8, seq_q=4096, head_dim=256)
     variant = find_variant(BACKEND, "stored", "backward")
-    config = replace(CONFIG, tile_m=64, dq_tile_m=128)
+    config = replace(CONFIG, tile_m=64, dq=replace(CONFIG.dq, tile_m=128))
     assert not variant.fits(problem, ARCHS["sm90"], config)
     long = replace(problem, seq_q=1 << 17, seq_kv=1 << 17)
     (reason,) = variant.fits(long, ARCHS["sm90"], config)
     assert reason.allowed == f"{backward.STORED_BYTES >> 20} MiB"
     assert make_plan(BACKEND, long, ARCHS["sm90"], direction="backward", probe=False).variant != "stored"
-    (reason,) = variant.fits(problem, ARCHS["sm90"], replace(config, dq_tile_m=32))
-    assert (reason.got, reason.allowed) == ("dq_tile_m=32", "tile_m=64 and more")
+    (reason,) = variant.fits(problem, ARCHS["sm90"], replace(config, dq=replace(config.dq, tile_m=32)))
+    assert (reason.got, reason.allowed) == ("dq.tile_m=32", "tile_m=64 and more")
     (reason,) = variant.fits(problem, ARCHS["sm90"], replace(config, stagger=-1))
     assert (reason.got, reason.allowed) == ("stagger=-1", "0 and more")
 

@@ -89,7 +89,7 @@ def test_every_field_is_in_the_kernel_or_limits_the_config(language):
         "triton": triton_configs.TritonConfig(
             tile_m=64, tile_n=64, warps=4, stages=3, heads_together=8, registers=128, descriptors=True
         ),
-        "cutile": cutile_ladder.CutileConfig(tile_m=64, tile_n=64),
+        "cutile": cutile_ladder.FAMILY.config(tile_m=64, tile_n=64),
     }[language]
     assert everything.limit(config) == config
     kernel = kernel_source(language, "forward.py", "parts.py")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import itertools
 import json
 import struct
 import subprocess
@@ -22,7 +23,7 @@ from multiattn.aot import manifest
 from multiattn.cuda import forward_mma
 from multiattn.plan import cubin
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import BACKENDS, Exported, get, make_plan
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, Exported, get, make_plan
 
 # ---------------------------------------------------------------- the folder
 
@@ -167,11 +168,16 @@ def test_nothing_but_a_value_error_comes_of_a_wrong_manifest(tmp_path):
 
 
 def test_a_config_of_every_rule_can_be_loaded():
-    for name in BACKENDS:
-        for variant in get(name).forward.variants:
+    for name, direction in itertools.product(BACKENDS, DIRECTIONS):
+        for variant in get(name).op(direction).variants:
             for rule in variant.rules:
-                told = json.dumps(asdict(rule.config))
-                for text in (told, told.replace("blocks_per_sm", "occupancy")):  # as it was called
+                told, old = asdict(rule.config), asdict(rule.config)
+                if name == "cutile":  # beside each other, as they were
+                    old |= {f"dq_{it}": value for it, value in old.pop("dq", {}).items()}
+                old = json.dumps(old).replace("blocks_per_sm", "occupancy")  # as it was called
+                if name == "cutile":
+                    old = old.replace('warps"', 'num_worker_warps"')
+                for text in (json.dumps(told), old):
                     assert manifest.config_of(json.loads(text), variant) == rule.config
 
 
