@@ -139,11 +139,14 @@ def test_each_limit_of_a_field_is_told(name, direction):
     for variant in get(name).op(direction).offered:
         asked = problem(variant.name, 64)
         config = plan_variant(get(name), variant, asked, SM90, direction=direction).config
-        for field in (it for it in fields(config) if "limit" in it.metadata):
+        nested = getattr(config, "dq", None)
+        limited = ((part, it) for part in (config, nested) if part for it in fields(part) if "limit" in it.metadata)
+        for part, field in limited:
             allows, words = field.metadata["limit"]
             of_its_type = (it for it in CANDIDATES if isinstance(it, str) == (field.type == "str"))
             wrong = next(it for it in of_its_type if not allows(it))
-            changed_config = replace(config, **{field.name: wrong})
-            assert_refused((name, direction, variant.name), asked, changed_config, f"{field.name}={wrong}", words)
+            own = replace(part, **{field.name: wrong})
+            own = own if part is config else replace(config, dq=own)
+            assert_refused((name, direction, variant.name), asked, own, f"{field.name}={wrong}", words)
             told.add(field.name)
     assert len(told) >= 5
