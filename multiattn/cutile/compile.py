@@ -231,11 +231,8 @@ def _make_cubin(launch: KernelLaunch, arch: Arch) -> bytes:
 
 @contextmanager
 def _without_lock() -> Iterator[None]:
-    """Lets go of cuTile's lock while tileiras runs; a release without that lock has nothing to let go of."""
-    lock = getattr(private, "_compiler_lock", None)
-    if lock is None:
-        yield
-        return
+    """Lets go of cuTile's lock while tileiras runs."""
+    lock = private._compiler_lock
 
     def compile_unlocked(*args: Any, **options: Any) -> Any:
         ahead.begin()

@@ -106,7 +106,7 @@ def areas_of(problem: Problem, config: SplitKeysConfig) -> Mapping[str, Layout]:
     """The areas of workspace, by name; none with one split, or with nothing to launch."""
     if config.splits <= 1 or problem.lengths[0] == 0:
         return {}
-    return area_layouts(config.splits, problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
+    return area_layouts(config.splits, problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
 
 
 # ---------------------------------------------------------------- grids
@@ -124,9 +124,9 @@ def grid_of(problem: Problem, config: SplitKeysConfig) -> launches.Grid:
 
 def merge_grid(problem: Problem, splits: int) -> launches.Grid:
     """Tiles of queries in x, each with the blocks of its columns, tiles of heads in y, batch entries in z."""
-    _, columns = merged_together(splits, one_width(problem.head_dim))
+    _, columns = merged_together(splits, one_width(problem.head_dim_v))
     heads, queries = merged_rows(problem, splits)
-    x = -(-problem.seq_q // queries) * -(-problem.head_dim // columns)
+    x = -(-problem.seq_q // queries) * -(-problem.head_dim_v // columns)
     return x, -(-problem.heads_q // heads), problem.batch
 
 
@@ -164,7 +164,7 @@ def merged_rows(problem: Problem, splits: int) -> tuple[int, int]:
     """
     if splits > MERGE_FEW:
         return 1, 1
-    together, columns = merged_together(splits, one_width(problem.head_dim))
+    together, columns = merged_together(splits, one_width(problem.head_dim_v))
     rows = max(2, MERGE_ELEMENTS // (together * columns))  # of one a thread would load no vectors
     heads = min(rows, power_of_two(problem.heads_q))
     if problem.has_packed_queries:  # rows may end at any query
@@ -259,9 +259,9 @@ def _split_keys(call: Asked) -> KernelLaunch:
 def _merge_splits(call: Asked) -> KernelLaunch:
     problem, config = call.problem, call.config
     assumed = Assumptions(problem=problem, emitted=call.emitted, constants={"dtype": problem.dtype})
-    together, columns = merged_together(config.splits, one_width(problem.head_dim))
+    together, columns = merged_together(config.splits, one_width(problem.head_dim_v))
     heads, queries = merged_rows(problem, config.splits)
-    shape = (config.splits, problem.batch * problem.heads_q, problem.seq_q, problem.head_dim)
+    shape = (config.splits, problem.batch * problem.heads_q, problem.seq_q, problem.head_dim_v)
     parts, sums = (Layout(it, row_major(it), AREA_DTYPE) for it in (shape, shape[:3]))
     starts = (name for name in problem.cache_tensors if name == "cu_seqlens_q")
     overlaps = can_overlap(call.plan.arch)
@@ -282,7 +282,7 @@ def _merge_splits(call: Asked) -> KernelLaunch:
             heads=heads,
             queries=queries,
             columns=columns,
-            parts=-(-problem.head_dim // columns),
+            parts=-(-problem.head_dim_v // columns),
             has_sinks=problem.has_sinks,
             packed_queries=problem.has_packed_queries,
             overlapping=overlaps,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from multiattn.cutile import backward, decode, forward
 from multiattn.cutile.launches import Asked, Family, KernelLaunch
-from multiattn.layout import Layout
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Direction, Plan, Variant
 from multiattn.plan.config import Config
@@ -25,16 +24,6 @@ FAMILIES: Mapping[tuple[Direction, str], Family] = {
 def family_of(plan: Plan) -> Family:
     """The family of a Plan's variant."""
     return FAMILIES[plan.direction, plan.variant]
-
-
-def areas_of(plan: Plan) -> tuple[str, ...]:
-    """Arrays that are workspace of a plan's launch, of those that its problem has."""
-    return family_of(plan).areas_of(plan.problem)
-
-
-def own_areas_of(plan: Plan) -> Mapping[str, Layout]:
-    """Those whose sizes a config decides, with their layouts."""
-    return family_of(plan).own_areas(plan.problem, plan.config)
 
 
 def launches_of(

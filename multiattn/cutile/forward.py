@@ -400,7 +400,7 @@ def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
         return dict.fromkeys((*few, 8) if way.scheduler == "static" else few)
     if way.scheduler == "static":
         return dict.fromkeys(few)
-    keys = 2 * problem.torch_dtype.itemsize * problem.seq_kv * problem.head_dim
+    keys = (problem.head_dim + problem.head_dim_v) * problem.torch_dtype.itemsize * problem.seq_kv
     return dict.fromkeys((*few, *several) if 8 * keys > L2_BYTES else several)
 
 

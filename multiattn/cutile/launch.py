@@ -19,7 +19,7 @@ from multiattn.cutile import cpu
 from multiattn.cutile.bind import bind_proven
 from multiattn.cutile.claims import tile_ir
 from multiattn.cutile.compile import compiling, get_kernel, get_signature, make_cubins
-from multiattn.cutile.families import areas_of, launches_of, own_areas_of
+from multiattn.cutile.families import family_of, launches_of
 from multiattn.cutile.launches import KernelLaunch
 from multiattn.layout import Layout
 from multiattn.plan import abi
@@ -91,8 +91,9 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     loaded = [kernel for kernel in kernels if kernel is not None]
     if len(loaded) < len(launches):
         return through_cutile(plan, multiprocessors)
-    more = {name: layout.size_bytes for name, layout in own_areas_of(plan).items()}
-    return DriverLauncher(loaded, device, fresh_areas(plan.problem, areas_of(plan), device, more))
+    family = family_of(plan)
+    more = {name: layout.size_bytes for name, layout in family.own_areas(plan.problem, plan.config).items()}
+    return DriverLauncher(loaded, device, fresh_areas(plan.problem, family.areas_of(plan.problem), device, more))
 
 
 def compile_ahead(plan: Plan) -> None:
@@ -152,8 +153,8 @@ def _with_tensors(plan: Plan, run: _Run, multiprocessors: int | None = None) -> 
         has_dlse: launches_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
         for has_dlse in {False, plan.direction == "backward"}
     }
-
-    more = own_areas_of(plan)
+    family = family_of(plan)
+    more = family.own_areas(plan.problem, plan.config)
 
     def run_all(tensors: dict[str, torch.Tensor]) -> None:
         device = tensors["q"].device
@@ -161,7 +162,7 @@ def _with_tensors(plan: Plan, run: _Run, multiprocessors: int | None = None) -> 
         for launch in launches["dlse" in tensors]:
             run(launch, launch.arguments(lambda array: _laid_out(tensors[array.tensor], array.layout)))
 
-    return by_tensors(plan.problem, areas_of(plan), run_all)
+    return by_tensors(plan.problem, family.areas_of(plan.problem), run_all)
 
 
 def _laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -116,14 +116,6 @@ def _reduce(function: _Rule, *, instead_of_nan: float | None = None) -> _Rule:
     return rule
 
 
-def _maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.fmax(a, b) if a.is_floating_point() else torch.maximum(a, b)
-
-
-def _minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.fmin(a, b) if a.is_floating_point() else torch.minimum(a, b)
-
-
 def _where(condition: Any, x: Any, y: Any) -> Tile:
     a, b, dtype = promote(x, y)
     return Tile(torch.where(as_tile(condition).data, a, b), dtype)
@@ -184,8 +176,8 @@ RULES: dict[str, _Rule] = {
     "bitwise_xor": _integers(torch.bitwise_xor),
     "bitwise_rshift": _integers(torch.bitwise_right_shift),
     "bitwise_not": _same(torch.bitwise_not),
-    "maximum": _binary(_maximum),
-    "minimum": _binary(_minimum),
+    "maximum": _binary(torch.fmax),
+    "minimum": _binary(torch.fmin),
     "negative": _same(torch.neg),
     "abs": _same(torch.abs),
     "greater": _compare(torch.gt),
