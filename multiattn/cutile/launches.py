@@ -150,7 +150,7 @@ class Family:
     """A room of kernels; `multiattn.plan.backend.Variant` says more of `settle` and `fits`."""
 
     summary: str = ""
-    """Of the variant, where there is but one."""
+    """The variant's, where there is but one."""
     config: type[Config]
     capability: Capability
     is_deterministic: bool = True

@@ -42,12 +42,12 @@ class WideConstants:
 
     @property
     def qk(self) -> Widths:
-        """Those of q and k."""
+        """Tiles of q and k."""
         return Widths(tile_d=self.tile_d, tail_d=self.tail_d, last_d=self.last_d)
 
     @property
     def vo(self) -> Widths:
-        """Those of v and out, which are as wide as q."""
+        """Tiles of v and out, which are as wide as q."""
         return Widths(tile_d=self.tile_d, tail_d=self.tail_d, last_d=self.last_d)
 
     @property
