@@ -76,23 +76,14 @@ def find_in_pages(const: Any, place: Any, k: Any, block: Any) -> Any:
 
 
 @ct.function
-def load_k(const: Any, place: Any, k: Any, keys: Any) -> Any:
-    """The rows of a block of keys in pages, ``[tile_n, tile_d]``. Scores of what is behind the last key are masked."""
-    return load_rows(const, place, k, const.tile_d, const.head_dim, keys, 0, False, const.k_latency)
-
-
-@ct.function
-def load_v(const: Any, place: Any, v: Any, keys: Any, block: Any, masked: ConstBool) -> Any:
-    """The rows of a block of values in pages, ``[tile_n, tile_d]``."""
-    return load_rows(const, place, v, const.vo.tile_d, const.head_dim_v, keys, block, masked, const.v_latency)
-
-
-@ct.function
 def load_rows(
     const: Any, place: Any, array: Any, tile_d: ConstInt, head_dim: ConstInt, keys: Any, block: Any, masked: ConstBool,
     latency: Any,
 ) -> Any:  # fmt: skip
-    """The rows of a block in pages ``[tile_n, tile_d]``; `masked` as in `without_others`."""
+    """The rows of a block of keys or values in pages, ``[tile_n, tile_d]``.
+
+    With `masked` zeros of other rows, where the block is gathered: as in `without_others`.
+    """
     if const.page_rows == const.tile_n:
         index = (keys.entry, place.head_kv, keys.row, 0)
         return tiles.load_part(const, array, index, const.tile_n, tile_d, latency)

@@ -94,7 +94,9 @@ def load_rows(const: Any, place: Any, array: Any, wide: Any, block: Any, latency
 def load_k(const: Any, place: Any, k: Any, block: Any, part: ConstInt) -> Any:
     """A part of a block of keys, transposed: ``[width, tile_n]``."""
     if const.paged and const.page_rows != const.tile_n:
-        return ct.transpose(keys.load_k(const, place, k, block))
+        # Scores of what is behind the last key are masked.
+        tile = keys.load_rows(const, place, k, const.tile_d, const.head_dim, block, 0, False, const.k_latency)
+        return ct.transpose(tile)
     if not const.k_transposed:
         return ct.transpose(load_rows(const, place, k, const.qk, block, const.k_latency, part))
     if const.paged:
@@ -135,7 +137,8 @@ def add_values_part(
 ) -> Any:
     """A part of acc and P V of one block of keys."""
     if const.paged:
-        values = keys.load_v(const, place, v, found, block, masked)
+        width_v = const.vo.tile_d
+        values = keys.load_rows(const, place, v, width_v, const.head_dim_v, found, block, masked, const.v_latency)
     else:
         values = load_rows(const, place, v, const.vo, found, const.v_latency, part)
     return ct.mma(p, keys.without_others(const, place, values, block, masked), acc)
