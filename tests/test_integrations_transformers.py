@@ -15,7 +15,7 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_causal_mask_function,
 )
 from transformers_cells import padding  # noqa: E402
-from transformers_models import BATCH, LENGTH, build, tokens  # noqa: E402
+from transformers_models import BATCH, LENGTH, Recipe, build, tokens  # noqa: E402
 
 from multiattn.integrations.transformers import attend, make_mask, register  # noqa: E402
 
@@ -24,31 +24,24 @@ transformers.logging.set_verbosity_error()
 CACHE = next(
     it for it in inspect.signature(transformers.LlamaModel.forward).parameters if it in ("cache", "past_key_values")
 )
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 61,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 DECODERS = {
     "Llama": {},
     "Qwen3": {},
-    "Mistral": {"sliding_window": 6},
-    "Gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 3.0},
-    "GptOss": {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 2},
+    "Mistral": {},
+    "Gemma2": {"attn_logit_softcapping": 3.0},
+    "GptOss": {"num_local_experts": 2},
 }
 
 
-def decoder(name, **changes):
-    kind = getattr(transformers, f"{name}ForCausalLM")
-    return build(kind, getattr(transformers, f"{name}Config")(**SIZES | DECODERS[name] | changes))
+def small(name, **changes):
+    """The config of a decoder of two layers, whose windows are of six keys."""
+    return Recipe().small(getattr(transformers, f"{name}Config"), **changes)
+
+
+def decoder(name, layers=2):
+    config = small(name, **DECODERS[name])
+    config.num_hidden_layers = layers
+    return build(getattr(transformers, f"{name}ForCausalLM"), config)
 
 
 def run(model, implementation, dtype, function):
@@ -139,7 +132,7 @@ def test_lengths_of_packed_sequences_may_be_given_to_a_compiled_model():
         torch.compiler.reset()
         return [torch.compile(model.forward, fullgraph=True, backend="aot_eager")(row, use_cache=False, **given).logits]
 
-    check(decoder("Mistral", num_hidden_layers=1), logits)
+    check(decoder("Mistral", layers=1), logits)
 
 
 @pytest.mark.parametrize("given", ["mask", "positions", "cache"])
@@ -158,7 +151,7 @@ def test_compiles_whole(given):
         options = packed() if given == "positions" else {"attention_mask": mask}
         return [forward(tokens(), **options).logits * (mask[..., None] if given == "mask" else 1)]
 
-    check(decoder("Mistral", num_hidden_layers=1), logits)
+    check(decoder("Mistral", layers=1), logits)
 
 
 @pytest.mark.parametrize("kind", ["none", "padding", "few numbers", "numbers", "bools"])
@@ -184,7 +177,7 @@ def test_a_position_bias_stands_beside_any_mask(kind):
 @pytest.mark.parametrize("backend", multiattn.BACKENDS)
 def test_each_backend(backend):
     """Its kernels, interpreted: one layer, a few tokens."""
-    model = decoder("Gemma2", num_hidden_layers=1)
+    model = decoder("Gemma2", layers=1)
     check(model, lambda it: [it(tokens(length=12)).logits], torch.bfloat16, f"multiattn_{backend}")
 
 
@@ -200,12 +193,12 @@ def test_each_backend_takes_padding(backend):
         )
         return found.logits
 
-    model = decoder("Qwen3", num_hidden_layers=1)
+    model = decoder("Qwen3", layers=1)
     check(model, generate, torch.bfloat16, f"multiattn_{backend}")
 
 
 def test_what_is_not_had_is_refused():
-    model = build(transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES, attention_dropout=0.1))
+    model = build(transformers.LlamaForCausalLM, small("Llama", attention_dropout=0.1))
     model.set_attn_implementation("multiattn")
     with pytest.raises(NotImplementedError, match="attention_dropout"):
         model.train()(tokens())

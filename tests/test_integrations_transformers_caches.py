@@ -56,7 +56,7 @@ def test_padding_of_a_static_cache_has_a_mask(calls):
 
 def test_compiled_steps_need_no_other_code():
     """The length is a number on the device, and no shape depends on it."""
-    model = decoder("Llama", num_hidden_layers=1)
+    model = decoder("Llama", layers=1)
     compiled = []
 
     def count(graph, _):

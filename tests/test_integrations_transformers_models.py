@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from test_integrations_transformers import BATCH, LENGTH, SIZES, build, check, decoder, padding, tokens  # noqa: E402
+from test_integrations_transformers import BATCH, LENGTH, build, check, decoder, padding, small, tokens  # noqa: E402
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask  # noqa: E402
 from transformers_models import Recipe, small_of  # noqa: E402
 
@@ -67,7 +67,7 @@ class Attention(torch.nn.Module):
 
 
 def attention(knows_positions):
-    return Attention(transformers.LlamaConfig(**SIZES, attn_implementation="multiattn"), knows_positions)
+    return Attention(small("Llama", attn_implementation="multiattn"), knows_positions)
 
 
 def states(length=LENGTH):
@@ -89,7 +89,7 @@ def test_compiled_functions_lose_no_mask_to_lengths(kind):
     if kind == "blocks" and "block_sequence_ids" not in inspect.signature(create_causal_mask).parameters:
         pytest.skip("needs a newer transformers")
     lengths = torch.tensor([0, FIRST, LENGTH], dtype=torch.int32)
-    config = transformers.LlamaConfig(**SIZES, attn_implementation="multiattn", attention_chunk_size=4)
+    config = small("Llama", attn_implementation="multiattn", attention_chunk_size=4)
 
     def forward(states, positions, lengths):
         given = config, states, None, None
@@ -152,7 +152,7 @@ def test_a_model_with_attention_of_its_own_is_refused():
 def test_a_model_that_supports_no_sdpa_and_is_not_known_is_refused(monkeypatch):
     from multiattn.integrations import transformers_models
 
-    model = decoder("GptOss", num_hidden_layers=1)
+    model = decoder("GptOss", layers=1)
     model.set_attn_implementation("multiattn")
     monkeypatch.setattr(transformers_models, "EAGER_ONLY", frozenset())
     transformers_models.refuse_untested.cache_clear()
