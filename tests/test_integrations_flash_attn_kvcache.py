@@ -126,15 +126,8 @@ def test_a_table_of_more_sequences_is_indexed(name):
     cached, order = Cached("pages of 8"), ints(2, 0)
     q = normal(2, 2, HEADS_Q, HEAD_DIM)
     lengths = cached.where["cache_seqlens"][order]
-    found = flash_attn_with_kvcache(
-        q,
-        *cached.views,
-        cache_seqlens=lengths,
-        cache_batch_idx=order,
-        **{name: cached.table},
-        num_splits=2,
-        sm_margin=3,
-    )
+    named = {"cache_batch_idx": order, name: cached.table, "num_splits": 2, "sm_margin": 3}
+    found = flash_attn_with_kvcache(q, *cached.views, cache_seqlens=lengths, **named)
     cached.rows = [cached.rows[it] for it in order]
     torch.testing.assert_close(found, torch.stack([out for out, _ in cached.expected(q)]))
 
@@ -168,49 +161,22 @@ def test_the_packed_function_takes_caches(kind):
     """As vLLM calls it: by keywords, with its own names, its scales of an fp8 cache, and an out to write to."""
     cached, asked = Cached(kind), (4, 0, 3)
     q, sinks, out = normal(7, HEADS_Q, HEAD_DIM), normal(HEADS_Q), torch.empty(7, HEADS_Q, HEAD_DIM)
-    call = {
-        "q": q,
-        "k": cached.views[0],
-        "v": cached.views[1],
-        "out": out,
-        "cu_seqlens_q": starts(asked),
-        "max_seqlen_q": 4,
-        "seqused_k": cached.where["cache_seqlens"],
-        "max_seqlen_k": CAPACITY,
-        "softmax_scale": 0.3,
-        "causal": True,
-        "window_size": [6, 0],
-        "block_table": cached.where.get("page_table"),
-        "softcap": 0,
-        "s_aux": sinks,
-        "scheduler_metadata": None,
-        "fa_version": 3,
-        "k_descale": torch.ones(3, HEADS_KV),
-        "num_splits": 0,
-    }
+    k, v = cached.views
+    tensors = {"q": q, "k": k, "v": v, "out": out, "s_aux": sinks, "k_descale": torch.ones(3, HEADS_KV)}
+    lengths = {"cu_seqlens_q": starts(asked), "max_seqlen_q": 4, "max_seqlen_k": CAPACITY}
+    where = {"seqused_k": cached.where["cache_seqlens"], "block_table": cached.where.get("page_table")}
+    hints = {"scheduler_metadata": None, "fa_version": 3, "num_splits": 0, "softcap": 0}
+    options = {"softmax_scale": 0.3, "causal": True, "window_size": [6, 0]}
+    call = {**tensors, **lengths, **where, **hints, **options}
     found, lse = flash_attn_varlen_func(**call, return_softmax_lse=True)
     assert found is out
-    options = {"softmax_scale": 0.3, "causal": True, "window_size": (6, 0)}
     expected, expected_lse = zip(*cached.expected(q.split(asked), **options), strict=True)
     share = torch.sigmoid(torch.cat(expected_lse, dim=1) - sinks[:, None]).transpose(0, 1)[..., None]
     torch.testing.assert_close(out, torch.cat(expected) * share)
     torch.testing.assert_close(lse, torch.logaddexp(torch.cat(expected_lse, dim=1), sinks[:, None]))
     if kind != "dense":  # FlashAttention 2 has the lengths in cu_seqlens_k
-        lengths = starts(LENGTHS)
-        again = flash_attn_varlen_func(
-            q,
-            *cached.views,
-            starts(asked),
-            lengths,
-            4,
-            24,
-            0.0,
-            0.3,
-            True,
-            (6, 0),
-            block_table=cached.table,
-            s_aux=sinks,
-        )
+        by_position = starts(asked), starts(LENGTHS), 4, 24, 0.0, 0.3, True, (6, 0)
+        again = flash_attn_varlen_func(q, k, v, *by_position, block_table=cached.table, s_aux=sinks)
         assert torch.equal(again, out)
 
 
