@@ -5,6 +5,14 @@ import pytest
 import multiattn
 from multiattn.__main__ import main
 
+WHAT = "B=2 Hq=16 Hkv=4 Sq=1024 Skv=1024 D=128 bf16 causal forward on sm90"
+EVERY = [f"\n{backend} forward, variant " for backend in multiattn.BACKENDS]
+OF_EACH = ["\nauto takes ", "  config: tile_m=", "  why: ", "  workspace: "]
+PASSED_OVER = ["cuda forward takes wgmma", "variant split_q", "  rejected: rule tile_m="]
+BOTH = [" full forward on sm90", " full backward on sm90"]
+BACKWARDS = ["\ncutile backward, variant atomic: ", "\ncuda backward, variant wgmma: "]
+SAME_BITS = [f"\n  deterministic=True: variant {it}, " for it in ("two_pass", "wgmma_two_pass")]
+
 
 @pytest.mark.parametrize(
     ("words", "status", "printed"),
@@ -12,45 +20,24 @@ from multiattn.__main__ import main
         (
             "--shape 2,16,1024,128 --kv-heads 4 --causal",
             0,
-            [
-                "B=2 Hq=16 Hkv=4 Sq=1024 Skv=1024 D=128 bf16 causal forward on sm90",
-                *(f"\n{backend} forward, variant " for backend in multiattn.BACKENDS),
-                *("\nauto takes ", "  config: tile_m=", "  why: ", "  workspace: "),
-            ],
+            [WHAT, *EVERY, *OF_EACH],
         ),
-        (
-            "--shape 2,16/4,1024,128 --causal --verbose",
-            0,
-            [
-                *(f"\n{backend} forward, variant " for backend in multiattn.BACKENDS),
-                *("\nauto takes ", "cuda forward takes wgmma", "variant split_q", "  rejected: rule tile_m="),
-            ],
-        ),
-        ("--shape 1,2,128,64 --direction both", 0, [" full forward on sm90", " full backward on sm90"]),
-        (
-            "--shape 2,32,4096,64 --direction backward",
-            0,
-            [
-                "\ncutile backward, variant atomic: ",
-                "\n  deterministic=True: variant two_pass, ",
-                "\ncuda backward, variant wgmma: ",
-                "\n  deterministic=True: variant wgmma_two_pass, ",
-            ],
-        ),
+        ("--shape 2,16/4,1024,128 --causal --verbose", 0, [*EVERY, *OF_EACH, *PASSED_OVER]),
+        ("--shape 1,2,128,64 --direction both", 0, BOTH),
+        ("--shape 2,32,4096,64 --direction backward", 0, [*BACKWARDS, *SAME_BITS]),
         ("--shape 1,1,64,260 --backend cutile", 1, ["head_dim: got 260; allowed multiples of 8 up to 256"]),
         ("--shape 1,1,64,20", 1, ['auto takes none; backend="reference" runs it', "give scale=20**-0.5"]),
         ("--shape 1,2,64,64 --backend cuda --variant split_kv", 0, ["\ncuda forward, variant split_kv: "]),
-        *(
-            (f"--shape 2,8/2,1/512,64 {words}", 0, [told, "\nauto takes "])
-            for words, told in (
-                ("--softcap 30", " score="),
-                ("--window 128:0 --sinks", " window:128:0 sinks "),
-                ("--cache 16 --causal", " cache: pages of 16 "),
-                ("--cache --softcap 30 --sinks --direction both", " cache: dense forward"),
-                ("--block 128x64 --alibi", " blocks=128x64 "),
-                ("--packed --bias", "packed B=2 Hq=8 Hkv=2 Tq=2 Tkv=1024"),
-            )
+        ("--shape 2,8/2,1/512,64 --softcap 30", 0, [" score=", *OF_EACH]),
+        ("--shape 2,8/2,1/512,64 --window 128:0 --sinks", 0, [" window:128:0 sinks ", *OF_EACH]),
+        ("--shape 2,8/2,1/512,64 --cache 16 --causal", 0, [" cache: pages of 16 ", *OF_EACH]),
+        (
+            "--shape 2,8/2,1/512,64 --cache --softcap 30 --sinks --direction both",
+            0,
+            ["cache: dense forward", *OF_EACH],
         ),
+        ("--shape 2,8/2,1/512,64 --block 128x64 --alibi", 0, [" blocks=128x64 ", *OF_EACH]),
+        ("--shape 2,8/2,1/512,64 --packed --bias", 0, ["packed B=2 Hq=8 Hkv=2 Tq=2 Tkv=1024", *OF_EACH]),
     ],
 )
 def test_the_command_explains(words, status, printed, capsys):

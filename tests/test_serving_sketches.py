@@ -63,16 +63,9 @@ def test_vllm(monkeypatch, plain):
     layer.attn_type, layer.alibi_slopes, layer.dcp_world_size = "decoder", None, 1
     layer.head_size, layer.sliding_window, layer.scale = HEAD_DIM, (4, 0), 0.2
     layer.logits_soft_cap, layer.sinks = 20.0, torch.ones(HEADS)
-    metadata = SimpleNamespace(
-        use_cascade=not plain,
-        causal=True,
-        num_actual_tokens=4,
-        seq_lens=LENGTHS,
-        block_table=TABLE,
-        query_start_loc=STARTS,
-        max_query_len=3,
-        max_num_splits=0,
-    )
+    lengths = {"seq_lens": LENGTHS, "query_start_loc": STARTS, "max_query_len": 3, "num_actual_tokens": 4}
+    asked = {"use_cascade": not plain, "causal": True, "max_num_splits": 0}
+    metadata = SimpleNamespace(**lengths, **asked, block_table=TABLE)
     q, cache = normal(6, HEADS, HEAD_DIM), normal(PAGES, HEADS_KV, PAGE, 2 * HEAD_DIM)
     output = torch.full_like(q, 7.0)
     result = layer.forward(None, q, None, None, cache, metadata, output)
@@ -107,19 +100,9 @@ def test_sglang(monkeypatch, name, window):
     )
     pool = SimpleNamespace(get_kv_buffer=lambda _: both, set_kv_buffer=lambda *it: written.append(it[1:4]))
     batch = SimpleNamespace(token_to_kv_pool=pool, out_cache_loc="places", spec_info=None)
-    layer = SimpleNamespace(
-        sliding_window_size=window,
-        is_cross_attention=False,
-        attn_type=SimpleNamespace(value="decoder"),
-        k_scale=None,
-        v_scale=None,
-        layer_id=0,
-        tp_q_head_num=HEADS,
-        tp_k_head_num=HEADS_KV,
-        head_dim=HEAD_DIM,
-        scaling=0.2,
-        logit_cap=20.0,
-    )
+    kind = {"is_cross_attention": False, "attn_type": SimpleNamespace(value="decoder"), "layer_id": 0}
+    sizes = {"tp_q_head_num": HEADS, "tp_k_head_num": HEADS_KV, "head_dim": HEAD_DIM, "sliding_window_size": window}
+    layer = SimpleNamespace(**kind, **sizes, scaling=0.2, logit_cap=20.0, k_scale=None, v_scale=None)
     result = getattr(backend, name)(q, "k", "v", layer, batch)
     if window == 8:
         assert result == "theirs"

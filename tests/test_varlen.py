@@ -70,16 +70,9 @@ def test_lists_have_room_for_every_tile():
 
 
 def test_no_plan_depends_on_lengths():
+    sizes = {"batch": 1, "heads_q": 4, "heads_kv": 1, "head_dim": 64, "window": (100, 0)}
     problems = {
-        Problem.contiguous(
-            batch=1,
-            heads_q=4,
-            heads_kv=1,
-            seq_q=rows,
-            head_dim=64,
-            window=(100, 0),
-            batching=Batching.packed(sequences),
-        )
+        Problem.contiguous(**sizes, seq_q=rows, batching=Batching.packed(sequences))
         for rows in (1, 31, 128, 4096, 65536)
         for sequences in (1, 7, 300)
     }

@@ -308,15 +308,9 @@ class Subject:
             how = {"decoder_start_token_id": 1} | how
         seed()
         with torch.no_grad():
-            out = model.generate(
-                **given,
-                max_new_tokens=STEPS,
-                min_new_tokens=STEPS,
-                do_sample=False,
-                return_dict_in_generate=True,
-                output_logits=True,
-                **{"num_beams": 1} | how,
-            )
+            told = {"return_dict_in_generate": True, "output_logits": True}
+            asked = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False, "num_beams": 1}
+            out = model.generate(**given, **told, **asked | how)
         return [(it.double().nan_to_num(neginf=0.0), None) for it in out.logits]
 
     def windows(self) -> dict[str, Any]:
