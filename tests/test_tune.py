@@ -19,8 +19,9 @@ from multiattn.operands import Operands, Options
 from multiattn.plan import backend as registry
 from multiattn.plan import toolchain
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import DIRECTIONS, get, make_plan
+from multiattn.plan.backend import BACKENDS, DIRECTIONS, find_variant, get, make_plan
 from multiattn.plan.choice import choose, preferred_order
+from multiattn.plan.records import config_of
 from multiattn.plan.tuning import tuning_of
 from multiattn.problem import Problem
 from multiattn.run import calls
@@ -145,6 +146,16 @@ def test_a_driver_tool_that_hangs_costs_no_measurement(monkeypatch):
 
 
 # ---------------------------------------------------------------- kept
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_config_comes_back_from_json(name, arch, direction):
+    for it in candidates_of(name, LAYER, ARCHS[arch], direction, most=None):
+        if it.config is not None:
+            data = json.loads(json.dumps(asdict(it.config)))
+            assert config_of(data, find_variant(get(name), it.variant, direction)) == it.config
 
 
 def test_a_file_comes_back_and_is_read_once(folder, gpu):
