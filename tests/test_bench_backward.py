@@ -6,21 +6,15 @@ import bench_fakes as fakes
 import pytest
 import torch
 
-import multiattn
-from bench import tune
 from bench.contenders import GRADS, Ours, alike, contender_of, differentiate, our_providers, require_grad
-from bench.matrix import SUITES
-from bench.report import groups, text_report
 from bench.results import load
 from bench.run import output_bytes, run
 from multiattn.cutile.backward import STORED_BYTES
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, Plan, find_variant, plan_variant
-from multiattn.plan.config import Config
 from multiattn.plan.schedule import COUNTER_BYTES, most_multiprocessors
 from multiattn.problem import Problem
-from multiattn.tune import check as checking
 
 OURS = Ours(backend="reference")
 BWD, BOTH = (replace(fakes.CELL, direction=direction) for direction in ("bwd", "fwdbwd"))
@@ -139,44 +133,6 @@ def test_the_deterministic_variant_stands_beside_the_fastest(monkeypatch, tmp_pa
     assert set(launched) == {"atomic", "two_pass"}
 
 
-def test_a_call_asks_for_the_variant_of_its_row_or_cannot_time_it(monkeypatch, tmp_path):
-    two_variants(monkeypatch)
-    backend = registry.get("reference")
-    third = replace(backend.backward.variants[1], name="third")
-    more = replace(backend, backward=replace(backend.backward, variants=(*backend.backward.variants, third)))
-    monkeypatch.setattr("multiattn.plan.backend.get", lambda name: more)
-    asked = []
-
-    def fmha(q, k, v, *, causal, backend, deterministic):
-        asked.append(deterministic)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    monkeypatch.setattr(multiattn, "fmha", fmha)
-    providers = (*our_providers(("reference",), direction="bwd"), Ours(backend="reference", variant="third"))
-    *rows, row = run_once(tmp_path, *providers, regime="call")
-    assert all(row.measured for row in rows)
-    assert asked == [False, True]
-    assert str(row.reasons[0]) == "variant: got third; allowed two_pass: fmha cannot be asked for others"
-
-
-def test_backward_candidates_are_swept(monkeypatch):
-    two_variants(monkeypatch)
-    right = registry.get("reference")
-    configs = [Config(tile_m=tile_m, tile_n=16) for tile_m in (16, 32)]
-    backend = replace(right, backward=replace(right.backward, candidates=lambda *_: configs))
-    monkeypatch.setattr("multiattn.plan.backend.get", lambda name: backend)
-    monkeypatch.setattr(checking, "RAGGED", ((40, 2),))
-    found = tune.candidates("reference", BWD, ARCHS["cpu"], ("two_pass",))
-    assert [ours.name for ours in found] == [
-        "reference/two_pass",
-        "reference/two_pass tile_m=16 tile_n=16",
-        "reference/two_pass tile_m=32 tile_n=16",
-    ]
-    for ours in found:
-        assert tune.check_candidate(tune.Candidate(ours=ours, cell=BWD, arch=ARCHS["cpu"], device="cpu"))
-        assert ours.plans(BWD, BWD.problem, ARCHS["cpu"])[0].direction == "backward"
-
-
 # ---------------------------------------------------------------- memory
 
 
@@ -229,11 +185,3 @@ def test_no_workspace_grows_with_the_product_of_the_lengths(name):
 
 
 # ---------------------------------------------------------------- what is made of rows
-
-
-def test_reports_keep_directions_apart():
-    rows = [fakes.row("triton", 1.0, cell=cell) for cell in SUITES["backward"] if cell.head_dim == 128]
-    forward = [replace(row, cell=replace(row.cell, direction="fwd")) for row in rows]
-    assert len(groups([*forward, *rows])) == 2 * len(groups(rows)) == 4
-    title = "TFLOPS, backward, D=128 full, H=16, 16384 tokens, bf16 bshd, device regime, NVIDIA H200"
-    assert title in text_report(rows)

@@ -1,5 +1,6 @@
 """bench.decode: cells over caches, their truth, and runs of them; peers are modules of the reference here."""
 
+import math
 import sys
 import types
 from dataclasses import replace
@@ -7,7 +8,6 @@ from dataclasses import replace
 import bench_fakes as fakes
 import pytest
 import torch
-from decode_fakes import FakeGraph, FakeRefusal, attended, fake_modules, of_flash_attention
 from xla_fakes import handlers
 
 import bench.peers
@@ -18,7 +18,6 @@ from bench.decode_cells import CELLS, CHUNKS, COPIES_ON_CPU, DecodeCell, matchin
 from bench.matrix import InputError, cell_flops
 from bench.peers_decode import OverCache, fastest, in_turns
 from bench.results import Store, environment, load
-from bench.xla_ffi import Spec
 from multiattn.plan.arch import ARCHS
 from parity.tolerance import Mismatch
 
@@ -40,6 +39,7 @@ KINDS = (
 
 
 OURS = OverCache(backend="reference")
+SPLITS = (0, 1, 8)
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +81,50 @@ def run(folder, *providers, clock=None, seconds=60.0, now=None, told=print, **ch
     )
 
 
+# ---------------------------------------------------------------- attention over caches, as peers are asked for it
+
+
+def attended(q, k, v, *, seqlens_kv, page_table=None, cu_seqlens_q=None, causal=False, **_):
+    """Attention over a cache in fp64, a sequence at a time; q ``[B, Hq, Sq, D]`` or packed."""
+    out = torch.empty_like(q)
+    for entry, length in enumerate(seqlens_kv.tolist()):
+        own = slice(None) if cu_seqlens_q is None else slice(*cu_seqlens_q[entry : entry + 2].tolist())
+        rows = q[entry] if cu_seqlens_q is None else q[own].transpose(0, 1)
+        keys, values = (
+            it[entry] if page_table is None else torch.cat([it[page] for page in page_table[entry].tolist()], dim=1)
+            for it in (k, v)
+        )
+        keys, values = (it[:, :length].double() for it in (keys, values))
+        keys, values = (it.repeat_interleave(rows.shape[0] // it.shape[0], dim=0) for it in (keys, values))
+        scores = rows.double() @ keys.mT / math.sqrt(q.shape[-1])
+        if causal:
+            places = torch.arange(rows.shape[1])[:, None] + length - rows.shape[1]
+            scores = scores.masked_fill(torch.arange(length) > places, -math.inf)
+        result = (scores.softmax(-1) @ values).to(q.dtype)
+        if cu_seqlens_q is None:
+            out[entry] = result
+        else:
+            out[own] = result.transpose(0, 1)
+    return out
+
+
+def of_flash_attention(q, k, v, causal=False, packed=None, table=None, lengths=None):
+    """Attention of ``[B, S, H, D]`` or packed, by what flash-attn's functions are given."""
+    swap = (lambda it: it) if packed is not None else (lambda it: it.transpose(1, 2))
+    options = {"seqlens_kv": lengths, "page_table": table, "cu_seqlens_q": packed, "causal": causal}
+    return swap(attended(swap(q), k.transpose(1, 2), v.transpose(1, 2), **options))
+
+
+def fa3(q, k, v, *, cache_seqlens, num_splits, causal, page_table=None, cu_seqlens_q=None, max_seqlen_q=None):
+    assert num_splits in SPLITS
+    assert (cu_seqlens_q is None) == (max_seqlen_q is None)
+    return of_flash_attention(q, k, v, causal, cu_seqlens_q, page_table, cache_seqlens)
+
+
+def fa4(q, k, v, *, seqused_k, max_seqlen_q, causal, page_table=None, cu_seqlens_q=None):
+    return of_flash_attention(q, k, v, causal, cu_seqlens_q, page_table, seqused_k), None
+
+
 # ---------------------------------------------------------------- cells
 
 
@@ -90,29 +134,6 @@ def test_cells_have_names_of_their_own_and_the_largest_are_left_out():
     largest = replace(DENSE, batch=128, heads=64, heads_kv=8, seq=131072, head_dim=128)
     assert "got 68.7 GB of keys and values; allowed up to 34.4 GB" in too_large(largest)
     assert too_large(replace(DENSE, seq=1 << 20, head_dim=128), memory_bytes=1 << 30)
-
-
-@pytest.mark.parametrize("cell", KINDS, ids=str)
-def test_tensors_are_what_a_cell_says(cell):
-    served = cell.served(cell.tensors("cpu"))
-    assert len(served.caches) == COPIES_ON_CPU
-    (k, v), (other, _) = served.caches
-    assert torch.equal(k, other)
-    assert k.data_ptr() != other.data_ptr()
-    assert k.shape == v.shape
-    assert k.transpose(1, 2).is_contiguous()
-    assert served.seqlens_kv.tolist() == list(cell.lengths_kv)
-    if cell.page is not None:
-        order = served.page_table.flatten()
-        assert sorted(order.tolist()) == list(range(k.shape[0]))
-        assert order.tolist() != list(range(k.shape[0]))
-    tokens = sum(cell.lengths_q)
-    assert served.q.numel() == tokens * cell.heads * cell.head_dim
-    assert served.q.dim() == 3 if cell.mixed else served.q.transpose(1, 2).is_contiguous()
-    heads_kv = cell.heads_kv or cell.heads
-    assert cell.moved_bytes == 2 * cell.head_dim * (2 * sum(cell.lengths_kv) * heads_kv + 2 * tokens * cell.heads)
-    pairs = [q * kv - q * (q - 1) // 2 for q, kv in zip(cell.lengths_q, cell.lengths_kv, strict=True)]
-    assert cell_flops(cell) == 4 * cell.heads * cell.head_dim * sum(pairs)
 
 
 @pytest.mark.parametrize(
@@ -152,10 +173,13 @@ def test_a_pattern_without_a_cell_is_named():
 
 @pytest.mark.parametrize("limit", [1, 1 << 28])
 @pytest.mark.parametrize("cell", KINDS, ids=str)
-def test_the_truth_is_that_of_each_sequence(cell, limit, monkeypatch):
+def test_the_truth_and_the_work_are_those_of_each_sequence(cell, limit, monkeypatch):
     monkeypatch.setattr(decode, "TRUTH_ELEMENTS", limit)
     tensors = cell.tensors("cpu")
     served, truth = cell.served(tensors), decode.truth_of(cell, tensors)
+    assert len({k.data_ptr() for k, _ in served.caches}) == COPIES_ON_CPU
+    pairs = [q * kv - q * (q - 1) // 2 for q, kv in zip(cell.lengths_q, cell.lengths_kv, strict=True)]
+    assert cell_flops(cell) == 4 * cell.heads * cell.head_dim * sum(pairs)
     options = cell.arguments(tensors)
     out = attended(served.q.double(), *served.caches[1], **options)
     assert torch.allclose(truth.forward.out.truth, out, rtol=1e-12, atol=1e-12)
@@ -220,15 +244,16 @@ def test_a_run_ends_with_its_time_and_goes_on_later(tmp_path):
 
 @pytest.fixture
 def modules(monkeypatch):
-    for name, members in fake_modules().items():
+    functions = {
+        "flash_attn_interface": {"flash_attn_with_kvcache": fa3},
+        "flash_attn.cute": {"flash_attn_varlen_func": fa4},
+    }
+    for name, members in functions.items():
         module = types.ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(bench.peers, "_import_problem", lambda module: "")
-    monkeypatch.setattr(peers_decode, "WORKSPACE_BYTES", 64)
-    monkeypatch.setattr(peers_decode, "SPLITS", (0, 1, 8))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
-    peers_decode._handle.cache_clear()
+    monkeypatch.setattr(peers_decode, "SPLITS", SPLITS)
 
 
 def peer(name):
@@ -236,19 +261,12 @@ def peer(name):
     return found
 
 
-DETAILS = {"cudnn": "cuDNN 91900", "fa3": "num_splits=8", "fa4": "keys not split"}
-
-
 @pytest.mark.parametrize("cell", KINDS, ids=str)
-@pytest.mark.parametrize("name", ["cudnn", "fa3", "fa4", "flashinfer"])
-def test_peers_compute_every_cell_that_they_take(name, cell, modules, tmp_path):
+@pytest.mark.parametrize(("name", "detail"), [("fa3", "num_splits=8"), ("fa4", "keys not split")])
+def test_peers_compute_every_cell_that_they_take(name, detail, cell, modules, tmp_path):
     (row,), _ = run(tmp_path, peer(name), cells=(cell,))
-    if name == "flashinfer" and cell.page is None:
-        assert [it.code for it in row.reasons] == ["cache"]
-        return
     assert row.measured, row.error or row.reasons
-    wanted = "CUDA cores" if cell.queries == 1 and cell.group < 5 else "tensor cores"
-    assert row.detail == DETAILS.get(name, "prefill, fa2" if cell.mixed else wanted)
+    assert row.detail == detail
 
 
 @pytest.mark.parametrize(
@@ -265,12 +283,6 @@ def test_sdpa_takes_dense_caches_and_one_query(cell, codes, tmp_path, monkeypatc
     with pytest.raises(RefusedError) as refusal:
         sdpa.prepare(cell, cell.tensors("cpu"), ARCHS["sm90"])
     assert sorted(it.code for it in refusal.value.reasons) == codes
-
-
-def test_a_graph_that_cudnn_refuses_is_a_reason(modules, monkeypatch, tmp_path):
-    monkeypatch.setattr(FakeGraph, "refused", FakeRefusal("no engine"))
-    (row,), _ = run(tmp_path, peer("cudnn"))
-    assert [str(it.got) for it in row.reasons] == ["no engine"]
 
 
 def test_peers_that_are_missing_say_so(monkeypatch):
@@ -325,15 +337,6 @@ def test_the_wheel_of_fa3_is_asked_right(cell, splits, monkeypatch):
         out = peers_jax.flash_attn_with_kvcache(swap(served.q), *caches, cache_seqlens=served.seqlens_kv, **options)
         peers_jax._forward.cache_clear()
     assert torch.equal(swap(out), attended(served.q, *served.caches[0], **cell.arguments(tensors)))
-
-
-def test_the_wheel_of_fa3_has_one_head_dim():
-    wheel = peer("fa3").instead
-    assert [it.code for it in wheel.refuse(DENSE, ())] == ["head_dim"]
-    assert wheel.refuse(replace(DENSE, head_dim=128), ()) == ()
-    q, cache = (Spec((2, *shape, 128), torch.bfloat16) for shape in ((3, 4), (8, 1)))
-    asked = peers_jax._Asked(q, cache, True, (-1, -1), 0, (3, 8), cached=2, splits=0)
-    assert [it.shape for it in asked.results[1:]] == [(2, 4, 3), (128, 2, 4, 3, 128), (128, 2, 4, 3)]
 
 
 # ---------------------------------------------------------------- tables

@@ -1,6 +1,5 @@
 """Generated tables and pictures: what they make of results, and how a stale one is found."""
 
-import functools
 import re
 from dataclasses import replace
 
@@ -9,10 +8,10 @@ import pytest
 
 from bench import comparison, docs
 from bench.docs import results_block
-from bench.docs_support import features_block, ranges, support_block
+from bench.docs_support import ranges, support_block
 from bench.matrix import SUITES, InputError
 from bench.results import RESULTS, dumps
-from multiattn.plan.backend import BACKENDS, DIRECTIONS
+from multiattn.plan.backend import BACKENDS
 
 CELLS = [cell for cell in SUITES["standard"] if cell.head_dim == 128]
 ROWS = [
@@ -49,47 +48,10 @@ def test_tables_are_made_again(tmp_path):
             docs.render(text, made)
 
 
-@pytest.fixture
-def pages_made_once(monkeypatch):
-    """Each table of the repository's pages is made when it is first asked for, as it takes seconds."""
-    made = {
-        name: {table: functools.cache(make) for table, make in blocks.items()} for name, blocks in docs.pages().items()
-    }
-    pages = docs.pages
-    monkeypatch.setattr(docs, "pages", lambda results=docs.RESULTS: made if results == docs.RESULTS else pages(results))
-
-
 def test_every_page_and_picture_is_current_and_can_be_made_before_anything_is_measured(tmp_path):
     assert docs.update_all(check=True) == [], "run python -m bench docs"
     for blocks in docs.pages(tmp_path).values():
         assert all(make() for make in blocks.values())
-
-
-def test_a_stale_page_is_found_and_written(pages_made_once, tmp_path):
-    for name in docs.pages():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text((docs.ROOT / name).read_text())
-    for picture in (docs.ROOT / "docs").rglob("*.svg"):
-        copy = tmp_path / picture.relative_to(docs.ROOT)
-        copy.parent.mkdir(exist_ok=True)
-        copy.write_text(picture.read_text())
-    page = tmp_path / "docs" / "hopper.md"
-    page.write_text(page.read_text().replace("| 128 ", "| 129 ", 1))
-    assert docs.update_all(check=True, root=tmp_path) == [page]
-    assert "| 129 " in page.read_text()
-    assert docs.update_all(check=False, root=tmp_path) == [page]
-    assert page.read_text() == (docs.ROOT / "docs" / "hopper.md").read_text()
-
-
-def test_the_table_of_features_has_a_column_for_each_backend_and_direction():
-    header, _, *lines = [line.strip("|").split("|") for line in re.sub(" +", " ", features_block()).splitlines()]
-    assert len(header) == 1 + len(BACKENDS) * len(DIRECTIONS)
-    found = {title.strip(): [it.strip() for it in its] for title, *its in lines}
-    head_dims = next(its for title, its in found.items() if "Hopper (sm90), Blackwell (sm100" in title)
-    assert head_dims == ["8-256", "8-256", "8-256", "8-256", "8-1024", "8-256"]
-    assert found["caches, dense and paged"] == ["yes", "no"] * 3
-    assert found["block masks, of multiples of"] == ["16"] * 4 + ["32"] * 2
-    assert len({tuple(its) for its in found.values()}) == len(found), "what is the same has one line"
 
 
 # ---------------------------------------------------------------- the comparison

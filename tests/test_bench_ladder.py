@@ -13,11 +13,9 @@ from bench.ladder import axes_tables, baseline, length_tables, point_tables, run
 from bench.matrix import SUITES, InputError
 from bench.results import load
 from bench.run import Machine
-from multiattn.plan import backend as registry
 from multiattn.plan.support import Reason
 
 ILLEGAL = Reason(code="variant", got="share_qkv with split_kv", allowed="share_qkv with split_q")
-LATER = "2026-11-21T06:00:00+00:00-0b"
 LONG = replace(CELL, seq=96)
 
 
@@ -95,21 +93,6 @@ def test_a_list_has_every_point_timed_or_refused(climb, capsys):
     assert "Best of each axis" in said
 
 
-def test_a_broken_rung_is_an_error_of_its_row_and_of_the_command(climb, monkeypatch):
-    eager = registry.get("cutile")
-
-    def prepare(plan):
-        if plan.variant == "math":
-            raise RuntimeError("ptxas: out of luck")
-        return eager.forward.prepare(plan)
-
-    broken = replace(eager, forward=replace(eager.forward, prepare=prepare))
-    monkeypatch.setattr(registry, "get", lambda name: broken)
-    status, rows = climb("cutile", "--seq", "48")
-    assert status == 1
-    assert [row.contender for row in rows if row.error] == ["cutile/math"]
-
-
 def test_without_a_gpu_it_says_how_to_compile(monkeypatch, capsys):
     monkeypatch.setattr(Machine, "current", classmethod(lambda cls: None))
     assert cli.main(["ladder", "--backend", "cuda"]) == 1
@@ -141,12 +124,6 @@ def test_a_rung_without_a_time_says_so_and_no_gain_is_over_it(outcome, word):
     *others, first = sorted(chain_rows(), key=lambda row: row.contender == "cutile/basic")
     (table,) = length_tables([*others, replace(first, measured=None, **outcome)], "cutile")
     assert (table.rows[0][3], table.rows[0][7]) == (word, "-")
-
-
-def test_only_rows_of_one_run_stand_in_a_table():
-    newer = [row for row in chain_rows(factor=2.0, run=LATER) if row.contender != "sdpa-flash"]
-    (table,) = length_tables([*chain_rows(), *newer], "cutile")
-    assert table.rows == (("48", "100", "17", "20", "50", "-", "3.00x"),)
 
 
 POINTS = [fakes.row(name, time, cell=CELL) for name, time in (

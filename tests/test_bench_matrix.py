@@ -1,13 +1,11 @@
 """bench.matrix and bench.flops: the cells are what they say, and the work in them is counted right."""
 
-import itertools
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from bench.contenders import truth_of
 from bench.matrix import (
     HIDDEN,
     SUITES,
@@ -21,27 +19,15 @@ from bench.matrix import (
     rate_text,
     tflops,
 )
-from bench.run import output_bytes
 from multiattn.problem import Problem
 
 
-def test_the_suites_are_the_promised_products():
+def test_cells_of_a_suite_are_distinct_and_nothing_was_tuned_for_what_is_held_out():
     for cells in SUITES.values():
         assert len(cells) == len(set(cells)) == len({cell.key for cell in cells}) > 0
-    standard, backward, held_out = (SUITES[name] for name in ("standard", "backward", "heldout"))
-    assert len(standard) == 3 * 2 * 6
-    assert all(cell.batch * cell.seq == TOKENS and cell.heads * cell.head_dim == HIDDEN for cell in standard)
-    assert {(cell.dtype, cell.layout) for cell in standard} == {("bf16", "bshd")}
-    assert set(SUITES["floors"]) <= {*standard, *backward}
-    assert {cell.direction for cell in backward} == {"bwd"}
-    assert [replace(cell, direction="fwd") for cell in backward] == list(standard)
-    assert {replace(cell, causal=not cell.causal) for cell in held_out} == set(held_out)
-    assert not set(held_out) & set(standard), "nothing was tuned for what is held out"
-    assert not {cell.head_dim for cell in SUITES["between"]} & {cell.head_dim for cell in held_out}
-    assert {(cell.heads_text, cell.seq) for cell in held_out if cell.heads_kv} == {("16/2", 2048), ("16/2", 8192)}
-    plain = [cell for cell in SUITES["headdims"] if (cell.dtype, cell.seq, cell.heads_kv) == ("bf16", 4096, None)]
-    assert [(cell.head_dim, cell.causal) for cell in plain] == [(it, on) for it in range(40, 257, 8) for on in (0, 1)]
-    assert {(cell.dtype, cell.seq) for cell in SUITES["headdims"]} == {("bf16", 4096), ("fp16", 4096), ("bf16", 3000)}
+    assert all(it.batch * it.seq == TOKENS and it.heads * it.head_dim == HIDDEN for it in SUITES["standard"])
+    assert not set(SUITES["heldout"]) & set(SUITES["standard"])
+    assert not {it.head_dim for it in SUITES["between"]} & {it.head_dim for it in SUITES["heldout"]}
 
 
 def test_a_direction_is_part_of_a_cell():
@@ -79,27 +65,6 @@ def test_fewer_key_value_heads_are_part_of_a_cell():
     for wrong in (0, 3, 4, 8):
         with pytest.raises(ValueError, match=f"heads_kv: got {wrong}; allowed None, or a divisor of heads=4 below it"):
             replace(cell, heads_kv=wrong)
-
-
-@pytest.mark.parametrize("direction", ["fwd", "bwd", "fwdbwd"])
-def test_the_truth_and_the_outputs_of_fewer_key_value_heads(direction):
-    cell = Cell(
-        batch=1, heads=4, heads_kv=2, seq=24, head_dim=16, dtype="bf16", causal=True, layout="bshd", direction=direction
-    )
-    truths = truth_of(cell, cell.tensors("cpu"))
-    heads = {"out": 4, "lse": 4, "dq": 4, "dk": 2, "dv": 2}
-    names = {"fwd": ("out", "lse"), "bwd": ("dq", "dk", "dv"), "fwdbwd": tuple(heads)}[direction]
-    for name in names:
-        assert truths.expected(name, None).truth.shape[1] == heads[name]
-    size = {name: 24 * heads[name] * (4 if name == "lse" else 2 * 16) for name in names}
-    assert output_bytes(cell) == sum(size.values())
-
-
-def test_tensors_are_the_same_every_time_and_differ_among_themselves():
-    cell = SUITES["smoke"][0]
-    first, again = ((*cell.tensors("cpu"), cell.dout("cpu")) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(first, 2))
 
 
 def test_tflops_and_how_they_are_told():

@@ -1,6 +1,5 @@
 """bench.peers: what can be held of them without a GPU or the packages."""
 
-import importlib
 import sys
 import types
 from dataclasses import replace
@@ -8,7 +7,6 @@ from dataclasses import replace
 import bench_fakes as fakes
 import pytest
 import torch
-import torch.nn.attention.flex_attention as flex
 
 from bench.contenders import RefusedError
 from bench.matrix import SUITES
@@ -89,26 +87,6 @@ def test_tilegym_is_called_with_its_own_names(monkeypatch, tmp_path):
     (row,) = time_peer(replace(peer, module="torch"), tmp_path)
     assert row.measured
     assert chosen == ["cutile"]
-
-
-def test_what_flex_is_compiled_under_keeps_what_a_backward_needs_again():
-    (peer,) = find_peers(("flex",))
-    config = importlib.import_module("torch._functorch.config")
-    before = config.donated_buffer
-    with peer.context():
-        assert not config.donated_buffer
-    assert config.donated_buffer == before
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("cell", [CELL, GROUPED], ids=str)
-def test_flex_is_masked_causally(cell):
-    (peer,) = find_peers(("flex",))
-    q, k, v = cell.tensors("cpu")
-    call, detail = peer.build(cell, (q, k, v))
-    assert "dynamic=False" in detail
-    out = flex.flex_attention(q, k, v, **call.keywords)  # eager: a compile takes seconds
-    assert torch.allclose(out.float(), reference(q, k, v, causal=True)[0], atol=2e-2)
 
 
 def stand_in(monkeypatch, name, **members):

@@ -1,10 +1,9 @@
 """Pictures of README.md and docs/: current by their data, readable by everybody, and told in words."""
 
-import itertools
-import math
 import re
 
 import pytest
+from test_bench_page import contrast
 
 from bench import docs, pictures
 from bench.results import RESULTS
@@ -57,48 +56,3 @@ def test_lines_and_text_stand_out_from_every_page_that_they_are_on(name):
         assert contrast(theme.text, page) >= 4.5
         assert {line: contrast(it, page) for line, it in theme.lines.items() if contrast(it, page) < 3} == {}
     assert len(set(theme.lines.values())) == len({it.symbol for it in pictures.LINES.values()}) == len(pictures.LINES)
-
-
-def contrast(one, other):
-    """The contrast of two colours as WCAG 2 has it, 1 to 21."""
-    light, dark = sorted(map(luminance, (one, other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-def luminance(colour):
-    return sum(weight * it for weight, it in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True))
-
-
-def linear(colour):
-    parts = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
-    return [it / 12.92 if it <= 0.04045 else ((it + 0.055) / 1.055) ** 2.4 for it in parts]
-
-
-SIGHT = {
-    "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "protanopia": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
-    "deuteranopia": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
-    "tritanopia": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
-}
-"""Matrices of linear red, green and blue by Machado, Oliveira and Fernandes (2009), of severity 1."""
-
-
-@pytest.mark.parametrize("sight", SIGHT)
-@pytest.mark.parametrize("name", pictures.THEMES)
-def test_readers_of_every_colour_vision_tell_lines_apart(name, sight):
-    """By the distance in CIELAB, of which 2 is just noticed."""
-    seen = {}
-    for line, colour in pictures.THEMES[name].lines.items():
-        red_green_blue = linear(colour)
-        mixed = (sum(map(math.prod, zip(row, red_green_blue, strict=True))) for row in SIGHT[sight])
-        seen[line] = lab(*(min(1, max(0, it)) for it in mixed))
-    pairs = itertools.combinations(seen, 2)
-    assert {pair: it for pair in pairs if (it := math.dist(*(seen[line] for line in pair))) < 20} == {}
-
-
-def lab(red, green, blue):
-    x = (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505
-    y = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    z = (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089
-    x, y, z = (it ** (1 / 3) if it > 0.008856 else 7.787 * it + 16 / 116 for it in (x, y, z))
-    return 116 * y - 16, 500 * (x - y), 200 * (y - z)

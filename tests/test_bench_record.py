@@ -10,7 +10,7 @@ import bench_ladder_fakes as ladders
 import pytest
 
 from bench import record, record_kernels
-from bench.record import Record, cases, compare, dead_rules, is_older, key_of, load, promises, sample, save
+from bench.record import Record, cases, compare, dead_rules, is_older, key_of, load, promises, save
 from bench.record_kernels import KNOWN_SPILLS, Kernel, digest_of
 from multiattn.inspect.pool import Outcome
 from multiattn.plan import backend as registry
@@ -150,10 +150,6 @@ def test_words_are_not_what_nvrtc_compiles(doors, tmp_path):
     assert key("#define FACTOR 2.0f\n", name="renamed")[1] == first[1], "a digest has the name of a kernel in it"
 
 
-def test_slashes_in_a_string_are_no_comment():
-    assert record_kernels._plain('a = "//x"; // y\n\n  b /* c */ = 1;') == 'a = "//x";\nb = 1;'
-
-
 def test_a_digest_is_of_the_launch_too():
     def cubin(code):
         elf = bytearray(b"\x7fELF\x02\x01".ljust(64, b"\0"))
@@ -183,13 +179,6 @@ def test_every_rule_has_a_plan_on_every_arch_that_it_names(every):
     assert len(set(map(key_of, every))) == len(every)
     assert {(plan.backend, plan.direction) for plan in every} == {(b, d) for b in BACKENDS for d in DIRECTIONS}
     assert not any(plan.why == "given by the caller" for plan in every)  # the rules chose them
-
-
-def test_the_sample_has_every_backend_on_every_arch_and_both_directions(every):
-    chosen = sample(every)
-    assert chosen == sample(reversed(every)), "the sample depends on the order"
-    assert {(it.backend, it.arch.name) for it in chosen} == {(b, a) for b in BACKENDS for a in GPU_ARCHS}
-    assert {(it.backend, it.direction) for it in chosen} == {(b, d) for b in BACKENDS for d in DIRECTIONS}
 
 
 def walk(monkeypatch, *limits):
@@ -242,34 +231,6 @@ def test_the_problem_of_a_plan_is_one_that_its_rule_is_for(monkeypatch, name):
     assert [line.partition(" tile_n")[0] for line in dead] == (
         [f"cutile forward full sm90: nothing chooses the rule tile_m={16 * unreached}"] if unreached else []
     )
-
-
-def test_rungs_that_must_be_named_are_spanned_on_two_archs(monkeypatch):
-    """Every rule of offered variants on every arch; of the others those that span the flags. Theirs are never dead."""
-    ladders.install(monkeypatch)
-    backend = registry.get("cutile")
-    rules = tuple(
-        Rule(arches=("sm80", "sm90", "sm120"), config=ladders.Tile(tile_m=16, tile_n=16, stages=stages), why="a guess")
-        for stages in (1, 2)  # nothing ever chooses the second
-    )
-    arches = ("cpu", "sm80", "sm90", "sm120")
-    variants = tuple(
-        replace(it, rules=rules, fits=ladders.variant("x").fits, capability=replace(it.capability, arches=arches))
-        for it in backend.forward.variants
-    )
-
-    def walked(spanning):
-        forward = replace(backend.forward, variants=variants, spanning=spanning)
-        monkeypatch.setattr(registry, "get", lambda name: replace(backend, forward=forward))
-        found = {}
-        for plan in cases(("cutile",), ("forward",)):
-            found.setdefault(plan.variant, set()).add(plan.arch.name)
-        return found
-
-    everywhere, two = {"sm80", "sm90", "sm120"}, {"sm80", "sm90"}
-    assert walked(()) == {"full": everywhere, "pointer": everywhere, "math": two, "basic": two}
-    assert walked(("full", "basic")) == {"full": everywhere, "pointer": everywhere, "basic": two}
-    assert {line.split()[2] for line in dead_rules(("cutile",), ("forward",))} == {"full", "pointer"}
 
 
 # ---------------------------------------------------------------- findings
@@ -363,12 +324,6 @@ def test_a_broken_promise_is_told():
         assert told(key, hot_spills=spills + 1)
 
 
-def test_a_rung_that_must_be_named_may_spill(monkeypatch):
-    ladders.install(monkeypatch)
-    keys = [("cutile", "forward", name, "sm90", "64", "full", "c") for name in ("full", "pointer", "math", "basic")]
-    assert [any(promises({key: (replace(KERNEL, hot_spills=9),)})) for key in keys] == [True, True, False, False]
-
-
 def command(monkeypatch, tmp_path, plans, *words, **made):
     """The command over some Plans, of which each compiles to one kernel; the record is in `tmp_path`."""
     monkeypatch.setattr(record, "FOLDER", tmp_path)
@@ -397,15 +352,3 @@ def test_the_command_writes_checks_and_finds_what_is_gone(monkeypatch, tmp_path,
     assert "no rule has it any more: cuda forward" in capsys.readouterr().out
     assert command(monkeypatch, tmp_path, plans[:2]) == 0
     assert len(load(tmp_path / "sm80.json").rows) == 2
-
-
-def test_a_task_reads_again_only_what_changed(monkeypatch, every, tmp_path):
-    plan = next(it for it in every if it.backend == "cuda")
-    stand = record_kernels.Doors(tmp_path)
-    made = (Exported(kernel="k", seconds=0, cubin=b""),)
-    forward = replace(registry.get("cuda").forward, export=lambda plan, kinds: stand.keys.append("k") or made)
-    backend = replace(registry.get("cuda"), forward=forward)
-    monkeypatch.setattr(record_kernels, "doors", lambda: stand)
-    monkeypatch.setattr(record_kernels, "digest_of", lambda kernel: "d")
-    monkeypatch.setattr(record_kernels.registry, "get", lambda name: backend)
-    assert record_kernels.compile_task((plan, (KERNEL,))) == (KERNEL,)

@@ -1,6 +1,5 @@
 """bench.run and bench.results: a row is measured xor reasons xor error, and a run can be taken up again."""
 
-import json
 from dataclasses import asdict, fields, replace
 
 import bench_fakes as fakes
@@ -11,11 +10,9 @@ import multiattn
 from bench.contenders import Ours
 from bench.decode_cells import DecodeCell
 from bench.matrix import InputError
-from bench.peers import PEERS
 from bench.results import LOST_DEVICE, NO_GPU, Measured, Row, dumps, load, one_run
-from bench.run import DeviceLostError, provider_of, run
+from bench.run import DeviceLostError, run
 from multiattn.plan.backend import get
-from multiattn.plan.support import Reason
 
 OURS = Ours(backend="reference")
 
@@ -107,18 +104,6 @@ def test_a_row_is_exactly_one_of_three(outcomes):
         Row(cell=fakes.CELL, contender="a", regime="device", environment=fakes.SETUP, command="c", **outcomes)
 
 
-def test_the_json_keeps_the_three_apart_and_says_what_rows_share_once():
-    base = fakes.row("a", 1.0)
-    reasons = replace(base, contender="b", measured=None, reasons=(Reason(code="arch", got="sm80", allowed="sm90"),))
-    error = replace(base, contender="c", measured=None, error="ptxas died")
-    data = json.loads(dumps("smoke", [base, reasons, error]))
-    shared = {"environments": 1, "commands": 1, "runs": 1, "cells": 1, "reasons": 1, "plans": 0}
-    assert {name: len(data[name]) for name in shared} == shared
-    for values, kind in zip(data["rows"], ("time_ms", "reasons", "error"), strict=True):
-        row = {name for name, it in zip(data["columns"], values, strict=True) if it is not None}
-        assert {"time_ms", "reasons", "error"} & row == {kind}
-
-
 def test_every_field_of_a_row_comes_back_from_its_file(tmp_path):
     """Each field of a timing has a value of its own, those of decode included; none is the default."""
     kinds = {"int": int, "float": float, "bool": lambda place: True}
@@ -189,13 +174,6 @@ def test_a_cell_takes_its_turns_again_only_for_a_reason(tmp_path, monkeypatch, c
     assert runs or again == first
 
 
-def test_an_error_is_tried_again(tmp_path):
-    (first,) = run_once(tmp_path, fakes.peer("sdpa", raises))
-    assert first.error
-    (again,) = run_once(tmp_path, fakes.peer("sdpa"))
-    assert again.measured
-
-
 def test_in_the_call_regime_the_call_itself_is_checked(tmp_path, monkeypatch):
     job = replace(fakes.job(OURS), regime="call")
     right = multiattn.fmha
@@ -237,9 +215,3 @@ def test_one_who_takes_the_device_down_is_left_out_of_the_next_run(tmp_path):
     assert ours.measured
     bad, _ = run(replace(job, fresh=True), fakes.machine(), fakes.store(tmp_path), quiet=True)
     assert bad.error == "RuntimeError: illegal memory access"
-
-
-def test_names_lead_back_to_providers():
-    assert provider_of("cuda/split_q") == Ours(backend="cuda", variant="split_q")
-    assert provider_of("triton") == Ours(backend="triton")
-    assert provider_of("fa4") in PEERS

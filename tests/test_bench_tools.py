@@ -20,11 +20,10 @@ from bench.results import NO_GPU, load
 from multiattn.inspect import cli as targets_cli
 from multiattn.inspect.pool import Outcome
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import BACKENDS, Plan, find_variant, get, plan_variant
+from multiattn.plan.backend import get
 from multiattn.plan.config import Config
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.tune import check as checking
-from multiattn.tune.timing import Sample
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 
@@ -103,20 +102,6 @@ def test_what_finds_no_memory_beside_others_is_checked_alone(monkeypatch):
     found = checking.check_all(tune.check_candidate, wanted, jobs=4, timeout_s=1)
     errors = {it.item.ours.config.tile_m: it.error.partition(":")[0] for it in found}
     assert errors == {16: "", 32: "", 64: "torch.OutOfMemoryError"}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_offers_candidates_that_plan(backend):
-    cell = SUITES["floors"][0]
-    found = tune.candidates(backend, cell, ARCHS["sm90"])
-    assert len({ours.name for ours in found}) == len(found)
-    assert sum(ours.config is None for ours in found) >= 1
-    plans = [
-        plan_variant(get(backend), find_variant(get(backend), ours.variant), cell.problem, ARCHS["sm90"], ours.config)
-        for ours in found
-        if ours.config is not None
-    ]
-    assert any(isinstance(plan, Plan) for plan in plans)
 
 
 # ---------------------------------------------------------------- the command line
@@ -244,27 +229,6 @@ def test_a_host_table_comes_back_from_its_file(tmp_path):
     table.save(tmp_path / "host.json")
     assert host.load(tmp_path / "host.json") == table
     assert [line.split()[:2] for line in table.table().splitlines()[2:]] == [["cuda", "12.3"], ["triton", "gpu:"]]
-
-
-def test_a_call_costs_what_the_host_takes_and_in_a_graph_what_the_device_takes():
-    class Clock:
-        """A device that takes 7 us for a call; its graphs are as long as what they were captured of."""
-
-        def device(self, call, launches):
-            return Sample(time_ms=0.007 * (call() or 1))
-
-        def captured(self, call, launches):
-            call()
-            return lambda: launches
-
-    kinds = [(name, kind) for kind in (host.FORWARD, host.GRAPH) for name in ("cuda", "triton")]
-    calls = {key: (lambda: None) if key[0] == "cuda" else (lambda: 1 / 0) for key in kinds}
-    found = host.timed(calls, Clock(), lambda: None)
-    costs = [host._cost(*key, "wgmma", outcome) for key, outcome in found.items()]
-    by_key = {(it.contender, it.kind): it for it in costs}
-    assert by_key["cuda", host.FORWARD].call_us > 0
-    assert by_key["cuda", host.GRAPH].call_us == pytest.approx(7.0)
-    assert {by_key["triton", kind].error for _, kind in kinds} == {"ZeroDivisionError: division by zero"}
 
 
 def test_the_host_calls_do_what_they_are_called():

@@ -65,11 +65,6 @@ def test_preferences_take_one_run_of_a_cell():
     assert cell["tflops"] == {"cuda": 50.0, "triton": 50.0}
 
 
-def test_another_day_or_commit_alone_is_no_other_setup():
-    assert fakes.SETUP.same_setup(replace(fakes.SETUP, date="2027-01-01", commit="later"))
-    assert not fakes.SETUP.same_setup(replace(fakes.SETUP, driver="581.0"))
-
-
 def test_preferences_are_what_multiattn_reads(tmp_path):
     rows = [*floor_rows(cutile=1.0, triton=2.0, sdpa_cudnn=0.5), refused(floor_rows(cuda=1.0)[0])]
     path = tmp_path / "measured.json"
