@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench import decode, host, ladder, layout_docs, models, pictures, record, scaling
 from bench.comparison import auto_backend, compared, comparison_block, verdict_block
-from bench.docs_support import LANGUAGES, features_block, head_dims_block, language_of, support_block
+from bench.docs_support import LANGUAGES, features_block, language_of, support_block
 from bench.layout_docs import Blocks
 from bench.matrix import SUITES, Cell, InputError
 from bench.record_kernels import main_of
@@ -241,14 +241,6 @@ def speed_block(path: Path, cells: Sequence[Cell]) -> str:
     return "\n\n".join((markdown(("D", "mask", *LANGUAGES), lines), "\n".join(told)))
 
 
-def host_block(path: Path) -> str:
-    """Microseconds of each kind of call, by contender."""
-    if not path.exists():
-        return NOT_MEASURED
-    found = host.load(path)
-    return f"{found.table('github')}\n\n{found.cell.key}. {describe(found.environment)}"
-
-
 # ---------------------------------------------------------------- ladders
 
 
@@ -269,7 +261,6 @@ def pages(results: Path = RESULTS) -> Mapping[str, Blocks]:
             "picture": partial(pictures.element, pictures.H200, results, "docs/pictures/"),
             "support": features_block,
             "verdict": lambda: verdict_block(beside_peers()),
-            "comparison": lambda: comparison_block(beside_peers()),
         },
         "docs/support.md": {"features": features_block, "support": support_block},
         "docs/results.md": {
@@ -286,8 +277,6 @@ def pages(results: Path = RESULTS) -> Mapping[str, Blocks]:
         "docs/languages.md": {
             "forward": partial(speed_block, gpu / "standard.json", SUITES["standard"]),
             "backward": partial(speed_block, gpu / "backward.json", SUITES["backward"]),
-            "host": partial(host_block, gpu / "host.json"),
-            "head_dims": head_dims_block,
         },
         "docs/ladder.md": {
             **{f"{name}_lengths": partial(ladder_block, results, name) for name in ("triton", "cutile")},

@@ -66,24 +66,6 @@ def ranges(head_dims: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def head_dims_block() -> str:
-    """The head_dims that each language takes on each arch, the CPU included."""
-    able: dict[tuple[str, str, str], set[int]] = {}
-    arches = ("cpu", *GPU_ARCHS)
-    for name in BACKENDS:
-        for direction in DIRECTIONS:
-            for variant in registry.get(name).op(direction).offered:
-                for arch in set(arches) & set(variant.capability.arches):
-                    found = supported_head_dims(name, variant, arch, direction)[0]
-                    able.setdefault((language_of(name, variant.name), direction, arch), set()).update(found)
-    rows = []
-    for language in LANGUAGES:
-        for direction in DIRECTIONS:
-            lists = (sorted(able.get((language, direction, arch), ())) for arch in arches)
-            rows.append((language, direction, *(ranges(its) or NOTHING for its in lists)))
-    return markdown(("language", "direction", *arches), rows)
-
-
 # ---------------------------------------------------------------- of the README
 
 FAMILIES = {

@@ -7,12 +7,12 @@ from types import MappingProxyType
 
 from bench.report import markdown
 from multiattn.inspect import fragments
-from multiattn.inspect.layout import ACCESSES, BANK_GROUPS, PERIOD, SharedTile, key_formula, traffic
+from multiattn.inspect.layout import ACCESSES, PERIOD, SharedTile, key_formula, traffic
 
 PICTURES: Mapping[str, SharedTile] = MappingProxyType(
     {f"swizzle-{name}.svg": SharedTile(rows=16, columns=64, swizzle=bits) for name, bits in (("none", 0), ("xor", 3))}
 )
-WIDTHS = (16, 32, 48, 64, 80, 96, 128, 192, 256, 512, 1024)
+WIDTHS = (16, 32, 48, 64, 96, 256, 1024)
 ROWS = range(PERIOD)
 
 
@@ -22,17 +22,6 @@ def keys_block() -> str:
     tiles = [(name, SharedTile.of_kernels(16, columns)) for name, columns in kinds]
     rows = [(name, it.span, f"`{key_formula(it)}`", " ".join(str(it.key(row)) for row in ROWS)) for name, it in tiles]
     return markdown(("chunks of a row", "SPAN", "key(row)", f"rows 0 to {PERIOD - 1}"), rows)
-
-
-def groups_block() -> str:
-    """The start of each row without a swizzle: what the XOR has to tell apart."""
-    rows = []
-    for columns in (64, 32, 16, 48):
-        tile = SharedTile(rows=16, columns=columns, swizzle=0)
-        starts = [tile.bank_group(row, 0) for row in ROWS]
-        rows.append((columns, tile.chunks, " ".join(map(str, starts)), BANK_GROUPS // len(set(starts)), tile.span))
-    told = f"bank group of chunk 0, rows 0 to {PERIOD - 1}"
-    return markdown(("columns", "chunks", told, "rows a group", "SPAN"), rows)
 
 
 def conflicts_block() -> str:
@@ -53,30 +42,6 @@ def accesses_block() -> str:
     found = [(access, traffic(plain, access), traffic(xored, access)) for access in ACCESSES.values()]
     rows = [(it.title, f"`{it.instruction}`", a.requests, a.wavefronts, b.wavefronts) for it, a, b in found]
     return markdown(("access", "instruction", "requests", "wavefronts without", "with"), rows)
-
-
-def grid(held: Mapping[fragments.Element, str], rows: int, columns: int, corner: str, *, down: bool = False) -> str:
-    """A matrix with the holder of each pair in its cell; pairs lie along a row, or `down` a column."""
-    high, wide = (2, 1) if down else (1, 2)
-    across = range(0, columns, wide)
-    body = [(f"**{_span(row, high)}**", *(held[row, it] for it in across)) for row in range(0, rows, high)]
-    return markdown((corner, *(_span(column, wide) for column in across)), body)
-
-
-def _span(first: int, count: int) -> str:
-    return ", ".join(map(str, range(first, first + count)))
-
-
-def c_block() -> str:
-    """The holders of the accumulator: fp32 first, then fp16."""
-
-    def told(row: int, holder: str) -> str:
-        lane, half = holder.split()
-        return f"{lane} c{row // 8 * 2}, c{row // 8 * 2 + 1} / {half}"
-
-    held = fragments.holders(fragments.accumulator_fp16, 2, "h")
-    both = {(row, column): told(row, it) for (row, column), it in held.items() if column % 2 == 0}
-    return grid(both, 16, 8, "row \\ column")
 
 
 def ldmatrix_block() -> str:
@@ -104,15 +69,5 @@ def operands_block() -> str:
 
 
 Blocks = Mapping[str, Callable[[], str]]
-SWIZZLE: Blocks = MappingProxyType(
-    {"groups": groups_block, "keys": keys_block, "conflicts": conflicts_block, "accesses": accesses_block}
-)
-FRAGMENTS: Blocks = MappingProxyType(
-    {
-        "a": lambda: grid(fragments.holders(fragments.operand_a, 4, "a"), 16, 16, "row \\ k"),
-        "b": lambda: grid(fragments.holders(fragments.operand_b, 2, "b"), 16, 8, "k \\ column", down=True),
-        "c": c_block,
-        "ldmatrix": ldmatrix_block,
-        "operands": operands_block,
-    }
-)
+SWIZZLE: Blocks = MappingProxyType({"keys": keys_block, "conflicts": conflicts_block, "accesses": accesses_block})
+FRAGMENTS: Blocks = MappingProxyType({"ldmatrix": ldmatrix_block, "operands": operands_block})

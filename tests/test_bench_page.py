@@ -88,8 +88,10 @@ def of_file(name, kind):
 
 
 @pytest.mark.parametrize("kind", verdict.SUITE_OF)
-def test_the_verdict_has_the_numbers_of_the_readme(kind):
-    line = next(it for it in (docs.ROOT / "README.md").read_text().splitlines() if it.startswith(f"| {kind}, H200"))
+def test_the_verdict_has_the_numbers_of_the_docs(kind):
+    line = next(
+        it for it in (docs.ROOT / "docs" / "results.md").read_text().splitlines() if it.startswith(f"| {kind}, H200")
+    )
     standings = of_file(f"h200/{verdict.SUITE_OF[kind][0]}.json", kind)
     assert list(standings) == ["auto", *BACKENDS]
     assert re.findall(r"\*\*(\S+)\*\* \((\S+)\)", line) == [(it.mean, it.least) for it in standings.values()]
