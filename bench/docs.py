@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from bench import decode, host, ladder, layout_docs, models, pictures, record, scaling
+from bench import decode, host, ladder, models, pictures, record, scaling
 from bench.comparison import auto_backend, compared, comparison_block, verdict_block
 from bench.docs_support import LANGUAGES, features_block, language_of, support_block
-from bench.layout_docs import Blocks
 from bench.matrix import SUITES, Cell, InputError
 from bench.record_kernels import main_of
 from bench.report import (
@@ -37,12 +36,12 @@ from bench.report import (
     write,
 )
 from bench.results import RESULTS, ROOT, Row, load, one_run
-from multiattn.inspect.layout_svg import draw
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, make_plan
 from multiattn.problem import Problem
 
+Blocks = Mapping[str, Callable[[], str]]
 MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
 
@@ -288,8 +287,6 @@ def pages(results: Path = RESULTS) -> Mapping[str, Blocks]:
             "backward": partial(scaling.block, gpu, "bwd"),
         },
         "docs/targets.md": {"targets": targets_block},
-        "docs/swizzle.md": layout_docs.SWIZZLE,
-        "docs/fragments.md": layout_docs.FRAGMENTS,
     }
 
 
@@ -311,7 +308,6 @@ def render(text: str, blocks: Blocks) -> str:
 def update_all(*, check: bool, root: Path = ROOT, results: Path = RESULTS) -> list[Path]:
     """Write every page and picture, or with `check` only compare. Returns those that were stale."""
     texts = {root / name: render((root / name).read_text(), blocks) for name, blocks in pages(results).items()}
-    texts |= {root / "docs" / name: draw(tile) for name, tile in layout_docs.PICTURES.items()}
     specs = {root / path: spec for path, spec in pictures.specifications(results)}
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     undrawn = [path for path, it in specs.items() if not (path.exists() and pictures.is_current(path.read_text(), it))]
