@@ -18,7 +18,7 @@ from bench.results import Row, is_ours, load, one_run
 from bench.verdicts import runs_now
 from multiattn.operands import Options
 from multiattn.plan.arch import by_name
-from multiattn.plan.backend import BACKENDS, Direction
+from multiattn.plan.backend import BACKENDS
 from multiattn.plan.choice import choose
 from multiattn.plan.support import Unsupported
 from multiattn.problem import Problem
@@ -72,11 +72,11 @@ class Ratio(NamedTuple):
 
 
 @functools.cache
-def auto_backend(cell: Cell, arch: str, direction: Direction) -> str:
+def auto_backend(cell: Cell, arch: str) -> str:
     """The backend that ``auto`` runs in a cell, by the data alone."""
     problem = _cached_problem(cell) if isinstance(cell, DecodeCell) else cell.problem
     try:
-        return choose(problem, by_name(arch), Options(), direction, probe=False)[0].backend
+        return choose(problem, by_name(arch), Options(), cell.pass_of, probe=False)[0].backend
     except Unsupported:
         return NOTHING
 
@@ -108,14 +108,14 @@ def short_name(cell: Cell) -> str:
     return f"D{cell.head_dim} {cell.attention.replace('_', ' ')} {length}"
 
 
-def over_best_peer(rows: Iterable[Row], direction: Direction) -> dict[str, list[Ratio]]:
+def over_best_peer(rows: Iterable[Row]) -> dict[str, list[Ratio]]:
     """The ratios of ``auto`` and of each backend, over cells in which it and a peer were timed in the same turns."""
     found: dict[str, list[Ratio]] = {name: [] for name in (AUTO, *BACKENDS)}
     for cell, its in by_cell(rows).items():
         peer = fastest(its.values(), ours=False)
         if peer is None:
             continue
-        picked = auto_backend(cell, peer.environment.arch, direction)
+        picked = auto_backend(cell, peer.environment.arch)
         for name, ratios in found.items():
             row = its.get(picked if name == AUTO else name)
             if row is not None:
@@ -222,7 +222,7 @@ def mark_of(ratios: Sequence[Ratio]) -> str:
 def _of_kernels(results: Path) -> Iterator[Compared]:
     for part, folder in itertools.product(PARTS, GPU_FOLDERS):
         rows = _timed(results / folder / f"{part.stem}.json", part)
-        ratios = over_best_peer(rows, "backward" if part.direction == "bwd" else "forward")
+        ratios = over_best_peer(rows)
         if ratios[AUTO]:
             peers = peers_of((row.contender, row.cell) for row in rows)
             yield Compared(part.title, folder.upper(), len({row.cell for row in rows}), ratios, peers)

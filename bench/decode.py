@@ -37,7 +37,7 @@ from bench.report import (
     timed_names,
     times_as_fast,
 )
-from bench.results import Row, Store, environment, is_ours, load, one_run, results_dir
+from bench.results import Row, Store, is_ours, load, one_run, results_dir
 from bench.run import Copy, Job, Machine, run, tensors_and_truth
 from multiattn.inspect.options import count, some_of
 from multiattn.mask import FULL
@@ -168,23 +168,21 @@ def run_cells(
     A cell is begun only while there is time, and is stored when it is done. One with rows of this very setup takes
     none.
     """
-    began, setup = now(), environment()
-    rows: list[Row] = []
+    began = now()
     unrun: dict[str, list[DecodeCell]] = {}
-    for cell in job.cells:
+
+    def skips(cell: Cell) -> bool:
         assert isinstance(cell, DecodeCell)
-        why = too_large(cell, memory_bytes) or ("the time is over" if now() - began > seconds else "")
-        if why:
-            unrun.setdefault(why, []).append(cell)
-            continue
-        found = run(replace(job, cells=(cell,)), machine, store, quiet=True, setup=setup)
-        rows += found
-        tell(line(found))
-        tensors_and_truth.cache_clear()  # before the next cell's are made
+        tensors_and_truth.cache_clear()  # of the cell before
         gc.collect()
         if machine.device.type == "cuda":
             torch.cuda.empty_cache()
-    return rows, unrun
+        why = too_large(cell, memory_bytes) or ("the time is over" if now() - began > seconds else "")
+        if why:
+            unrun.setdefault(why, []).append(cell)
+        return bool(why)
+
+    return run(job, machine, store, quiet=True, skips=skips, tell=lambda rows: tell(line(rows))), unrun
 
 
 # ---------------------------------------------------------------- tables

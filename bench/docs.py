@@ -17,7 +17,7 @@ from bench import decode, host, ladder, models, pictures, record, scaling
 from bench.comparison import auto_backend, compared, comparison_block, verdict_block
 from bench.docs_support import LANGUAGES, features_block, language_of, support_block
 from bench.matrix import SUITES, Cell, InputError
-from bench.record_kernels import main_of
+from bench.page.extras import targets
 from bench.report import (
     NOT_MEASURED,
     NOTHING,
@@ -36,10 +36,6 @@ from bench.report import (
     write,
 )
 from bench.results import RESULTS, ROOT, Row, load, one_run
-from multiattn.plan import backend as registry
-from multiattn.plan.arch import by_name
-from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, make_plan
-from multiattn.problem import Problem
 
 Blocks = Mapping[str, Callable[[], str]]
 MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
@@ -71,24 +67,11 @@ def _place(row: Row) -> tuple[int, bool, int]:
 
 def targets_block() -> str:
     """Registers, spills in hot loops and occupancy of each backend's best variant, by head_dim and arch."""
-    recorded = record.load_all()
-    rows = [
-        (name, direction, head_dim, *(_compiled(it, name, direction, head_dim, arch) for arch, it in recorded.items()))
-        for direction in DIRECTIONS
-        for name in BACKENDS
-        for head_dim in (64, 128, 256)
-    ]
-    return markdown(("backend", "direction", "D", *recorded), rows)
-
-
-def _compiled(found: record.Record, backend: str, direction: Direction, head_dim: int, arch: str) -> str:
-    problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim, causal=True)
-    plan = make_plan(registry.get(backend), problem, by_name(arch), direction=direction, probe=False)
-    kernels = found.kernels_of(plan)
-    if not kernels:
-        return NOTHING
-    main, spills = main_of(kernels), sum(it.hot_spills for it in kernels)
-    return f"{main.registers}{f' +{spills}' if spills else ''} {100 * main.share:.3g}%"
+    recorded, lines = record.load_all(), dict[tuple[str, ...], list[str]]()
+    for it in targets(recorded):
+        text = NOTHING if it["value"] is None else f"{it['label']} {100 * it['value']:.3g}%"
+        lines.setdefault((it["backend"], it["direction"], it["d"]), []).append(text)
+    return markdown(("backend", "direction", "D", *recorded), [(*place, *texts) for place, texts in lines.items()])
 
 
 # ---------------------------------------------------------------- what was measured
@@ -136,8 +119,7 @@ def _speed_table(rows: Sequence[Row], what: str) -> str:
 
 
 def _auto(cell: Cell, its: Mapping[str, Row]) -> str:
-    arch = next(iter(its.values())).environment.arch
-    return auto_backend(cell, arch, "forward" if cell.direction == "fwd" else "backward")
+    return auto_backend(cell, next(iter(its.values())).environment.arch)
 
 
 def _over_auto(peer: str, cell: Cell, its: Mapping[str, Row]) -> str:

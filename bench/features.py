@@ -69,22 +69,21 @@ def slopes_of(heads: int, device: torch.device | str) -> torch.Tensor:
 
 def make_mask_mod(causal: bool, window: int | None, ids: torch.Tensor | None) -> Mod | None:
     """The keys that a query sees, ``(b, h, q_idx, kv_idx) -> bool``; None for all."""
+    mods: list[Mod] = []
+    if causal:
+        mods.append(lambda batch, head, query, key: query >= key)
+    if window is not None:
+        mods.append(lambda batch, head, query, key: key > query - window)
+    if ids is not None:
+        mods.append(lambda batch, head, query, key: ids[query] == ids[key])
 
-    def before(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return query >= key
+    def every(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        seen = mods[0](batch, head, query, key)
+        for mod in mods[1:]:
+            seen = seen & mod(batch, head, query, key)
+        return seen
 
-    def last_before(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return (query >= key) & (key > query - window)
-
-    band = None if not causal else before if window is None else last_before
-    if ids is None:
-        return band
-
-    def same_document(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        same = ids[query] == ids[key]
-        return same if band is None else same & band(batch, head, query, key)
-
-    return same_document
+    return every if len(mods) > 1 else next(iter(mods), None)
 
 
 def make_block_mask(mod: Mod, first: torch.Tensor, last: torch.Tensor) -> Any:

@@ -31,6 +31,7 @@ from multiattn.layout import DTYPES
 from multiattn.mask import CAUSAL, FULL, Band, band_of
 from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import as_batch_of_one
+from multiattn.plan.backend import Direction as Pass
 from multiattn.problem import Problem, problem_of
 from multiattn.varlen import Lengths, with_packing
 
@@ -101,6 +102,11 @@ class Cell:
     def attention(self) -> str:
         """The mask, and the feature if there is one: ``causal alibi``."""
         return self.mask if self.feature == "none" else f"{self.mask} {self.feature}"
+
+    @property
+    def pass_of(self) -> Pass:
+        """``backward`` where that alone is timed, else ``forward``."""
+        return "backward" if self.direction == "bwd" else "forward"
 
     @property
     def has_sinks(self) -> bool:

@@ -113,31 +113,41 @@ class Admitted:
 
 
 def run(
-    job: Job, machine: Machine | None, store: Store, *, quiet: bool = False, setup: Environment | None = None
+    job: Job,
+    machine: Machine | None,
+    store: Store,
+    *,
+    quiet: bool = False,
+    skips: Callable[[Cell], bool] = lambda cell: False,
+    tell: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
     """Run every cell that is not finished and return the rows of all of them, old and new.
 
-    Without a machine each row carries its reasons. Rows are stored after each cell. `setup` is the `environment()`,
-    where the caller has it.
+    Without a machine each row carries its reasons. Rows are stored after each cell, and `tell` gets them. Cells that
+    `skips` names when it is their turn have no rows.
 
     Raises:
         DeviceLostError: a contender broke the device. What is finished is stored.
     """
-    setup = setup or environment()
+    setup, rows = environment(), list[Row]()
     names = [provider.name for provider in job.providers]
     waiting = [it for it in job.cells if job.fresh or not store.finished(it, names, job.regime, setup, job.budget)]
     if machine is not None and job.jobs > 1 and any(len(waiting) >= PREWARM_CELLS[it.direction] for it in waiting):
         prewarm(job.providers, waiting, jobs=job.jobs)
-    with Bar(waiting, unit="cell", disable=True if quiet else None) as bar:  # None: silent where there is no terminal
+    with Bar(job.cells, unit="cell", disable=True if quiet else None) as bar:  # None: silent where there is no terminal
         for cell in bar:
+            if skips(cell):
+                continue
             bar.set_postfix_str(cell.key)
-            rows = _run_cell(job, cell, machine, store, setup)
-            store.add(rows)
-            if not quiet:
-                bar.clear()
-                told = (f"{row.contender} {row.figure}" for row in rows)
-                print(f"{cell.key} {job.regime}: {'  '.join(told)}", flush=True)
-    return [store.rows[cell.key, name, job.regime] for cell in job.cells for name in names]
+            if cell in waiting:
+                store.add(found := _run_cell(job, cell, machine, store, setup))
+                if not quiet:
+                    bar.clear()
+                    told = (f"{row.contender} {row.figure}" for row in found)
+                    print(f"{cell.key} {job.regime}: {'  '.join(told)}", flush=True)
+            rows += (found := [store.rows[cell.key, name, job.regime] for name in names])
+            tell(found)
+    return rows
 
 
 def _run_cell(job: Job, cell: Cell, machine: Machine | None, store: Store, setup: Environment) -> list[Row]:

@@ -152,10 +152,9 @@ def runs_now(row: Row) -> bool:
     """Tell whether a backend would run the variant of this row today."""
     if row.plan is None:
         return True
-    direction: registry.Direction = "backward" if row.cell.direction == "bwd" else "forward"
     backend, arch = registry.get(row.contender), by_name(row.environment.arch)
     try:
-        plan = make_plan(backend, row.cell.problem, arch, direction=direction, probe=False)
+        plan = make_plan(backend, row.cell.problem, arch, direction=row.cell.pass_of, probe=False)
     except Unsupported:
         return False
     return plan.variant == str(row.plan["variant"])

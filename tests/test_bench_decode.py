@@ -17,7 +17,7 @@ from bench.contenders import RefusedError, check
 from bench.decode_cells import CELLS, CHUNKS, COPIES_ON_CPU, DecodeCell, matching, too_large
 from bench.matrix import InputError, cell_flops
 from bench.peers_decode import OverCache, fastest, in_turns
-from bench.results import Store, environment, load
+from bench.results import Store, load
 from multiattn.plan.arch import ARCHS
 from parity.tolerance import Mismatch
 
@@ -51,15 +51,6 @@ def clock(monkeypatch):
             return replace(super()._sample(regime, call, launches), time_ms=1 / (1 + len(self.log)))
 
     monkeypatch.setattr(peers_decode, "CudaClock", Falling)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def setup():
-    """The machine is looked at once."""
-    found = environment()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "environment", lambda: found)
-        yield
 
 
 def job(*providers, cells=(DENSE,), **changes):

@@ -63,7 +63,7 @@ def store(folder, stem, rows):
 
 
 def test_the_comparison_tells_the_worst_cell_and_where_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(comparison, "auto_backend", lambda cell, arch, direction: "cuda")
+    monkeypatch.setattr(comparison, "auto_backend", lambda cell, arch: "cuda")
     fast, slow = (cell for cell in CELLS if cell.seq in (1024, 4096) and cell.causal)
     times = {fast: {"cuda": 1.0, "fa4": 2.0, "sdpa-cudnn": 3.0}, slow: {"cuda": 4.0, "fa4": 2.0, "sdpa-cudnn": 1.0}}
     store(tmp_path / "h200", "standard", [fakes.row(*it, cell=cell) for cell in times for it in times[cell].items()])
@@ -78,7 +78,7 @@ def test_the_comparison_tells_the_worst_cell_and_where_it_is(tmp_path, monkeypat
 
 
 def test_a_ratio_of_a_kernel_that_has_been_replaced_has_a_mark(tmp_path, monkeypatch):
-    monkeypatch.setattr(comparison, "auto_backend", lambda cell, arch, direction: "cuda")
+    monkeypatch.setattr(comparison, "auto_backend", lambda cell, arch: "cuda")
     rows = [fakes.row("cuda", 1.0, cell=CELLS[0]), fakes.row("fa4", 2.0, cell=CELLS[0])]
     rows[0] = replace(rows[0], plan={"variant": "split_q"})
     store(tmp_path / "h200", "standard", rows)
@@ -97,4 +97,4 @@ def test_a_peer_that_was_not_timed_in_every_cell_says_in_how_many():
 def test_auto_has_a_backend_in_every_cell_of_decode():
     cells = {row.cell for row in docs._rows(RESULTS / "h200" / "decode.json")}
     kinds = {(it.head_dim, it.queries * it.group, it.mixed, it.page): it for it in cells}
-    assert {comparison.auto_backend(it, "sm90", "forward") for it in kinds.values()} <= set(BACKENDS)
+    assert {comparison.auto_backend(it, "sm90") for it in kinds.values()} <= set(BACKENDS)

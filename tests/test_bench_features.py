@@ -117,7 +117,7 @@ def test_what_a_peer_cannot_is_a_reason_and_what_it_does_instead_an_error(cell, 
 
 
 def test_features_have_tables_and_prefer_nothing(monkeypatch):
-    monkeypatch.setattr("bench.docs.auto_backend", lambda cell, arch, direction: "cuda")
+    monkeypatch.setattr("bench.docs.auto_backend", lambda cell, arch: "cuda")
     cells = [cell for cell in SUITES["features"] if cell.seq == 16384 and cell.head_dim == 128]
     times = {"cuda": 1.0, "triton": 1.0, "cutile": 1.0, "fa4": 1.5, "flex": 3.0}
     rows = [fakes.row(name, time_ms, cell=cell) for cell in cells for name, time_ms in times.items()]

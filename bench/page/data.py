@@ -89,7 +89,7 @@ def bound_data(cell: Cell, gpu: str) -> dict[str, Any] | None:
     is_plain = cell.feature == "none" and not isinstance(cell, DecodeCell) and cell.direction != "fwdbwd"
     if known is None or not is_plain:
         return None
-    found = bounds(cell.problem, known, "forward" if cell.direction == "fwd" else "backward")
+    found = bounds(cell.problem, known, cell.pass_of)
     return {"tflops": _short(found.tflops), "busiest": " and ".join(UNITS[it] for it in found.busiest)}
 
 

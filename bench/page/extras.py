@@ -11,6 +11,7 @@ from bench import host, models
 from bench.page.data import pack_records
 from bench.page.parts import shown
 from bench.page.sources import Evidence, Parity, kind_of, short_name
+from bench.record import Record
 from bench.record_kernels import Kernel, main_of
 from bench.report import describe, notes, provenance
 from multiattn.inspect.build import Compilation
@@ -30,7 +31,7 @@ def data(evidence: Evidence) -> dict[str, Any]:
     """The records of each part, for the page's JSON."""
     found = {
         "parity": [point for it in evidence.parities for point in parity_points(it)],
-        "targets": [*compiled_now(evidence.compilations), *targets(evidence)],
+        "targets": [*compiled_now(evidence.compilations), *targets(evidence.compiled)],
         "models": [row for run in evidence.models for row in model_rows(run)],
     }
     return {name: pack_records(rows) for name, rows in found.items() if rows}
@@ -113,9 +114,9 @@ def _size(point: Mapping[str, Any]) -> float:
 HEAD_DIMS = (64, 128, 256)
 
 
-def targets(evidence: Evidence) -> Iterator[dict[str, Any]]:
+def targets(compiled: Mapping[str, Record]) -> Iterator[dict[str, Any]]:
     """The recorded kernels of each backend's best variant, by direction, head_dim and arch, as docs/targets.md has."""
-    arches = [arch for arch in GPU_ARCHS if arch in evidence.compiled]
+    arches = [arch for arch in GPU_ARCHS if arch in compiled]
     for direction, name, head_dim, arch in itertools.product(DIRECTIONS, BACKENDS, HEAD_DIMS, arches):
         problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim, causal=True)
         where = _where("on record", direction, problem, name, arch)
@@ -124,7 +125,7 @@ def targets(evidence: Evidence) -> Iterator[dict[str, Any]]:
         except Unsupported as refusal:
             yield {**where, **_no_kernel(list(map(str, refusal.reasons)))}
             continue
-        kernels = evidence.compiled[arch].kernels_of(plan)
+        kernels = compiled[arch].kernels_of(plan)
         spills = sum(it.hot_spills for it in kernels)
         found = _kernel(main_of(kernels), spills) if kernels else _no_kernel(["not on record"])
         yield {**where, **found, "variant": plan.variant, "config": str(plan.config)}

@@ -74,7 +74,7 @@ def board(source: Source, kind: str) -> Board | None:
     """The standings of a direction in a source, as README has them; None where none was measured beside a peer."""
     regime = SUITE_OF[kind][1]
     rows = [row for row in source.timed if kind_of(row.cell) == kind and row.regime == regime]
-    found = over_best_peer(rows, "backward" if kind == "backward" else "forward")
+    found = over_best_peer(rows)
     standings = tuple(Standing(name=name, ratios=ratios) for name, ratios in found.items() if ratios)
     cells = len({it.cell for its in found.values() for it in its})
     return Board(kind=kind, gpu=source.label, suite=source.suite, cells=cells, standings=standings) if cells else None
@@ -107,17 +107,11 @@ def machine_line(evidence: Evidence) -> str:
     """The machine that the page is written on, and whose speeds it shows."""
     machine = evidence.machine
     recorded = list(dict.fromkeys(it.label for it in evidence.sources if it.timed and not it.here))
-    timed_here = any(it.timed for it in evidence.sources if it.here)
-    where = f"recorded on {_listed(recorded)}" if recorded else "not measured yet"
+    where = f"recorded on {' and '.join(recorded)}" if recorded else "not measured yet"
     if machine.gpu == "none":
         return f"No GPU here: speeds below were {where}."
-    if timed_here:
-        return f"{machine.gpu} ({machine.arch}), timed below; other speeds were {where}."
-    return f"{machine.gpu} ({machine.arch}); speeds below were {where}."
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+    others = ", timed below; other" if any(it.timed for it in evidence.sources if it.here) else ";"
+    return f"{machine.gpu} ({machine.arch}){others} speeds below were {where}."
 
 
 WORDS = {
