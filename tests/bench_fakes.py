@@ -104,10 +104,8 @@ def row(
     spread: float = 0.0,
     setup: Environment = SETUP,
     run: str = "2026-11-21T05:00:00+00:00-0a",
-    host_bound: bool = False,
-    extra: int | None = None,
 ) -> Row:
-    """A measured row; `spread` is its interquartile range over the median, `extra` its peak_extra_bytes."""
+    """A measured row; `spread` is its interquartile range over the median."""
     measured = Measured(
         time_ms=time_ms,
         low_ms=time_ms * (1 - spread / 2),
@@ -115,11 +113,10 @@ def row(
         rounds=9,
         sample_ms=8.0,
         launches=4,
-        host_bound=host_bound,
+        host_bound=False,
         tflops=100 / time_ms,
         peak_share=None,
         error_ratio=0.5,
-        peak_extra_bytes=extra,
     )
     return Row(
         cell=cell,

@@ -1,7 +1,6 @@
 """Windows and features in the benchmark: what a cell asks for, what each contender is asked, and the tables."""
 
 import json
-import re
 from dataclasses import replace
 
 import bench_fakes as fakes
@@ -11,13 +10,10 @@ import torch.nn.attention.flex_attention as flex
 from test_bench_peers import time_peer
 
 from bench.contenders import Ours, check, truth_of
-from bench.docs import features_tables
 from bench.features import FEATURES, SOFTCAP
-from bench.matrix import SUITES, Cell, cell_flops
+from bench.matrix import Cell, cell_flops
 from bench.peers import PACKED, PEERS, _with_sinks, find_peers
-from bench.report import groups
 from bench.run import run
-from bench.verdicts import preferences
 from multiattn.plan.arch import ARCHS
 
 PLAIN = replace(fakes.CELL, heads=4, seq=150)
@@ -114,16 +110,3 @@ def test_what_a_peer_cannot_is_a_reason_and_what_it_does_instead_an_error(cell, 
 
 
 # ---------------------------------------------------------------- tables
-
-
-def test_features_have_tables_and_prefer_nothing(monkeypatch):
-    monkeypatch.setattr("bench.docs.auto_backend", lambda cell, arch: "cuda")
-    cells = [cell for cell in SUITES["features"] if cell.seq == 16384 and cell.head_dim == 128]
-    times = {"cuda": 1.0, "triton": 1.0, "cutile": 1.0, "fa4": 1.5, "flex": 3.0}
-    rows = [fakes.row(name, time_ms, cell=cell) for cell in cells for name, time_ms in times.items()]
-    forward, table, _, backward, *_ = features_tables(rows)
-    assert ("forward" in forward, "backward" in backward) == (True, True)
-    assert re.search(r"window:1023:0 +\| 128 +\| 16384 +\|.*\| 1.50 +\| 3.00 +\|", table)
-    assert len(table.splitlines()) == 2 + len(cells) // 2
-    assert [group.cells[0].attention for group in groups(rows)] == [cell.attention for cell in cells]
-    assert preferences(rows) == []

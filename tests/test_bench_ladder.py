@@ -9,14 +9,13 @@ from bench_ladder_fakes import CELL
 
 from bench import cli, ladder
 from bench.contenders import our_providers
-from bench.ladder import axes_tables, baseline, length_tables, point_tables, rungs_of
+from bench.ladder import length_tables, point_tables, rungs_of
 from bench.matrix import SUITES, InputError
 from bench.results import load
 from bench.run import Machine
 from multiattn.plan.support import Reason
 
 ILLEGAL = Reason(code="variant", got="share_qkv with split_kv", allowed="share_qkv with split_q")
-LONG = replace(CELL, seq=96)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +54,7 @@ def climb(monkeypatch, tmp_path):
     """The command on a fake device among fake peers: its status and rows, of two small cells."""
     monkeypatch.setattr(Machine, "current", classmethod(lambda cls: fakes.machine()))
     monkeypatch.setattr(ladder, "find_peers", lambda names: tuple(map(fakes.peer, names)))
-    small = dict.fromkeys(("seed", "points"), (CELL, LONG))
+    small = dict.fromkeys(("seed", "points"), (CELL, replace(CELL, seq=96)))
     monkeypatch.setattr("bench.options.SUITES", {**SUITES, **small})
     quick = ["--rounds", "3", "--sample-ms", "1", "--out", str(tmp_path), "--jobs", "1"]
 
@@ -107,16 +106,6 @@ def chain_rows(cell=CELL, factor=1.0, run="2026-11-21T05:00:00+00:00-0a"):
     return [fakes.row(name, factor * time, cell=cell, run=run) for name, time in times.items()]
 
 
-def test_rungs_are_told_by_length():
-    (table,) = length_tables([*chain_rows(), *chain_rows(LONG, 2.0)], "cutile")
-    assert table.header == (
-        "N", "sdpa-flash", "sdpa-cudnn", "basic", "math", "full", "full over SDPA", "full over basic"
-    )  # fmt: skip
-    assert table.rows[0] == ("48", "50", "200", "33", "40", "100", "2.00x", "3.00x")
-    assert [line[0] for line in table.rows] == ["48", "96"]
-    assert (baseline(256), baseline(264)) == ("sdpa-flash", "sdpa-efficient")
-
-
 @pytest.mark.parametrize(
     ("outcome", "word"), [({"error": "RuntimeError: broken"}, "error"), ({"reasons": (ILLEGAL,)}, "refused")]
 )
@@ -140,11 +129,3 @@ def test_a_point_has_its_time_and_gains_and_no_point_is_dropped():
         ("split_q", "1.000", "100", "-", "2.00x"),
     )
     assert others.rows == ((str(ILLEGAL), "2", "split_kv, split_kv+swizzle_q"),)
-
-
-def test_the_best_of_each_axis():
-    (table,) = axes_tables(POINTS)
-    best = {line[:2]: line[2:] for line in table.rows}
-    assert best["warps", "split_q"] == ("2", "125", "split_q+swizzle_q")
-    assert best["warps", "split_kv"] == ("2", "-", "-")
-    assert best["swizzle", "none"] == ("2", "100", "split_q")

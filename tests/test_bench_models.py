@@ -6,7 +6,7 @@ import bench_fakes as fakes
 import pytest
 
 from bench import models
-from bench.models import MODELS, ModelRow, ModelRun, load, merged, save, table_text
+from bench.models import MODELS, ModelRow, ModelRun, load, merged, save
 
 ROW = ModelRow(model="llama", mode="training", implementation="sdpa", tokens_per_s=2e4, time_ms=1.0, logits_error=1.0)
 RUN = ModelRun(
@@ -18,11 +18,6 @@ RUN = ModelRun(
         replace(ROW, implementation="eager", tokens_per_s=None, time_ms=None, error="OutOfMemoryError: 80 GiB"),
     ),
 )
-
-
-def test_table_has_rates_ratio_and_refusals():
-    (line,) = table_text([RUN], "plain").splitlines()[1:]
-    assert line.split() == ["llama", "training", "25.0k", "20.0k", "no", "1.250"]
 
 
 def test_files_come_back(tmp_path):

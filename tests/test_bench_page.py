@@ -250,12 +250,6 @@ def test_the_worst_errors_of_parity_are_those_of_its_summary(has_cases):
         assert worst == pytest.approx(told, abs=0.0051)  # two digits of three
 
 
-def test_parity_that_failed_is_said_first(evidence, text):
-    (first, *_) = verdict.parity_lines(evidence)
-    assert first == (False, f"Parity FAILED on this machine: {report_pages.PARITY['verdict'].partition(': ')[2]}")
-    assert '<li class="bad">' in text[: text.index('class="cards"')]
-
-
 # ---------------------------------------------------------------- colours
 
 SEEN_BY = {  # Machado, Oliveira and Fernandes, "A Physiologically-based Model", 2009, severity 1

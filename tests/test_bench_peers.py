@@ -74,21 +74,6 @@ def test_flash_attn_is_called_in_its_own_layout(name, heads_kv, returns_lse, dir
     assert row.measured
 
 
-def test_tilegym_is_called_with_its_own_names(monkeypatch, tmp_path):
-    (peer,) = find_peers(("tilegym",))
-    chosen = []
-
-    def fmha(q, k, v, *, scaling, is_causal):
-        assert scaling == CELL.head_dim**-0.5
-        return reference(q, k, v, causal=is_causal)[0].to(q.dtype)
-
-    stand_in(monkeypatch, "tilegym", set_backend=chosen.append)
-    stand_in(monkeypatch, "tilegym.ops", fmha=fmha)
-    (row,) = time_peer(replace(peer, module="torch"), tmp_path)
-    assert row.measured
-    assert chosen == ["cutile"]
-
-
 def stand_in(monkeypatch, name, **members):
     module = types.ModuleType(name)
     vars(module).update(members)

@@ -42,13 +42,6 @@ def test_a_drawing_needs_nothing_from_outside_and_names_every_line():
     assert "@font-face" not in text
 
 
-def test_a_picture_is_told_in_words():
-    told = pictures.in_words(pictures.H200, RESULTS)
-    assert "forward at N=16384: multiattn CUDA " in told
-    assert "backward at N=16384: multiattn CUDA " in told
-    assert '"' not in told
-
-
 @pytest.mark.parametrize("name", pictures.THEMES)
 def test_lines_and_text_stand_out_from_every_page_that_they_are_on(name):
     theme = pictures.THEMES[name]

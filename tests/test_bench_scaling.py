@@ -34,12 +34,6 @@ def test_a_ring_across_nodes_waits_for_its_slowest_hop():
     assert it.total_s == close(128 * it.compute_s + 127 * (it.transfer_s - it.compute_s))
 
 
-def test_a_backward_moves_gradients_too():
-    forward, backward = (forecast(LAYER, direction, 8, "ring", RATES) for direction in ("fwd", "bwd"))
-    assert backward.transfer_s - 20e-6 == close(3 * (forward.transfer_s - 20e-6))
-    assert backward.alone_s == close(2.5 * forward.alone_s)
-
-
 def test_heads_are_exchanged_before_and_after():
     it = forecast(LAYER, "fwd", 16, "heads", RATES)
     q, kv = (LAYER.seq * heads * 128 * 2 for heads in (2, 2 * 1))  # 16 GPUs share 8 heads of k and v: one each
@@ -51,15 +45,6 @@ def test_heads_are_exchanged_before_and_after():
     assert it.total_s == close(it.exchange_s + ALONE_S / 16)
     assert it.steps == 1
     assert it.hides_transfers
-
-
-def test_both_is_a_ring_of_nodes():
-    it = forecast(LAYER, "fwd", 64, "both", RATES)
-    assert it.steps == 8
-    tokens = LAYER.seq // 8
-    assert it.transfer_s == close(20e-6 + 2 * tokens * 1 * 128 * 2 / (50e9 * 0.8))
-    assert it.exchange_s == close(2 * 20e-6 + tokens * (4 + 2 + 4) * 128 * 2 * 7 / 8 / (450e9 * 0.8))
-    assert forecast(LAYER, "fwd", 8, "both", RATES) == forecast(LAYER, "fwd", 8, "heads", RATES)
 
 
 def test_nothing_is_told_of_what_cannot_be_divided_or_was_never_measured():

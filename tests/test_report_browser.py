@@ -225,15 +225,6 @@ def test_a_suite_shows_its_own_axis_and_comes_back(report):
     assert report.drawn("forward") == before
 
 
-def test_the_table_can_show_every_cell_of_a_suite(report):
-    part = report.page.locator("#forward")
-    assert part.locator("tbody tr").count() == 6
-    part.get_by_label("every cell of the suite").check()
-    assert part.locator("tbody tr").count() == 36
-    assert part.locator("thead th").all_inner_texts()[:3] == ["Mask", "D", "N"]
-    part.get_by_label("every cell of the suite").uncheck()
-
-
 # ---------------------------------------------------------------- tables and plans
 
 
@@ -310,15 +301,6 @@ def test_a_mark_opens_the_same_panel(report, mark, word):
     assert word in panel.inner_text()
     report.page.keyboard.press("Escape")
     assert panel.count() == 0
-
-
-def test_a_mark_says_its_figures_when_it_is_pointed_at(report):
-    report.page.locator("#forward .lines .mark-symbol path").last.hover(force=True)
-    tip = report.page.locator("#vg-tooltip-element.visible")
-    tip.wait_for()
-    for word in ("contender", "TFLOPS", "spread", "over the best peer"):
-        assert word in tip.inner_text()
-    report.page.mouse.move(0, 0)
 
 
 # ---------------------------------------------------------------- widths, themes, access
