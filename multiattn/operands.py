@@ -14,7 +14,7 @@ from multiattn.block_mask import BlockSpec, lists_of, may_hide_blocks, read_bloc
 from multiattn.layout import Layout, Shape, row_major
 from multiattn.mask import Band, Window, band_of
 from multiattn.plain import as_bool
-from multiattn.score import BoundScore, LoweredScore, Modification, ScoreProgram, bind_score
+from multiattn.score import BoundScore, LoweredScore, Modification, ScoreProgram, bind
 from multiattn.score.record import Recorder, program_of
 from multiattn.score.serial import dumps, loads
 from multiattn.sequences import NO_INDICES, Batching, Indices
@@ -369,12 +369,11 @@ def with_score(
         visible, bias = bias, None
         if lists is None and lengths is None and may_hide_blocks(visible):
             (lists, mask_mod), visible = lists_of(visible), None
-    asked: dict[str, Any] = {"softcap": softcap, "alibi_slopes": alibi_slopes, "bias": bias, "score_mod": score_mod}
-    asked |= {"visible": visible, "mask_mod": mask_mod}
+    asked = Modification(softcap, alibi_slopes, bias, score_mod, visible, mask_mod)
     if compiling:
-        captured, options = _record(operands.q, options, Modification(**asked))
+        captured, options = _record(operands.q, options, asked)
     else:
-        score = bind_score(device=operands.q.device, **asked)
+        score = bind(asked, operands.q.device)
         captured, options = () if score is None else score.tensors, options.with_score(score)
     operands = operands._replace(captured=captured)
     if lists is None:

@@ -5,7 +5,7 @@ each language prints that. `eager` is the same program in PyTorch.
 """
 
 from multiattn.score.lower import AuxField, LoweredScore, lower
-from multiattn.score.program import BoundScore, Captured, Modification, ScoreProgram, bind_score
+from multiattn.score.program import BoundScore, Captured, Modification, ScoreProgram, bind, bind_score
 from multiattn.score.trace import UntraceableError
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Modification",
     "ScoreProgram",
     "UntraceableError",
+    "bind",
     "bind_score",
     "lower",
 ]

@@ -174,16 +174,19 @@ _KNOWN_MAX = 256
 
 
 def bind_score(*, device: torch.device, **options: Any) -> BoundScore | None:
-    """The program of a `Modification` with these `options`, bound to its numbers and tensors, which are on `device`.
+    """`bind` of the `Modification` with these `options`."""
+    return bind(Modification(**options), device)
 
-    None where nothing is modified. A callable is traced when it, or one that differs only in values of tensors, comes
-    for the first time. Its captured tensors are arguments of kernels; a captured Python number is a constant of their
-    code.
+
+def bind(asked: Modification, device: torch.device) -> BoundScore | None:
+    """The program of a modification, bound to its numbers and tensors, which are on `device`; None for no program.
+
+    A callable is traced when it, or one that differs only in values of tensors, comes for the first time. Its captured
+    tensors are arguments of kernels; a captured Python number is a constant of their code.
 
     Raises:
         UntraceableError: a callable does what a kernel cannot.
     """
-    asked = Modification(**options)
     fingerprint = Fingerprint()
     key: Hashable = None
     try:
