@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from multiattn.layout import Shape
+from multiattn.layout import Layout, Shape, row_major
 from multiattn.score.transforms import is_wrapped
 from multiattn.validate import check_block_mask, check_lists
 
@@ -45,6 +45,10 @@ class BlockSpec(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """The lists that there are."""
         return tuple(name for name in LISTS if self.has_full or not name.startswith("full_"))
+
+    def layouts(self, shapes: Sequence[Shape]) -> Mapping[str, Layout]:
+        """The layouts of lists of these shapes, by their names."""
+        return {name: Layout(it, row_major(it), torch.int32) for name, it in zip(self.names, shapes, strict=True)}
 
 
 class ListArguments(NamedTuple):

@@ -20,13 +20,12 @@ from multiattn.layout import (
     Strides,
     contiguous_strides,
     dense_strides,
-    row_major,
     shape_of_out,
     strides_of,
 )
 from multiattn.mask import Band, Window, band_of
 from multiattn.operands import Operands, Options, ScoreSpec, score_spec
-from multiattn.packed import TILE_LISTS, packed_strides, strides_of_packed
+from multiattn.packed import packed_strides, strides_of_packed
 from multiattn.score.expression import inputs_of, walk
 from multiattn.score.serial import dumps
 from multiattn.sequences import Batching
@@ -468,21 +467,11 @@ def _layouts_of(problem: Problem) -> Mapping[str, Layout]:
             "dq_sum": Layout(shape_q, (*sums, 1), torch.float32),
             **({"sinks": Layout((problem.heads_q,), (1,), torch.float32)} if problem.has_sinks else {}),
             **({} if problem.score is None else {**problem.score.layouts, **problem.score.gradient_layouts}),
-            **({} if problem.blocks is None else _list_layouts(problem.blocks, problem.lists)),
+            **({} if problem.blocks is None else problem.blocks.layouts(problem.lists)),
             **({} if problem.batching is None else problem.batching.tensors),
-            **({} if problem.packing is None else _tile_layouts(problem, problem.packing)),
+            **({} if problem.packing is None else problem.packing.tile_layouts(problem.seq_q, problem.seq_kv)),
         }
     )
-
-
-def _tile_layouts(problem: Problem, packing: Batching) -> Mapping[str, Layout]:
-    """The areas of the lists of tiles."""
-    rows = problem.seq_q, problem.seq_kv
-    return {name: packing.list_layout(it) for name, it in zip(TILE_LISTS, rows, strict=True)}
-
-
-def _list_layouts(blocks: BlockSpec, lists: Sequence[Shape]) -> Mapping[str, Layout]:
-    return {name: Layout(shape, row_major(shape), torch.int32) for name, shape in zip(blocks.names, lists, strict=True)}
 
 
 def problem_of(operands: Operands, options: Options) -> Problem:

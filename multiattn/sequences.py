@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from multiattn.layout import Layout, Shape, Strides, row_major
-from multiattn.packed import LIST_FIELDS, ROWS_MIN
+from multiattn.packed import LIST_FIELDS, ROWS_MIN, TILE_LISTS
 
 SPLITS_MAX = 256
 """The most parts that the keys of a sequence are divided into, as in FlashAttention-3."""
@@ -182,10 +182,10 @@ class Batching(NamedTuple):
         """The most queries and keys of a packed sequence that kernels may take, of so many rows of each."""
         return self.max_q or rows_q, self.max_kv or rows_kv
 
-    def list_layout(self, rows: int) -> Layout:
-        """A list of tiles of so many rows in all, queries or keys, of a packed batch."""
-        shape = (self.tiles_max(rows, ROWS_MIN), len(LIST_FIELDS))
-        return Layout(shape, row_major(shape), torch.int32)
+    def tile_layouts(self, *rows: int) -> Mapping[str, Layout]:
+        """The lists of tiles of so many queries and keys in all, of a packed batch, by the names of their areas."""
+        shapes = ((self.tiles_max(it, ROWS_MIN), len(LIST_FIELDS)) for it in rows)
+        return {name: Layout(it, row_major(it), torch.int32) for name, it in zip(TILE_LISTS, shapes, strict=True)}
 
     def tiles_max(self, rows: int, tile: int) -> int:
         """The most tiles that so many rows can have: each sequence, and what is around them, ends with a part."""

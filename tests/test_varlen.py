@@ -66,7 +66,8 @@ def test_lists_have_room_for_every_tile():
         tiles = sum(-(-length // ROWS_MIN) for length in (*lengths, 20))
         spec = Batching.packed(len(lengths))
         assert tiles <= spec.tiles_max(rows, ROWS_MIN)
-        assert spec.list_layout(rows).shape == (spec.tiles_max(rows, ROWS_MIN), len(LIST_FIELDS))
+        (layout, *_) = spec.tile_layouts(rows, rows).values()
+        assert layout.shape == (spec.tiles_max(rows, ROWS_MIN), len(LIST_FIELDS))
 
 
 def test_no_plan_depends_on_lengths():
