@@ -71,23 +71,6 @@ def test_registers_are_kept_for_as_much_of_q_as_has_room():
         (Problem.contiguous(batch=9, heads_q=16, heads_kv=8, seq_q=64, seq_kv=512, head_dim=128), SPLIT_KEYS_WGMMA),
         (Problem.contiguous(batch=1, heads_q=8, heads_kv=1, seq_q=512, seq_kv=8192, head_dim=128), WGMMA),
     ],
-    ids=[
-        "1 query",
-        "4",
-        "5",
-        "512",
-        "dense",
-        "pages of 1",
-        "pages of 100",
-        "unaligned",
-        "plain",
-        "plain, 128 heads",
-        "144 heads",
-        "of 33 queries",
-        "of 32",
-        "that share keys",
-        "plain, 512",
-    ],
 )
 def test_it_takes_what_has_more_rows_than_mma_sync_reads_keys_for(problem, variant):
     assert explain(problem, backend="cuda", arch="sm90").variant == variant.name

@@ -8,12 +8,7 @@ import torch
 
 from multiattn import Problem
 from multiattn.cutile.decode import (
-    MERGE_ELEMENTS,
-    MERGE_FEW,
     PARTS_ENOUGH,
-    merge_grid,
-    merged_rows,
-    merged_together,
     page_rows_of,
 )
 from multiattn.cutile.families import launches_of
@@ -44,13 +39,6 @@ def problem_of(*, page=None, batch=8, seq_q=1, seq_kv=8192, splits=None, **sizes
 
 def plan_of(problem, arch="sm90", **options):
     return make_plan(BACKEND, problem, ARCHS[arch], probe=False, **options)
-
-
-def packed_problem(*, rows, splits, seq_q=3, **sizes):
-    """Packed queries of two sequences, at most `rows`."""
-    given = {"heads_q": 32, "heads_kv": 1, "head_dim": 128, **sizes}
-    cache = Batching.cached(2, 2, max_q=seq_q, splits=splits)
-    return Problem.contiguous(batch=1, seq_q=rows, seq_kv=8192, batching=cache, **given)
 
 
 def draw_parts(problem, splits):
@@ -91,46 +79,6 @@ def test_a_row_has_the_same_bits_in_any_batch_and_any_tile(splits):
         out, lse = merge(one, splits, parts[row].contiguous(), sums[row].contiguous())
         assert torch.equal(out, wanted[row[1:]])
         assert torch.equal(lse, wanted_lse[row[1:]])
-
-
-@pytest.mark.parametrize(
-    ("sizes", "splits", "rows"),
-    [
-        ({}, 2, (8, 1)),
-        ({}, 3, (4, 1)),
-        ({}, 5, (2, 1)),
-        ({}, 16, (2, 1)),
-        ({}, 17, (1, 1)),
-        ({"heads_q": 6, "heads_kv": 1, "seq_q": 5}, 2, (8, 1)),
-        ({"heads_q": 1, "heads_kv": 1, "seq_q": 5}, 2, (1, 8)),
-        ({"head_dim": 40}, 2, (16, 1)),
-        ({"head_dim": 64, "seq_q": 2}, 4, (8, 1)),
-        ({"head_dim": 256, "seq_q": 9}, 4, (4, 1)),
-    ],
-)
-def test_few_parts_are_merged_by_blocks_of_several_rows(sizes, splits, rows):
-    """Heads come first, then queries; elements are no more than a block may have."""
-    problem = problem_of(splits=splits, **sizes)
-    assert merged_rows(problem, splits) == rows
-    together, columns = merged_together(splits, problem.head_dim)
-    assert splits > MERGE_FEW or math.prod(rows) == 2 or together * columns * math.prod(rows) <= MERGE_ELEMENTS
-    x, y, z = merge_grid(problem, splits)
-    assert x == math.ceil(problem.seq_q / rows[1]) * math.ceil(problem.head_dim / columns)
-    assert y * rows[0] >= problem.heads_q > (y - 1) * rows[0]
-    assert z == problem.batch
-
-
-def test_blocks_of_packed_rows_have_one_query():
-    assert merged_rows(packed_problem(rows=64, heads_q=4, splits=2), 2) == (4, 1)
-
-
-@pytest.mark.parametrize(
-    ("splits", "together", "columns"), [(2, 2, 128), (3, 4, 128), (5, 8, 128), (16, 16, 128), (17, 128, 32)]
-)
-def test_parts_alone_choose_how_a_row_is_merged(splits, together, columns):
-    assert merged_together(splits, 128) == (together, columns)
-    assert merged_together(splits, 32) == (together, 32)
-    assert merged_together(splits, 256) == (together, columns)
 
 
 # ---------------------------------------------------------------- planned

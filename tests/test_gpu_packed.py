@@ -10,7 +10,7 @@ from multiattn.plan.backend import BACKENDS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
-ROWS, SEQUENCES = 600, 5
+ROWS = 600
 
 
 def starts(*lengths):

@@ -32,15 +32,17 @@ def splits_of(problem, arch=SM90, **changes):
     return choose_splits(problem, arch, **(TILE | changes))
 
 
-def test_a_caller_gets_the_parts_that_it_asks_for():
-    for splits in (1, 3, SPLITS_MAX):
-        assert splits_of(step(splits=splits, keys=100)) == splits
-
-
-def test_short_sequences_are_not_divided():
-    for keys in (0, 1, 256, 511):
-        assert splits_of(step(keys=keys)) == 1
-    assert splits_of(step(keys=512)) == 2
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        *((step(splits=splits, keys=100), splits) for splits in (1, 3, SPLITS_MAX)),  # what a caller asks for
+        *((step(keys=keys), 1) for keys in (0, 1, 256, 511)),  # short sequences are not divided
+        (step(keys=512), 2),
+        (step(batch=PLACES, heads_kv=1), 1),  # many sequences need no parts
+    ],
+)
+def test_parts_of_a_call(asked, wanted):
+    assert splits_of(asked) == wanted
 
 
 @pytest.mark.parametrize("keys", [2048, 8192, 131072, 1 << 20])
@@ -58,10 +60,6 @@ def test_parts_fill_the_sms_evenly_or_are_as_many_as_there_may_be(batch, keys):
     best = max(map(evenness, range(1, most + 1)))
     assert evenness(splits) >= 0.95 * best
     assert all(evenness(fewer) < 0.95 * best for fewer in range(1, splits))
-
-
-def test_many_sequences_need_no_parts():
-    assert splits_of(step(batch=PLACES, heads_kv=1)) == 1
 
 
 def test_a_part_is_no_less_than_the_least():
