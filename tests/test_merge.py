@@ -352,17 +352,13 @@ def assert_state(found, whole, dtype=torch.bfloat16):
 
 
 @GARBAGE
-def test_flashinfer_merge_state(garbage):
-    vs, ss, whole = states(2, garbage=garbage)
-    assert_state(flashinfer.merge_state(vs[0], ss[0], vs[1], ss[1]), whole)
-    assert_state(flashinfer.merge_state(vs[1], ss[1].double(), vs[0], ss[0]), whole)
-
-
-@GARBAGE
-@pytest.mark.parametrize("count", [1, 3])
-def test_flashinfer_merge_states(count, garbage):
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_flashinfer_merges_states(count, garbage):
     vs, ss, whole = states(count, garbage=garbage)
     assert_state(flashinfer.merge_states(torch.stack(vs, 1), torch.stack(ss, 1)), whole)
+    if count == 2:
+        assert_state(flashinfer.merge_state(vs[0], ss[0], vs[1], ss[1]), whole)
+        assert_state(flashinfer.merge_state(vs[1], ss[1].double(), vs[0], ss[0]), whole)
 
 
 def test_flashinfer_merges_no_states_to_nothing():
