@@ -41,11 +41,11 @@ FAMILIES: tuple[tuple[str, Direction, str], ...] = (
     ("triton", "backward", "warp_specialized_two_pass"),
 )
 NAMES = (
-    "long_d64_causal", "long_d128_full", "long_d256_causal", "long_d40", "long_d96", "long_d192",  # many tiles
-    "long_chunk_causal", "long_empty_rows", "long_one_key_more_causal", "long_fp16_bshd_gqa_causal",
-    "long_window_511_256_d64", "long_window_100_50_empty_d128", "long_inf_v_causal", "descending_causal",
-    "ascending_full", "twin_peaks_causal", "scale_negative_causal", "scale_zero",
+    "long_d64_causal", "long_d128_full", "long_d256_causal", "long_d40", "long_d96",  # many tiles
+    "long_chunk_causal", "long_empty_rows", "long_inf_v_causal", "long_window_100_50_empty_d128",
+    "descending_causal", "twin_peaks_causal",
 )  # fmt: skip
+"""With few head_dims and masks: each has code of its own in every way, which takes most of the time."""
 SHORT = "d64_bf16_causal"
 BY_NAME = {case.name: case for case in CASES}
 LAUNCHES = 2 if ON_CPU else 100
@@ -92,11 +92,11 @@ def test_every_way_computes_attention(family, name):
             wanted.check(got, plan)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids="-".join)
+@pytest.mark.parametrize("family", [it for it in FAMILIES if it != ("cuda", "backward", "wgmma")], ids="-".join)
 def test_every_launch_gives_the_same_bits(family):
     """Where some blocks have a second tile: Gluon's mbarriers that nobody waited for spoiled one launch in 300.
 
-    Of a backward in one pass dq is summed up in any order.
+    Of Gluon's backward in one pass dq is summed up in any order, of CUDA's also parts of dk and dv.
     """
     case = BY_NAME[SHORT if ON_CPU else "long_d64_causal"]
     inputs, _ = prepare_case(case, DEVICE)
