@@ -64,7 +64,7 @@ class Call:
     def _value(self, row: Parameter, tensor_of: Callable[[Any], Any]) -> Any:
         if isinstance(row, Mapping):
             values = (self._value(each, tensor_of) for each in row.values())
-            return _record(*row)(*values) if self.is_gluon else tuple(values)
+            return _record(*row)(*values)
         if isinstance(row, Tensor):
             return tensor_of(row)
         if isinstance(row, Descriptor):
@@ -91,7 +91,7 @@ _UNKNOWN = 3
 def _unknown(row: Parameter) -> Parameter:
     """A row with a stand-in for each integer that is not specialised on."""
     if isinstance(row, Mapping):
-        return {name: _unknown(it) for name, it in row.items()}  # type: ignore[misc]  # no mapping in a mapping
+        return {name: _unknown(it) for name, it in row.items()}
     if not isinstance(row, Integer) or row.specialised:
         return row
     fits = abi.INT32_MIN <= row.value <= abi.INT32_MAX

@@ -27,7 +27,8 @@ from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.sequences import SPLITS_MAX, area_layouts
 from multiattn.triton.family import ASYNCHRONOUS, Areas, TritonFamily, TritonLaunch
-from multiattn.triton.kernels.constants import FEW_ROWS, OUT_VECTOR, MergeConstants, SplitConstants
+from multiattn.triton.kernels.constants import FEW_ROWS, OUT_VECTOR, MergeConstants, SplitConstants, Width
+from multiattn.triton.ladder import STEPS
 from multiattn.triton.score import lowered_score
 from multiattn.triton.table import (
     ELEMENT_BYTES,
@@ -186,21 +187,29 @@ def _parts(plan: Plan, config: TritonSplitConfig) -> KernelTable:
     problem, cache = plan.problem, plan.problem.cache
     known, constants = problem.layouts, _constants(plan, config)
     is_aligned = problem.alignment == VECTOR_BYTES
-    paging: dict[str, Parameter] = dict.fromkeys(("page_keys", "table_stride"), NONE)
+    paging: Parameter = NONE
     if cache is not None and cache.page is not None:
-        paging = dict(integers(page_keys=cache.page, table_stride=cache.table_stride))
+        paging = integers(page_keys=cache.page, table_stride=cache.table_stride)
     rows: dict[str, Parameter] = {
         **{name: Tensor(of=name, is_aligned=is_aligned) for name in ("q", "k", "v")},
         **{name: given(constants.whole, Tensor(of=name)) for name in ("out", "lse")},
         **{name: given(not constants.whole, Tensor(of=name)) for name in ("partial_out", "partial_lse")},
         "scale": factor_row(problem, problem.scale_log2),
-        **integers(seq_q=problem.seq_q, seq_kv=problem.seq_kv, sequences=problem.lengths[0]),
-        "heads": integers(heads_q=problem.heads_q, group=problem.group),
-        **integers(tiles=-(-problem.rows // config.tile_m), splits=config.splits),
-        **{f"{name}_strides": stride_rows(name, known[name].strides[:3], constants.vector) for name in ("q", "k", "v")},
-        "out_strides": _out_strides(problem),
-        **paging,
-        **reach_rows(problem),
+        "sizes": integers(
+            seq_q=problem.seq_q,
+            seq_kv=problem.seq_kv,
+            sequences=problem.lengths[0],
+            heads_q=problem.heads_q,
+            group=problem.group,
+            tiles=-(-problem.rows // config.tile_m),
+            splits=config.splits,
+        ),
+        "strides": {
+            **{name: stride_rows(name, known[name].strides[:3], constants.vector) for name in ("q", "k", "v")},
+            "out": _out_strides(problem),
+        },
+        "paging": paging,
+        "reach": reach_rows(problem),
         "sinks": given(constants.whole, sinks_row(problem)),
         "aux": aux_row(problem, constants.score),
         **{name: _index(problem, name) for name in ("seqlens_kv", "page_table", "cu_seqlens_q")},
@@ -218,8 +227,9 @@ def _constants(plan: Plan, config: TritonSplitConfig) -> SplitConstants:
     problem, cache = plan.problem, plan.problem.cache
     page = None if cache is None else cache.page
     return SplitConstants(
-        head_dim=problem.head_dim,
-        head_pad=one_width(problem.head_dim),
+        width=Width.of(problem.head_dim),
+        width_v=Width.of(problem.head_dim_v),
+        step=STEPS["full"].step,
         tile_m=config.tile_m,
         tile_n=config.tile_n,
         stages=config.stages,
@@ -244,7 +254,7 @@ def _merge(plan: Plan, config: TritonSplitConfig) -> KernelTable:
     problem = plan.problem
     parts, lines = merged(config.splits)
     constants = MergeConstants(
-        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
         parts=parts,
         lines=lines,
         columns=MERGED_COLUMNS,
@@ -253,7 +263,9 @@ def _merge(plan: Plan, config: TritonSplitConfig) -> KernelTable:
     )
     rows: dict[str, Parameter] = {
         **{name: Tensor(of=name) for name in ("partial_out", "partial_lse", "out", "lse")},
-        **integers(seq_q=problem.seq_q, sequences=problem.lengths[0], heads_q=problem.heads_q, splits=config.splits),
+        "sizes": integers(
+            seq_q=problem.seq_q, sequences=problem.lengths[0], heads_q=problem.heads_q, splits=config.splits
+        ),
         "out_strides": _out_strides(problem),
         "sinks": sinks_row(problem),
         "cu_seqlens_q": _index(problem, "cu_seqlens_q"),

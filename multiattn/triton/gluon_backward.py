@@ -33,7 +33,7 @@ from multiattn.triton.gluon_forward import (
     problem_constants,
     sizes_row,
 )
-from multiattn.triton.kernels.constants import OUT_VECTOR, StatisticsConstants
+from multiattn.triton.kernels.constants import OUT_VECTOR, StatisticsConstants, Width
 from multiattn.triton.kernels.gluon.constants import WARPGROUP_ROWS, GluonBackwardConstants
 from multiattn.triton.score import lowered_of_pairs
 from multiattn.triton.table import (
@@ -47,7 +47,7 @@ from multiattn.triton.table import (
     Parameter,
     Tensor,
     aux_row,
-    factor_row,
+    factor_rows,
     given,
     integers,
     stride_rows,
@@ -190,8 +190,8 @@ def _row_constants(problem: Problem, has_sums: bool) -> Constant:
     wide, narrow = pieces_of(problem.head_dim) if has_sums else (0, 0)
     return Constant(
         value=StatisticsConstants(
-            head_dim=problem.head_dim,
-            head_pad=one_width(problem.head_dim),
+            width=Width.of(problem.head_dim),
+            width_v=Width.of(problem.head_dim_v),
             wide=wide,
             narrow=narrow,
             packed=problem.packing is not None,
@@ -255,7 +255,7 @@ def walk_rows(problem: Problem, *, tiles: int, heads: int, together: int) -> dic
     """Factors and sizes of a kernel of gradients: of so many tiles a head that blocks own, of `heads` in all."""
     tiles_q = Integer(value=tiles_of_queries(problem))
     return {
-        "factors": {"score": factor_row(problem, problem.score_factor), "grad": problem.grad_factor},
+        "factors": factor_rows(problem),
         "sizes": sizes_row(problem, tiles, heads, together, tiles_q),
     }
 

@@ -20,7 +20,7 @@ from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem
 from multiattn.score.expression import ONE
 from multiattn.triton.family import ASYNCHRONOUS, TritonFamily, TritonLaunch
-from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants
+from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants, Width
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.score import lowered_score
 from multiattn.triton.table import (
@@ -35,6 +35,7 @@ from multiattn.triton.table import (
     Tensor,
     aux_row,
     factor_row,
+    factor_rows,
     given,
     integers,
     item_row,
@@ -132,21 +133,25 @@ def checks_by_queries(problem: Problem, arch: Arch, config: TritonConfig, more_b
 # ---------------------------------------------------------------- a kernel of a launch
 
 _NAMES: Mapping[str, str] = {
-    "attention_forward": """
-        q k v out lse scale seq_q seq_kv heads
-        q_strides k_strides v_strides out_strides left right sinks aux lists entries tiles C""",
+    "attention_forward": "q k v out lse scale sizes strides reach sinks aux lists entries tiles C",
     "prepare_rows": "out dout dlse delta dq_sum dlse_rows seq_q heads_q batch_heads out_strides C",
     "finish_dq": "dq_sum dq grad_factor seq_q heads_q batch_heads dq_strides C",
     "gradient_of_queries": """
-        q k v out lse dout dlse dq delta score_factor grad_factor dlse_rows seq_q seq_kv heads
-        q_strides k_strides v_strides out_strides left right aux lists entries tiles C""",
+        q k v out lse dout dlse dq delta factors sizes strides reach aux lists entries tiles C""",
     "gradients_of_keys": """
-        q k v lse dout delta dq_sum dk dv score_factor grad_factor seq_q seq_kv heads
-        q_strides k_strides v_strides dout_strides dk_strides dv_strides left right aux daux lists entries tiles C""",
+        q k v lse dout delta dq_sum dk dv factors sizes strides reach aux daux lists entries tiles C""",
 }
 """The parameters of each kernel, in order."""
+_STRIDES: Mapping[str, str] = {
+    "attention_forward": "q k v out",
+    "gradient_of_queries": "q k v out",
+    "gradients_of_keys": "q k v dout dk dv",
+}
+"""The tensors whose strides are those of a kernel."""
 _OF_KEYS, _OF_QUERIES = ("k", "v"), ("q", "dout", "dq_sum")
 """The tensors that a program walks over if it owns queries, or keys: by descriptors where the variant has them."""
+_OF_VALUES = ("v", "dout")
+"""Tensors as wide as v."""
 _GIVEN = ("q", "k", "v")
 """Tensors of the caller's, which may be less aligned than our own."""
 
@@ -160,42 +165,50 @@ def table_of(kernel: str, launch: TritonLaunch, constants: TileConstants, option
     # The small kernels take rows as they come, whatever sequence they are of.
     tiled = problem if constants.packed else replace(problem, batching=None)
     grid = key_tiles(tiled, constants.tile_n) if by_keys else query_tiles(tiled, constants.tile_m)
-    heads = {
-        "heads_q": Integer(value=problem.heads_q),
+    batch_heads = problem.batch * (problem.heads_kv if by_keys else problem.heads_q)
+    numbers = integers(
+        dlse_rows=problem.seq_q if has_dlse else 0,
+        seq_q=problem.seq_q,
+        seq_kv=problem.seq_kv,
+        heads_q=problem.heads_q,
         # Around the loop over queries a loop over the heads of a group would spill 44 times in it (sm90, D=128).
-        "group": Integer(value=problem.group, specialised=by_keys and problem.group == 1),
-        "batch_heads": Integer(value=problem.batch * (problem.heads_kv if by_keys else problem.heads_q)),
-    }
+        group=Integer(value=problem.group, specialised=by_keys and problem.group == 1),
+        batch_heads=batch_heads,
+    )
+
+    def stride_row(of: str) -> Parameter:
+        unit = constants.vector if of in _GIVEN else OUT_VECTOR
+        return NONE if of in described else stride_rows(of, known[of].strides[:3], unit)
+
     fixed: dict[str, Parameter] = {
-        **heads,
-        "heads": heads,
-        **integers(seq_q=problem.seq_q, seq_kv=problem.seq_kv, dlse_rows=problem.seq_q if has_dlse else 0),
+        **numbers,
+        "sizes": {name: it for name, it in numbers.items() if name != "dlse_rows" or kernel == "gradient_of_queries"},
+        "strides": {name: stride_row(name) for name in _STRIDES.get(kernel, "").split()},
         "scale": factor_row(problem, problem.scale_log2 if constants.step.exp2 else problem.scale_log2 / LOG2_E),
-        "score_factor": factor_row(problem, problem.score_factor),
+        "factors": factor_rows(problem),
         "grad_factor": problem.grad_factor,
         "dlse": Tensor(of="dlse" if has_dlse else "lse"),
-        **reach_rows(problem),
+        "reach": reach_rows(problem),
         "sinks": sinks_row(problem),
         "aux": aux_row(problem, constants.score),
         "daux": _daux(problem, constants),
         "lists": _lists(problem, by_keys),
         "entries": given(constants.packed, Tensor(of="key_list" if by_keys else "query_list")),
-        "tiles": Integer(value=grid // heads["batch_heads"].value) if constants.packed else NONE,
+        "tiles": Integer(value=grid // batch_heads) if constants.packed else NONE,
         "C": Constant(value=constants),
     }
     if not constants.one_pass:
         fixed["dq_sum"] = NONE
 
     def row(name: str) -> Parameter:
-        of = name.removesuffix("_strides")
         if name in fixed:
             return fixed[name]
-        if of != name:
-            unit = constants.vector if of in _GIVEN else OUT_VECTOR
-            return NONE if of in described else stride_rows(of, known[of].strides[:3], unit)
+        if name.endswith("_strides"):
+            return stride_row(name.removesuffix("_strides"))
         if name in described:
             rows = constants.tile_n if name in _OF_KEYS else constants.tile_m
-            return Descriptor(of=name, layout=known[name], rows=rows, columns=constants.head_pad)
+            width = constants.width_v if name in _OF_VALUES else constants.width
+            return Descriptor(of=name, layout=known[name], rows=rows, columns=width.pad)
         return Tensor(of=name, is_aligned=name not in _GIVEN or alignment == VECTOR_BYTES)
 
     rows = {name: row(name) for name in _NAMES[kernel].split()}
@@ -240,9 +253,9 @@ def constants_of(launch: TritonLaunch, config: TritonConfig, **own: Any) -> Tile
     """The constants of a kernel that walks over tiles."""
     problem, arch = launch.problem, launch.arch
     lowered = lowered_score(problem, arch, with_gradients=bool(own.get("gradients")))
-    of_kernel = {
-        "head_dim": problem.head_dim,
-        "head_pad": one_width(problem.head_dim),
+    of_kernel: dict[str, Any] = {
+        "width": Width.of(problem.head_dim),
+        "width_v": Width.of(problem.head_dim_v),
         "tile_m": config.tile_m,
         "tile_n": config.tile_n,
         "stages": config.stages,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from multiattn.layout import Layout
 from multiattn.problem import Problem
@@ -67,7 +67,7 @@ NONE = Constant(value=None)
 
 Scalar = Tensor | Descriptor | Integer | Constant | float
 """A parameter that is handed over by itself; a float is an fp32 number."""
-Parameter = Scalar | Mapping[str, Scalar]
+Parameter: TypeAlias = "Scalar | Mapping[str, Parameter]"
 """One parameter; those that travel as a tuple by their names."""
 
 
@@ -85,11 +85,15 @@ class KernelTable:
 
     def leaves(self) -> Iterator[tuple[str, tuple[int, ...], Scalar]]:
         """Name, place and row of everything that is handed over by itself: of a tuple each item."""
-        for index, (name, row) in enumerate(self.rows.items()):
-            if isinstance(row, Mapping):
-                yield from ((part, (index, place), each) for place, (part, each) in enumerate(row.items()))
-            else:
-                yield name, (index,), row
+        return _leaves(self.rows, ())
+
+
+def _leaves(rows: Mapping[str, Parameter], above: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], Scalar]]:
+    for index, (name, row) in enumerate(rows.items()):
+        if isinstance(row, Mapping):
+            yield from _leaves(row, (*above, index))
+        else:
+            yield name, (*above, index), row
 
 
 class Assumed(NamedTuple):
@@ -110,17 +114,17 @@ def given(is_given: bool, row: Parameter) -> Parameter:
     return row if is_given else NONE
 
 
-def integers(**sizes: int) -> dict[str, Integer]:
-    """Integers that no code depends on, by their names."""
-    return {name: Integer(value=value) for name, value in sizes.items()}
+def integers(**sizes: int | Integer) -> dict[str, Integer]:
+    """Integers by their names; no code depends on those that are plain numbers."""
+    return {name: it if isinstance(it, Integer) else Integer(value=it) for name, it in sizes.items()}
 
 
-def reach_rows(problem: Problem) -> dict[str, Scalar]:
+def reach_rows(problem: Problem) -> Mapping[str, Scalar]:
     """`left` and `right` of a two-sided mask: numbers that no code depends on."""
     if not problem.is_two_sided:
         return dict.fromkeys(("left", "right"), NONE)
     left, right = problem.reach
-    return dict(integers(left=left, right=right))
+    return integers(left=left, right=right)
 
 
 def sinks_row(problem: Problem) -> Parameter:
@@ -131,6 +135,11 @@ def sinks_row(problem: Problem) -> Parameter:
 def factor_row(problem: Problem, value: float) -> float | Integer:
     """A factor of scores. That after an expression is 1, as code may know."""
     return Integer(value=1, specialised=True) if problem.has_score and value == 1.0 else value
+
+
+def factor_rows(problem: Problem) -> Mapping[str, Scalar]:
+    """The factors of a backward: of scores in the log2 domain, and of gradients."""
+    return {"score": factor_row(problem, problem.score_factor), "grad": problem.grad_factor}
 
 
 def aux_row(problem: Problem, lowered: LoweredScore | None) -> Parameter:

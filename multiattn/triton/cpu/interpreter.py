@@ -264,7 +264,8 @@ def _with_functions(value: Any) -> Any:
 def _to_argument(value: Any) -> Any:
     """The value that the kernel gets for an argument: a number as a scalar of the type it has when compiled."""
     if isinstance(value, tuple):
-        return tl.tuple([_to_argument(it) for it in value])
+        items = map(_to_argument, value)
+        return value._make(items) if hasattr(value, "_make") else tuple(items)
     if isinstance(value, float):  # Triton's interpreter leaves it a Python float, which takes any type it meets
         handle = interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32)
         return tl.tensor(handle, tl.float32)

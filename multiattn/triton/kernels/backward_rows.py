@@ -55,7 +55,7 @@ def _rows(first_row, strides, at, start, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "dlse_rows", "seq_q", "heads_q", "tiles"])
 def prepare_statistics(
-    out,  # pointer, [B, Hq, Sq, D]
+    out,  # pointer, [B, Hq, Sq, Dv]
     dout,  # pointer, like out
     lse,  # pointer, fp32 [B, Hq, Sq], contiguous
     dlse,  # pointer, like lse; any pointer where dlse_rows is 0
@@ -87,10 +87,10 @@ def prepare_statistics(
             return
     rows = first_row + tl.arange(0, 64)
     is_there = rows < length
-    columns = tl.arange(0, C.head_pad)[None, :]
-    inside = is_there[:, None] & (columns < C.head_dim)
+    columns = tl.arange(0, C.width_v.pad)[None, :]
+    inside = is_there[:, None] & (columns < C.width_v.dim)
     offsets = _rows(first_row, out_strides, at, start, C) + columns
-    of_out = tl.load(out + offsets, mask=inside, other=0.0).to(tl.float32)  # [64, head_pad]
+    of_out = tl.load(out + offsets, mask=inside, other=0.0).to(tl.float32)  # [64, width_v.pad]
     of_dout = tl.load(dout + offsets, mask=inside, other=0.0).to(tl.float32)
     place = batch_head.to(tl.int64) * seq_q + start + rows
     row_delta = tl.sum(of_out * of_dout, 1)
@@ -148,10 +148,10 @@ def round_dq(
     total = _piece(sums, C.wide) * grad_factor
     if C.packed:
         total = tl.where(has_place, total, 0.0)
-    tl.store(dq + offsets + columns, total.to(dq.dtype.element_ty), mask=is_there & (columns < C.head_dim))
+    tl.store(dq + offsets + columns, total.to(dq.dtype.element_ty), mask=is_there & (columns < C.width.dim))
     if C.narrow > 0:
         columns = C.wide + tl.arange(0, C.narrow)[None, :]
         total = _piece(sums + 64 * C.wide, C.narrow) * grad_factor
         if C.packed:
             total = tl.where(has_place, total, 0.0)
-        tl.store(dq + offsets + columns, total.to(dq.dtype.element_ty), mask=is_there & (columns < C.head_dim))
+        tl.store(dq + offsets + columns, total.to(dq.dtype.element_ty), mask=is_there & (columns < C.width.dim))

@@ -6,12 +6,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from multiattn.block_mask import BlockSpec
+from multiattn.plan.schedule import one_width
 from multiattn.triton.ladder import TritonStep
 
 OUT_VECTOR = 8
 """Elements that divide every stride of out and of the gradients: dense, so they are multiples of head_dim."""
 FEW_ROWS = 32
 """Rows that are few: all those of a sequence are a tile, whose warps have different keys. A guess, not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """The columns of a tile's rows."""
+
+    dim: int
+    """Those that there are."""
+    pad: int
+    """Those rounded up to a power of two that tl.dot accepts; the padding is zero."""
+
+    @classmethod
+    def of(cls, dim: int) -> Width:
+        """Of rows of so many elements."""
+        return cls(dim, one_width(dim))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,9 +48,10 @@ class ListConstants:
 class TileConstants:
     """Constants of a kernel; it gets them whole, as one constexpr."""
 
-    head_dim: int
-    head_pad: int
-    """head_dim rounded up to a power of two that tl.dot accepts; the padding is zero."""
+    width: Width
+    """Of q and k."""
+    width_v: Width
+    """Of v and out."""
     tile_m: int
     far_rows: bool
     """Offsets inside one tile can pass 2^31 elements."""
@@ -167,7 +184,7 @@ class SplitConstants(TileConstants):
 class MergeConstants:
     """Constants of the kernel that merges parts."""
 
-    head_dim: int
+    head_dim_v: int
     parts: int
     """Parts that are merged at once, all that there are or more; a power of two."""
     lines: int
@@ -188,9 +205,9 @@ class MergeConstants:
 class StatisticsConstants:
     """Constants of the small kernels before and after the Gluon kernels of gradients."""
 
-    head_dim: int
-    head_pad: int
+    width: Width
     """As in `TileConstants`."""
+    width_v: Width
     wide: int = 0
     """Columns of head_dim in the first of its pieces, as the sums of dq have them; 0 where there are no sums."""
     narrow: int = 0

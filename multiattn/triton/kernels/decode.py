@@ -12,40 +12,28 @@ import triton
 import triton.language as tl
 
 from multiattn.triton.kernels.elements import load_in_place
+from multiattn.triton.kernels.forward import LOWEST, add_sink
 from multiattn.triton.kernels.tiles import key_blocks, modified, needs_mask, tile_offsets, visible_keys
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""Where a row's maximum starts: the lowest finite fp32. With -inf a row that sees nothing would need guards."""
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 # No code depends on a length, on how many sequences, pages or parts there are, or on where a cache has them.
-@triton.jit(
-    do_not_specialize=["seq_q", "seq_kv", "sequences", "tiles", "splits", "page_keys", "table_stride", "left", "right"]
-)
+@triton.jit
 def attention_of_parts(
     q,  # pointer, [B, Hq, Sq, D]; with packed queries [1, Hq, T, D]
     k,  # pointer, [B, Hkv, Skv, D]; with pages [pages, Hkv, page_keys, D]
-    v,  # like k
-    out,  # pointer, like q; None where there are parts
+    v,  # like k, of Dv columns
+    out,  # pointer, like q, of Dv columns; None where there are parts
     lse,  # pointer, fp32 [B, Hq, Sq] or [1, Hq, T], contiguous; None where there are parts
-    partial_out,  # pointer, fp32 [splits, lines, D], a line for each element of lse; None where there is one part
+    partial_out,  # pointer, fp32 [splits, lines, Dv], a line for each element of lse; None where there is one part
     partial_lse,  # pointer, fp32 [splits, lines], to the base of 2; None where there is one part
     scale,  # |scale| times log2(e), positive; with an expression 1
-    seq_q,  # with packed queries T
-    seq_kv,
-    sequences,
-    heads,  # (Hq, query heads that share one key/value head)
-    tiles,  # of rows, in one sequence
-    splits,  # parts of the keys
-    q_strides,  # of (batch, head, row), in units of C.vector elements
-    k_strides,  # the same, of (batch or page, head, row)
-    v_strides,
-    out_strides,  # in units of C.out_vector elements
-    page_keys,  # keys of a page; None without pages
-    table_stride,  # elements from one row of page_table to the next; None without pages
-    left,  # with right, the reach of a two-sided mask; None for other kinds
-    right,
+    sizes,  # seq_q (with packed queries T), seq_kv, sequences, heads_q, group (query heads that share one key/value
+    #         head), tiles (of rows, in one sequence), splits (parts of the keys)
+    strides,  # of q, k and v by (batch or page, head, row), in units of C.vector elements; of out in C.out_vector
+    paging,  # page_keys (keys of a page), table_stride (elements from one row of page_table to the next), or None
+    reach,  # left and right of a two-sided mask; None for other kinds
     sinks,  # pointer, fp32 [Hq], at a multiple of 4 bytes; None where there are none, or parts
     aux,  # what the program of scores reads, as its functions have it; None without one
     seqlens_kv,  # pointer, int32 [sequences]; None where all have seq_kv keys
@@ -56,9 +44,9 @@ def attention_of_parts(
     """Attention of tile_m rows over one part of their keys: out and lse, or a part of both."""
     if C.overlaps:
         _let_merge_start()
-    tile, head_kv, split, sequence = _my_part(tiles, heads, splits, C)
-    start_q, len_q, len_kv = _my_sequence(sequence, seq_q, seq_kv, seqlens_kv, cu_seqlens_q, C)
-    heads_q, group = heads
+    tile, head_kv, split, sequence = _my_part(sizes, C)
+    start_q, len_q, len_kv = _my_sequence(sequence, sizes, seqlens_kv, cu_seqlens_q, C)
+    group = sizes.group
     first_row = tile * C.tile_m
     if first_row >= len_q * group:
         return
@@ -70,17 +58,18 @@ def attention_of_parts(
     if C.packed_queries:
         batch = 0
     row = start_q + query
-    line = (batch * heads_q + head).to(tl.int64) * seq_q + row  # [tile_m], its place in lse
+    line = (batch * sizes.heads_q + head).to(tl.int64) * sizes.seq_q + row  # [tile_m], its place in lse
 
-    band = (len_q, len_kv, left, right)
+    band = (len_q, len_kv, reach[0], reach[1])
     blocks = key_blocks(first_row // group, band, C)  # as if the tile had more queries: it never has fewer
-    begin, end = _my_keys(blocks, split, splits, C)
+    begin, end = _my_keys(blocks, split, sizes.splits, C)
     seen_from = _first_seen(first_row // group, band, C)
-    columns = tl.arange(0, C.head_pad)[None, :]
-    inside = exists[:, None] & (columns < C.head_dim)
+    columns = tl.arange(0, C.width.pad)[None, :]
     q_tile = tl.load(
-        q + _offsets(batch, head, row, q_strides, C.vector)[:, None] + columns, mask=inside, other=0.0
-    )  # [tile_m, head_pad]
+        q + _offsets(batch, head, row, strides.q, C.vector)[:, None] + columns,
+        mask=exists[:, None] & (columns < C.width.dim),
+        other=0.0,
+    )  # [tile_m, width.pad]
     if C.scale_sign < 0:
         q_tile = -q_tile
     if C.scale_sign == 0:
@@ -89,19 +78,20 @@ def attention_of_parts(
     entry = sequence  # of k and v
     if C.paged:
         entry = 0
-        page_table += sequence.to(tl.int64) * table_stride
-    k += (tl.cast(entry, tl.int64) * k_strides[0] + head_kv.to(tl.int64) * k_strides[1]) * C.vector
-    v += (tl.cast(entry, tl.int64) * v_strides[0] + head_kv.to(tl.int64) * v_strides[1]) * C.vector
+        page_table += sequence.to(tl.int64) * paging.table_stride
+    k += (tl.cast(entry, tl.int64) * strides.k[0] + head_kv.to(tl.int64) * strides.k[1]) * C.vector
+    v += (tl.cast(entry, tl.int64) * strides.v[0] + head_kv.to(tl.int64) * strides.v[1]) * C.vector
 
-    acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
+    acc = tl.full([C.tile_m, C.width_v.pad], 0.0, tl.float32)
     row_max = tl.full([C.tile_m], LOWEST, tl.float32)
     row_sum = tl.full([C.tile_m, C.sum_columns], 0.0, tl.float32)
-    ahead = _pages(page_table, begin, seen_from, end, page_keys, False, C)
+    cached = (seen_from, end, paging)
+    ahead = _pages(page_table, begin, cached, False, C)
     for first_key in tl.range(begin, end, C.tile_n, num_stages=C.stages):
         pages = ahead
         if C.paged:
-            ahead = _pages(page_table, first_key + C.tile_n, seen_from, end, page_keys, True, C)
-        k_tile = _load_keys(k, k_strides, pages, first_key, seen_from, end, page_keys, C)  # [tile_n, head_pad]
+            ahead = _pages(page_table, first_key + C.tile_n, cached, True, C)
+        k_tile = _load_keys(k, strides.k, pages, first_key, cached, C.width, C)  # [tile_n, width.pad]
         scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
         keys = first_key + tl.arange(0, C.tile_n)
         of_score = (sequence, head[:, None], aux)
@@ -117,61 +107,59 @@ def attention_of_parts(
         acc = acc * decay[:, None]
         row_max = new_max
 
-        v_tile = _load_keys(v, v_strides, pages, first_key, seen_from, end, page_keys, C)  # [tile_n, head_pad]
+        v_tile = _load_keys(v, strides.v, pages, first_key, cached, C.width_v, C)  # [tile_n, width_v.pad]
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc)
 
     total = tl.sum(row_sum, 1)  # [tile_m]
+    columns = tl.arange(0, C.width_v.pad)[None, :]
+    inside = exists[:, None] & (columns < C.width_v.dim)
     if C.whole:
-        if sinks is not None:  # one more column, a logit that is not scaled and has no value
-            sink = tl.load(sinks + head) * (1.0 / LN_2)
-            new_max = tl.maximum(row_max, sink)
-            decay = tl.math.exp2(row_max - new_max)
-            acc, total, row_max = acc * decay[:, None], total * decay + tl.math.exp2(sink - new_max), new_max
+        if sinks is not None:
+            acc, total, row_max = add_sink(acc, total, row_max, tl.load(sinks + head), C)
         # A row that saw no key and no sink has the total 0: out is 0 / 1, lse is LOWEST + log(0) = -inf.
         tl.store(lse + line, (row_max + tl.math.log2(total)) * LN_2, mask=exists)
-        result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]  # [tile_m, head_pad]
-        out += _offsets(batch, head, row, out_strides, C.out_vector)[:, None] + columns
+        result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]  # [tile_m, width_v.pad]
+        out += _offsets(batch, head, row, strides.out, C.out_vector)[:, None] + columns
         tl.store(out, result.to(out.dtype.element_ty), mask=inside)
     else:
-        lines = _lines(sequences, heads_q, seq_q, C)
+        lines = _lines(sizes, C)
         part = split.to(tl.int64) * lines + line
         tl.store(partial_lse + part, row_max + tl.math.log2(total), mask=exists)
         result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
         tl.store(
-            partial_out + part[:, None] * C.head_dim + columns, result, mask=inside & (total != 0.0)[:, None]
+            partial_out + part[:, None] * C.width_v.dim + columns, result, mask=inside & (total != 0.0)[:, None]
         )  # what nobody reads is not written
 
 
 @triton.jit
-def _my_part(tiles, heads, splits, C: tl.constexpr):
+def _my_part(sizes, C: tl.constexpr):
     """The tile of rows, head of keys, part of the keys and sequence that this program owns.
 
     Tiles that read the same keys run side by side, and so do heads, which pages may have side by side. Under a mask the
     last rows, which see the most keys, go first.
     """
-    heads_q, group = heads
-    heads_kv = heads_q // group
+    heads_kv = sizes.heads_q // sizes.group
     program = tl.program_id(0)
-    tile = program % tiles
-    program = program // tiles
+    tile = program % sizes.tiles
+    program = program // sizes.tiles
     head_kv = program % heads_kv
     program = program // heads_kv
     if C.banded:
-        tile = tiles - 1 - tile
-    return tile, head_kv, program % splits, program // splits
+        tile = sizes.tiles - 1 - tile
+    return tile, head_kv, program % sizes.splits, program // sizes.splits
 
 
 @triton.jit
-def _my_sequence(sequence, seq_q, seq_kv, seqlens_kv, cu_seqlens_q, C: tl.constexpr):
+def _my_sequence(sequence, sizes, seqlens_kv, cu_seqlens_q, C: tl.constexpr):
     """The first row of a sequence in q, and how many queries and keys it has: of those that there are, whatever the
     device says.
     """
-    start_q, len_q, len_kv = 0, seq_q, seq_kv
+    start_q, len_q, len_kv = 0, sizes.seq_q, sizes.seq_kv
     if C.cached:
-        len_kv = _clamped(tl.load(seqlens_kv + sequence), 0, seq_kv)
+        len_kv = _clamped(tl.load(seqlens_kv + sequence), 0, sizes.seq_kv)
     if C.packed_queries:
-        start_q = _clamped(tl.load(cu_seqlens_q + sequence), 0, seq_q)
-        len_q = _clamped(tl.load(cu_seqlens_q + sequence + 1), start_q, seq_q) - start_q
+        start_q = _clamped(tl.load(cu_seqlens_q + sequence), 0, sizes.seq_q)
+        len_q = _clamped(tl.load(cu_seqlens_q + sequence + 1), start_q, sizes.seq_q) - start_q
     return start_q, len_q, len_kv
 
 
@@ -206,11 +194,11 @@ def _first_seen(first_query, band, C: tl.constexpr):
 
 
 @triton.jit
-def _lines(sequences, heads_q, seq_q, C: tl.constexpr):
+def _lines(sizes, C: tl.constexpr):
     """Elements of lse."""
-    lines = tl.cast(heads_q, tl.int64) * seq_q
+    lines = tl.cast(sizes.heads_q, tl.int64) * sizes.seq_q
     if not C.packed_queries:
-        lines = lines * sequences
+        lines = lines * sizes.sequences
     return lines
 
 
@@ -236,15 +224,16 @@ def _offsets(batch, head, row, strides, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _pages(page_table, first_key, seen_from, end, page_keys, AHEAD: tl.constexpr, C: tl.constexpr):
+def _pages(page_table, first_key, cached, AHEAD: tl.constexpr, C: tl.constexpr):
     """The page of a tile of keys, or if it is in several the page of each key ``[tile_n]``; 0 without pages.
 
-    Keys before `seen_from` or from `end` on are in the page of the nearest one between: their own entries may have any
-    number. A page that has all of a tile has a key that is seen.
+    `cached` is (seen_from, end, the kernel's `paging`). Keys before `seen_from` or from `end` on are in the page of the
+    nearest one between: their own entries may have any number. A page that has all of a tile has a key that is seen.
 
     AHEAD: for the next tile of the walk, if there is one. That is not loaded by tl.load: Triton would take it for one
     more load to be pipelined, and would then have fewer tiles in flight.
     """
+    seen_from, end, paging = cached
     pages = 0
     if C.paged:
         keys = first_key
@@ -254,7 +243,7 @@ def _pages(page_table, first_key, seen_from, end, page_keys, AHEAD: tl.constexpr
                 keys = tl.maximum(keys, seen_from)
             places = tl.minimum(keys, end - 1) // C.page
         else:
-            places = tl.minimum(keys, end - 1) // page_keys
+            places = tl.minimum(keys, end - 1) // paging.page_keys
         if not AHEAD:
             pages = tl.load(page_table + places, mask=keys < end, other=0)
         elif C.compiled:
@@ -265,43 +254,41 @@ def _pages(page_table, first_key, seen_from, end, page_keys, AHEAD: tl.constexpr
 
 
 @triton.jit
-def _load_keys(source, strides, pages, first_key, seen_from, end, page_keys, C: tl.constexpr):
-    """A tile ``[tile_n, head_pad]`` of keys or values of one head; zero before `seen_from`, from `end` on, and beyond
-    head_dim.
+def _load_keys(source, strides, pages, first_key, cached, WIDTH: tl.constexpr, C: tl.constexpr):
+    """A tile ``[tile_n, WIDTH.pad]`` of keys or values of one head; zero before `seen_from`, from `end` on, and beyond
+    the columns that there are.
 
     So nothing that is beyond a sequence or freed reaches a product: a weight of 0 would not hide NaN.
     """
+    seen_from, end, paging = cached
     if C.page > 0:
         keys = (first_key + tl.arange(0, C.tile_n)) % C.page
         places = pages.to(tl.int64) * strides[0] + keys.to(tl.int64) * strides[2]  # [tile_n]
-        pointers = source + (places * C.vector)[:, None] + tl.arange(0, C.head_pad)[None, :]
+        pointers = source + (places * C.vector)[:, None] + tl.arange(0, WIDTH.pad)[None, :]
     else:
         row = first_key
         if C.paged:
             source += pages.to(tl.int64) * strides[0] * C.vector
-            row = first_key % page_keys
+            row = first_key % paging.page_keys
         source += tl.cast(row, tl.int64) * strides[2] * C.vector
-        pointers = source + tile_offsets(strides[2], C.tile_n, C.vector, C.far_rows, C)
+        pointers = source + tile_offsets(strides[2], C.tile_n, WIDTH, C.vector, C.far_rows)
     is_key = first_key + tl.arange(0, C.tile_n) < end
     if C.frees_keys:
         is_key = is_key & (first_key + tl.arange(0, C.tile_n) >= seen_from)
-    inside = is_key[:, None] & (tl.arange(0, C.head_pad) < C.head_dim)[None, :]
+    inside = is_key[:, None] & (tl.arange(0, WIDTH.pad) < WIDTH.dim)[None, :]
     return tl.load(pointers, mask=inside, other=0.0)
 
 
 # ---------------------------------------------------------------- the merge
 
 
-@triton.jit(do_not_specialize=["seq_q", "sequences", "heads_q", "splits"])
+@triton.jit
 def merge_splits(
-    partial_out,  # pointer, fp32 [splits, lines, D], as `attention_of_parts` writes it
+    partial_out,  # pointer, fp32 [splits, lines, Dv], as `attention_of_parts` writes it
     partial_lse,  # pointer, fp32 [splits, lines]
-    out,  # pointer, [B, Hq, Sq, D] or [1, Hq, T, D]
+    out,  # pointer, [B, Hq, Sq, Dv] or [1, Hq, T, Dv]
     lse,  # pointer, fp32 [lines]
-    seq_q,  # with packed queries T
-    sequences,
-    heads_q,
-    splits,
+    sizes,  # seq_q (with packed queries T), sequences, heads_q, splits
     out_strides,  # of (batch, head, row), in units of C.out_vector elements
     sinks,  # pointer, fp32 [Hq], at a multiple of 4 bytes; None where there are none
     cu_seqlens_q,  # pointer, int32 [sequences + 1]; None where queries are not packed
@@ -310,20 +297,20 @@ def merge_splits(
     """Some columns of some lines: each the sum of its parts, weighted by their sums of weights. All parts at once."""
     if C.overlaps:
         _wait_for_parts()
-    blocks = (C.head_dim + C.columns - 1) // C.columns
+    blocks = (C.head_dim_v + C.columns - 1) // C.columns
     program = tl.program_id(0)
-    lines = _lines(sequences, heads_q, seq_q, C)
+    lines = _lines(sizes, C)
     line = (program // blocks).to(tl.int64) * C.lines + tl.arange(0, C.lines)  # [lines]
-    row = line % seq_q
-    head = line // seq_q % heads_q
-    batch = line // seq_q // heads_q
+    row = line % sizes.seq_q
+    head = line // sizes.seq_q % sizes.heads_q
+    batch = line // sizes.seq_q // sizes.heads_q
     exists = line < lines
     if C.packed_queries:  # rows before the first sequence and behind the last are left as they are
-        exists = exists & (row >= tl.load(cu_seqlens_q)) & (row < tl.load(cu_seqlens_q + sequences))
+        exists = exists & (row >= tl.load(cu_seqlens_q)) & (row < tl.load(cu_seqlens_q + sizes.sequences))
 
     part = tl.arange(0, C.parts)
     parts = part.to(tl.int64)[None, :] * lines + line[:, None]  # [lines, parts]
-    in_parts = exists[:, None] & (part < splits)[None, :]
+    in_parts = exists[:, None] & (part < sizes.splits)[None, :]
     its_lse = tl.load(partial_lse + parts, mask=in_parts, other=float("-inf"))  # [lines, parts]
     row_max = tl.maximum(tl.max(its_lse, 1), LOWEST)  # [lines]
     if sinks is not None:
@@ -337,14 +324,14 @@ def merge_splits(
     columns = program % blocks * C.columns + tl.arange(0, C.columns)
     has_keys = its_lse != float("-inf")  # the memory of the others is not written
     its_out = tl.load(
-        partial_out + (parts * C.head_dim)[:, :, None] + columns[None, None, :],
-        mask=has_keys[:, :, None] & (columns < C.head_dim)[None, None, :],
+        partial_out + (parts * C.head_dim_v)[:, :, None] + columns[None, None, :],
+        mask=has_keys[:, :, None] & (columns < C.head_dim_v)[None, None, :],
         other=0.0,
     )  # [lines, parts, columns]
     acc = tl.sum(its_out * weights[:, :, None], 1)  # [lines, columns]
     result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     out += _offsets(batch, head, row, out_strides, C.out_vector)[:, None] + columns[None, :]
-    tl.store(out, result.to(out.dtype.element_ty), mask=exists[:, None] & (columns < C.head_dim)[None, :])
+    tl.store(out, result.to(out.dtype.element_ty), mask=exists[:, None] & (columns < C.head_dim_v)[None, :])
     if program % blocks == 0:
         tl.store(lse + line, (row_max + tl.math.log2(total)) * LN_2, mask=exists)
 

@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 
 from multiattn.triton.kernels.tiles import (
-    key_blocks,
-    listed_blocks,
     listed_tile,
     load_own,
     load_streamed,
@@ -24,6 +22,7 @@ from multiattn.triton.kernels.tiles import (
     seek,
     store_rows,
     visible_keys,
+    walk_keys,
 )
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -31,24 +30,18 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 # Lengths of 1 as constants crash the assembler of Triton 3.6.0 (with a descriptor and a register cap), and buy nothing.
-# They are no tuple, as Triton 3.6 and 3.9 specialise on what is in one whatever they are told.
-@triton.jit(do_not_specialize=["seq_q", "seq_kv", "left", "right", "tiles"])
+@triton.jit(do_not_specialize=["tiles"])
 def attention_forward(
     q,  # pointer, [B, Hq, Sq, D]
-    k,  # [B, Hkv, Skv, D]; a pointer, or a tensor descriptor with block [1, 1, tile_n, head_pad]
-    v,  # like k
-    out,  # pointer, like q
+    k,  # [B, Hkv, Skv, D]; a pointer, or a tensor descriptor with block [1, 1, tile_n, width.pad]
+    v,  # like k, of Dv columns
+    out,  # pointer, [B, Hq, Sq, Dv]
     lse,  # pointer, fp32 [B, Hq, Sq], contiguous
     scale,  # |scale| in the domain of the step (times log2(e) for exp2), positive; with an expression 1 in log2
-    seq_q,
-    seq_kv,
-    heads,  # (Hq, query heads that share one key/value head, B * Hq)
-    q_strides,  # of (batch, head, row), in units of C.vector elements
-    k_strides,  # the same; None where a descriptor has them
-    v_strides,
-    out_strides,  # in units of C.out_vector elements
-    left,  # with right, the reach of a two-sided mask; None for other kinds
-    right,
+    sizes,  # seq_q, seq_kv, heads_q, group (query heads that share one key/value head), batch_heads (B * Hq)
+    strides,  # of q, k and v by (batch, head, row), in units of C.vector elements, None where a descriptor has them;
+    #           of out in units of C.out_vector
+    reach,  # left and right of a two-sided mask; None for other kinds
     sinks,  # pointer, fp32 [Hq], contiguous, at a multiple of 4 bytes; None where there are none
     aux,  # what the program of scores reads, as its functions have it; None without one
     lists,  # the lists of a block mask, as `listed_blocks` has them; None without one
@@ -56,86 +49,42 @@ def attention_forward(
     tiles,  # how many there are
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
-    """Attention of one tile of tile_m queries: writes out ``[tile_m, head_dim]`` and lse ``[tile_m]``."""
-    first_row, batch_head, batch, at, at_kv, len_q, len_kv = my_queries(entries, tiles, seq_q, seq_kv, heads, C)
+    """Attention of one tile of tile_m queries: writes out ``[tile_m, width_v]`` and lse ``[tile_m]``."""
+    first_row, batch_head, batch, at, at_kv, band = my_queries(entries, tiles, sizes, reach, C)
     if C.packed:
         if batch < 0:
             return
-    head, band = at[1], (len_q, len_kv, left, right)
-    q = seek(q, q_strides, at, False, C.vector, C)
-    k = seek(k, k_strides, at_kv, C.descriptor, C.vector, C)
-    v = seek(v, v_strides, at_kv, C.descriptor, C.vector, C)
-    out = seek(out, out_strides, at, False, C.out_vector, C)
-    lse += batch_head.to(tl.int64) * seq_q
+    of_score = (batch, at[1], aux)
+    q = seek(q, strides.q, at, False, C.vector, C)
+    kv = (seek(k, strides.k, at_kv, C.descriptor, C.vector, C), seek(v, strides.v, at_kv, C.descriptor, C.vector, C))
+    out = seek(out, strides.out, at, False, C.out_vector, C)
+    lse += batch_head.to(tl.int64) * sizes.seq_q
     if C.packed:
         lse += at[0]
 
-    kv = (k, v, k_strides, v_strides)
-    acc, row_sum, row_max = _attend(q, q_strides, kv, first_row, at_kv, band, scale, (batch, head, aux), lists, C)
-    if sinks is not None:
-        acc, row_sum, row_max = _add_sink(acc, row_sum, row_max, tl.load(sinks + head), C)
-    _store(out, out_strides, lse, acc, row_sum, row_max, first_row, len_q, C)
-
-
-@triton.jit
-def _attend(q, q_strides, kv, first_row, at_kv, band, scale, of_score, lists, C: tl.constexpr):
-    """tile_m queries over all keys they see: acc ``[tile_m, head_pad]``, row_sum and row_max ``[tile_m]``."""
-    q_tile = load_own(q, q_strides, first_row, band[0], C.tile_m, C.vector, C)  # [tile_m, head_pad]
+    q_tile = load_own(q, strides.q, first_row, band[0], C.tile_m, C.width, C.vector, C)  # [tile_m, width.pad]
     if C.scale_sign < 0:
         q_tile = -q_tile
     if C.scale_sign == 0:
         q_tile = (q_tile * 0.0).to(q_tile.dtype)  # not zeros: inf * 0 must stay nan
-
-    rows = first_row + tl.arange(0, C.tile_m)
-    acc = tl.full([C.tile_m, C.head_pad], 0.0, tl.float32)
+    acc = tl.full([C.tile_m, C.width_v.pad], 0.0, tl.float32)
     row_sum = tl.full([C.tile_m], 0.0, tl.float32)
     row_max = tl.full([C.tile_m], LOWEST, tl.float32)
-    if C.blocks is not None:
-        batch, head, _aux = of_score
-        if C.blocks.has_full:
-            blocks, end = listed_blocks(lists, batch, head, first_row // C.blocks.queries, True, C.key_tiles)
-            acc, row_sum, row_max = _walk(
-                acc, row_sum, row_max, q_tile, kv, 0, end, blocks, rows, at_kv, band, scale, of_score,
-                C.hides_in_full, False, C,
-            )  # fmt: skip
-        blocks, end = listed_blocks(lists, batch, head, first_row // C.blocks.queries, False, C.key_tiles)
-        acc, row_sum, row_max = _walk(
-            acc, row_sum, row_max, q_tile, kv, 0, end, blocks, rows, at_kv, band, scale, of_score,
-            C.hides_in_partial, True, C,
-        )  # fmt: skip
-    else:
-        blocks = key_blocks(first_row, band, C)
-        begin, full_begin, full_end, end = blocks
-        if C.two_sided:  # one loop, as three would fill and drain the pipeline three times
-            acc, row_sum, row_max = _walk(
-                acc, row_sum, row_max, q_tile, kv, begin, end, blocks, rows, at_kv, band, scale, of_score,
-                True, False, C,
-            )  # fmt: skip
-        else:
-            acc, row_sum, row_max = _walk(
-                acc, row_sum, row_max, q_tile, kv, full_begin, full_end, blocks, rows, at_kv, band, scale, of_score,
-                False, False, C,
-            )  # fmt: skip
-            # Skipped where there is nothing to mask: of an empty loop Triton still sets up the pipeline, and takes it
-            # down.
-            if C.banded or full_end < end:
-                acc, row_sum, row_max = _walk(
-                    acc, row_sum, row_max, q_tile, kv, full_end, end, blocks, rows, at_kv, band, scale, of_score,
-                    True, False, C,
-                )  # fmt: skip
-    return acc, row_sum, row_max
+    tile = (q_tile, kv, strides, first_row + tl.arange(0, C.tile_m), at_kv, band, scale, of_score)
+    acc, row_sum, row_max = walk_keys(_walk, (acc, row_sum, row_max), tile, first_row, band, of_score, lists, True, C)
+    if sinks is not None:
+        acc, row_sum, row_max = add_sink(acc, row_sum, row_max, tl.load(sinks + at[1]), C)
+    _store(out, strides.out, lse, acc, row_sum, row_max, first_row, band[0], C)
 
 
 @triton.jit
-def _walk(
-    acc, row_sum, row_max, q_tile, kv, begin, end, blocks, rows, at_kv, band, scale, of_score,
-    MASKED: tl.constexpr, PARTIAL: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def _walk(sums, tile, begin, end, blocks, MASKED: tl.constexpr, PARTIAL: tl.constexpr, C: tl.constexpr):
     """Online softmax over the keys [begin, end), in blocks of tile_n, or over so many tiles of listed blocks.
 
-    acc ``[tile_m, head_pad]`` is not yet divided by row_sum ``[tile_m]``; row_max and rows are ``[tile_m]``.
+    `sums` is acc ``[tile_m, width_v.pad]``, not yet divided by row_sum ``[tile_m]``; row_max and rows are ``[tile_m]``.
     """
-    k, v, k_strides, v_strides = kv
+    acc, row_sum, row_max = sums
+    q_tile, kv, strides, rows, at_kv, band, scale, of_score = tile
     seq_kv = band[1]
     ahead = listed_tile(begin, end, blocks, C.key_tiles, C.tile_n, C)
     for place in tl.range(begin, end, C.key_step, num_stages=C.stages):
@@ -143,7 +92,7 @@ def _walk(
         if C.blocks is not None:
             first_key = ahead
             ahead = listed_tile(place + 1, end, blocks, C.key_tiles, C.tile_n, C)
-        k_tile = load_streamed(k, k_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
+        k_tile = load_streamed(kv[0], strides.k, at_kv, first_key, seq_kv, C.tile_n, C.width, MASKED, C.vector, C)
         scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
         scores = modified(scores, rows[:, None], (first_key + tl.arange(0, C.tile_n))[None, :], of_score, band, C)
         if MASKED:
@@ -159,7 +108,7 @@ def _walk(
         acc = acc * decay[:, None]
         row_max = new_max
 
-        v_tile = load_streamed(v, v_strides, at_kv, first_key, seq_kv, C.tile_n, MASKED, C.vector, C)
+        v_tile = load_streamed(kv[1], strides.v, at_kv, first_key, seq_kv, C.tile_n, C.width_v, MASKED, C.vector, C)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc)
     return acc, row_sum, row_max
 
@@ -194,7 +143,7 @@ def _power(x, INVERSE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _add_sink(acc, row_sum, row_max, sink, C: tl.constexpr):
+def add_sink(acc, row_sum, row_max, sink, C: tl.constexpr):
     """One more column of all rows, a logit that is not scaled and has no value. -inf changes nothing."""
     sink = sink * (1.0 / C.step.ln_base)
     new_max = tl.maximum(row_max, sink)
@@ -210,7 +159,7 @@ def _store(out, out_strides, lse, acc, row_sum, row_max, first_row, seq_q, C: tl
     tl.store(lse + first_row + tl.arange(0, C.tile_m), lse_row, mask=in_range)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     if C.step.reciprocal:
-        out_tile = acc * (1.0 / row_sum)[:, None]  # [tile_m, head_pad]
+        out_tile = acc * (1.0 / row_sum)[:, None]  # [tile_m, width_v.pad]
     else:
         out_tile = tl.math.div_rn(acc, row_sum[:, None])
-    store_rows(out, out_strides, out_tile, first_row, seq_q, C.tile_m, C)
+    store_rows(out, out_strides, out_tile, first_row, seq_q, C.tile_m, C.width_v, C)

@@ -2,8 +2,9 @@
 
 Plain `triton.language`, as the kernels. `C` is their `TileConstants`, `band` is (seq_q, seq_kv, left, right), with the
 lengths of one sequence; `at` is (batch, head), or in a packed batch (first row of the sequence, head); strides are of
-(batch, head, row), in units of VECTOR elements. The mask is in here alone. With ``d = seq_kv - seq_q``, a causal query
-i sees the keys up to ``i + d``, a two-sided one those from ``i + d - left`` to ``i + d + right``.
+(batch, head, row), in units of VECTOR elements; a WIDTH is `C.width` or `C.width_v`. The mask is in here alone. With
+``d = seq_kv - seq_q``, a causal query i sees the keys up to ``i + d``, a two-sided one those from ``i + d - left`` to
+``i + d + right``.
 """
 
 from __future__ import annotations
@@ -40,41 +41,41 @@ def my_tile(seq, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, HEAD
 
 
 @triton.jit
-def my_queries(entries, tiles, seq_q, seq_kv, heads, C: tl.constexpr):
-    """The tile of queries that this program owns, and its sequence; `heads` as kernels have them.
+def my_queries(entries, tiles, sizes, reach, C: tl.constexpr):
+    """The tile of queries that this program owns, and its sequence; `sizes` and `reach` as kernels have them.
 
-    Returns its first row, (batch, head) as one number, batch, `at` of the queries and of their keys, and the lengths of
-    the sequence. In a packed batch the tile is one of the `tiles` entries of a list, the first row is counted in its
-    sequence, and batch is the sequence's number: -1 where there is no tile.
+    Returns its first row, (batch, head) as one number, batch, `at` of the queries and of their keys, and `band`. In a
+    packed batch the tile is one of the `tiles` entries of a list, the first row is counted in its sequence, and batch
+    is the sequence's number: -1 where there is no tile.
     """
-    heads_q, group, batch_heads = heads
+    len_q, len_kv = sizes.seq_q, sizes.seq_kv
     if C.packed:
-        first_row, head, batch, start_q, start_kv, len_q, len_kv = _my_entry(entries, tiles, batch_heads, C)
-        batch_head, at, at_kv = head, (start_q, head), (start_kv, head // group)
+        first_row, head, batch, start_q, start_kv, len_q, len_kv = _my_entry(entries, tiles, sizes.batch_heads, C)
+        batch_head, at, at_kv = head, (start_q, head), (start_kv, head // sizes.group)
     else:
-        tile, batch_head = my_tile(seq_q, batch_heads, C.banded, C.tile_m, C.heads_in_turn)
-        batch = batch_head // heads_q
-        head = batch_head % heads_q
-        at, at_kv, len_q, len_kv = (batch, head), (batch, head // group), seq_q, seq_kv
+        tile, batch_head = my_tile(len_q, sizes.batch_heads, C.banded, C.tile_m, C.heads_in_turn)
+        batch = batch_head // sizes.heads_q
+        head = batch_head % sizes.heads_q
+        at, at_kv = (batch, head), (batch, head // sizes.group)
         first_row = tile * C.tile_m
-    return first_row, batch_head, batch, at, at_kv, len_q, len_kv
+    return first_row, batch_head, batch, at, at_kv, (len_q, len_kv, reach[0], reach[1])
 
 
 @triton.jit
-def my_keys(entries, tiles, seq_q, seq_kv, heads, C: tl.constexpr):
-    """A program's tile of keys: its first key, batch, the first item of an `at` of queries, `at` of keys, lengths."""
-    heads_q, group, batch_heads = heads
+def my_keys(entries, tiles, sizes, reach, C: tl.constexpr):
+    """A program's tile of keys: first key, batch, the first item of an `at` of queries, `at` of keys, `band`."""
+    len_q, len_kv = sizes.seq_q, sizes.seq_kv
     if C.packed:
-        first_key, head_kv, batch, start_q, start_kv, len_q, len_kv = _my_entry(entries, tiles, batch_heads, C)
+        first_key, head_kv, batch, start_q, start_kv, len_q, len_kv = _my_entry(entries, tiles, sizes.batch_heads, C)
         at_kv = (start_kv, head_kv)
     else:
-        tile, batch_head = my_tile(seq_kv, batch_heads, False, C.tile_n, C.heads_in_turn)
-        heads_kv = heads_q // group
+        tile, batch_head = my_tile(len_kv, sizes.batch_heads, False, C.tile_n, C.heads_in_turn)
+        heads_kv = sizes.heads_q // sizes.group
         batch = batch_head // heads_kv
         head_kv = batch_head % heads_kv
-        start_q, at_kv, len_q, len_kv = batch, (batch, head_kv), seq_q, seq_kv
+        start_q, at_kv = batch, (batch, head_kv)
         first_key = tile * C.tile_n
-    return first_key, batch, start_q, at_kv, len_q, len_kv
+    return first_key, batch, start_q, at_kv, (len_q, len_kv, reach[0], reach[1])
 
 
 @triton.jit
@@ -190,6 +191,34 @@ def listed_tile(place, end, blocks, TILES: tl.constexpr, TILE: tl.constexpr, C: 
 
 
 @triton.jit
+def walk_keys(WALK: tl.constexpr, sums, tile, first_row, band, of_score, lists, SKIPS: tl.constexpr, C: tl.constexpr):
+    """The sums of all keys that a tile of queries sees, each part of them added by ``WALK(sums, tile, begin, end,
+    blocks, MASKED, PARTIAL, C)``.
+
+    SKIPS: no loop is set up where nothing needs the mask. Of an empty one Triton still sets up the pipeline, and takes
+    it down.
+    """
+    if C.blocks is not None:
+        batch, head, _aux = of_score
+        row = first_row // C.blocks.queries
+        if C.blocks.has_full:
+            blocks, end = listed_blocks(lists, batch, head, row, True, C.key_tiles)
+            sums = WALK(sums, tile, 0, end, blocks, C.hides_in_full, False, C)
+        blocks, end = listed_blocks(lists, batch, head, row, False, C.key_tiles)
+        sums = WALK(sums, tile, 0, end, blocks, C.hides_in_partial, True, C)
+    else:
+        blocks = key_blocks(first_row, band, C)
+        begin, full_begin, full_end, end = blocks
+        if C.two_sided:  # one loop, as three would fill and drain the pipeline three times
+            sums = WALK(sums, tile, begin, end, blocks, True, False, C)
+        else:
+            sums = WALK(sums, tile, full_begin, full_end, blocks, False, False, C)
+            if not SKIPS or C.banded or full_end < end:
+                sums = WALK(sums, tile, full_end, end, blocks, True, False, C)
+    return sums
+
+
+@triton.jit
 def needs_mask(first, blocks, band, C: tl.constexpr):
     """True for a tile, by its first key or query, that needs the mask: the loops of a two-sided mask ask it.
 
@@ -291,37 +320,41 @@ def seek(source, strides, at, DESCRIPTOR: tl.constexpr, VECTOR: tl.constexpr, C:
 
 
 @triton.jit
-def load_own(source, strides, first_row, seq, TILE: tl.constexpr, VECTOR: tl.constexpr, C: tl.constexpr):
-    """A program's own tile ``[TILE, head_pad]``, through a pointer to the start of its sequence; zero beyond that."""
-    return _load(source, strides, first_row, seq, TILE, True, VECTOR, C)
+def load_own(
+    source, strides, first_row, seq, TILE: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, C: tl.constexpr
+):
+    """A program's own tile ``[TILE, WIDTH.pad]``, through a pointer to the start of its sequence; zero beyond that."""
+    return _load(source, strides, first_row, seq, TILE, WIDTH, True, VECTOR, C)
 
 
 @triton.jit
 def load_streamed(
-    source, strides, at, first_row, seq, TILE: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr, C: tl.constexpr
-):
-    """A tile ``[TILE, head_pad]`` of those that a program walks over, through a descriptor or as its own.
+    source, strides, at, first_row, seq, TILE: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
+    VECTOR: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """A tile ``[TILE, WIDTH.pad]`` of those that a program walks over, through a descriptor or as its own.
 
     RAGGED: rows from seq on are zero. Without it there are none; a descriptor gives zeros for them anyway.
     """
     if C.descriptor:
-        tile = tl.reshape(source.load([at[0], at[1], first_row, 0]), [TILE, C.head_pad])
+        tile = tl.reshape(source.load([at[0], at[1], first_row, 0]), [TILE, WIDTH.pad])
     else:
-        tile = _load(source, strides, first_row, seq, TILE, RAGGED, VECTOR, C)
+        tile = _load(source, strides, first_row, seq, TILE, WIDTH, RAGGED, VECTOR, C)
     return tile
 
 
 @triton.jit
 def _load(
-    source, strides, first_row, seq, TILE: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr, C: tl.constexpr
-):
-    """Zero beyond head_dim."""
+    source, strides, first_row, seq, TILE: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
+    VECTOR: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Zero beyond the columns that there are."""
     pointers = source + tl.cast(first_row, tl.int64) * strides[2] * VECTOR
-    pointers += tile_offsets(strides[2], TILE, VECTOR, C.far_rows, C)
-    in_range = (tl.arange(0, C.head_pad) < C.head_dim)[None, :]
+    pointers += tile_offsets(strides[2], TILE, WIDTH, VECTOR, C.far_rows)
+    in_range = (tl.arange(0, WIDTH.pad) < WIDTH.dim)[None, :]
     if RAGGED:
         in_range = in_range & (first_row + tl.arange(0, TILE) < seq)[:, None]
-    if RAGGED or C.head_pad != C.head_dim:
+    if RAGGED or WIDTH.pad != WIDTH.dim:
         tile = tl.load(pointers, mask=in_range, other=0.0)
     else:
         tile = tl.load(pointers)
@@ -329,26 +362,26 @@ def _load(
 
 
 @triton.jit
-def store_rows(target, strides, tile, first_row, seq, TILE: tl.constexpr, C: tl.constexpr):
-    """Write fp32 ``[TILE, head_pad]`` to rows of one head of out or a gradient, in its dtype."""
+def store_rows(target, strides, tile, first_row, seq, TILE: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
+    """Write fp32 ``[TILE, WIDTH.pad]`` to rows of one head of out or a gradient, in its dtype."""
     target += tl.cast(first_row, tl.int64) * strides[2] * C.out_vector
     tl.store(
-        target + tile_offsets(strides[2], TILE, C.out_vector, C.far_rows, C),
+        target + tile_offsets(strides[2], TILE, WIDTH, C.out_vector, C.far_rows),
         tile.to(target.dtype.element_ty),
-        mask=inside(first_row, seq, TILE, C),
+        mask=inside(first_row, seq, TILE, WIDTH),
     )
 
 
 @triton.jit
-def inside(first_row, seq, TILE: tl.constexpr, C: tl.constexpr):
-    """The elements of a tile that exist: bool ``[TILE, head_pad]``."""
-    return (first_row + tl.arange(0, TILE) < seq)[:, None] & (tl.arange(0, C.head_pad) < C.head_dim)[None, :]
+def inside(first_row, seq, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """The elements of a tile that exist: bool ``[TILE, WIDTH.pad]``."""
+    return (first_row + tl.arange(0, TILE) < seq)[:, None] & (tl.arange(0, WIDTH.pad) < WIDTH.dim)[None, :]
 
 
 @triton.jit
-def tile_offsets(stride_row, TILE: tl.constexpr, VECTOR: tl.constexpr, FAR: tl.constexpr, C: tl.constexpr):
-    """Element offsets ``[TILE, head_pad]`` of a tile from its first element."""
+def tile_offsets(stride_row, TILE: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, FAR: tl.constexpr):
+    """Element offsets ``[TILE, WIDTH.pad]`` of a tile from its first element."""
     rows = tl.arange(0, TILE)
     if FAR:
         rows = rows.to(tl.int64)
-    return rows[:, None] * stride_row * VECTOR + tl.arange(0, C.head_pad)[None, :]
+    return rows[:, None] * stride_row * VECTOR + tl.arange(0, WIDTH.pad)[None, :]
