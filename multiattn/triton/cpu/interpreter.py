@@ -111,12 +111,13 @@ def run(kernel: KernelInterface[Any], grid: int, *args: Any, **kwargs: Any) -> N
         Exception: whatever the kernel raises, untouched.
     """
     with exclusive_language, _patched_language() as builder:
-        function = _rewritten_module(kernel.fn)[kernel.fn.__name__]
+        function = _as_python(kernel)
         named = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         constexprs = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
         builder.extents = [_extent(value) for value in _flat(named.values()) if _is_memory(value)]
         converted = {
-            name: _with_functions(value) if name in constexprs else _to_argument(value) for name, value in named.items()
+            name: with_functions(value, _as_python) if name in constexprs else _to_argument(value)
+            for name, value in named.items()
         }
         builder.set_grid_dim(grid, 1, 1)
         with one_thread(), interpreting(f"the Triton kernel {kernel.fn.__name__}", grid) as work:
@@ -246,19 +247,23 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
-def _with_functions(value: Any) -> Any:
-    """A constexpr in which every jitted function is as plain Python."""
+def with_functions(value: Any, function_of: Callable[[Any], Any]) -> Any:
+    """A constant in which every jitted function is one of Python, as `function_of` makes it."""
     if isinstance(value, KernelInterface):
-        return _rewritten_module(value.fn)[value.fn.__name__]
+        return function_of(value)
     if isinstance(value, tuple):
-        items = map(_with_functions, value)
+        items = (with_functions(it, function_of) for it in value)
         return value._make(items) if hasattr(value, "_make") else tuple(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         before = {it.name: getattr(value, it.name) for it in dataclasses.fields(value)}
-        after = {name: _with_functions(it) for name, it in before.items()}
+        after = {name: with_functions(it, function_of) for name, it in before.items()}
         changed = {name: it for name, it in after.items() if it is not before[name] and it != before[name]}
         return dataclasses.replace(value, **changed) if changed else value
     return value
+
+
+def _as_python(kernel: KernelInterface[Any]) -> Any:
+    return _rewritten_module(kernel.fn)[kernel.fn.__name__]
 
 
 def _to_argument(value: Any) -> Any:
@@ -306,7 +311,7 @@ def _rewrite_namespace(namespace: dict[str, Any]) -> dict[str, Any]:
     home = namespace["__name__"]
     for name, value in namespace.items():
         if isinstance(value, KernelInterface) and value.fn.__module__ != home:
-            copy[name] = _rewritten_module(value.fn)[value.fn.__name__]
+            copy[name] = _as_python(value)
         elif isinstance(value, KernelInterface):
             source = types.FunctionType(value.fn.__code__, copy, name, value.fn.__defaults__)
             source.__kwdefaults__ = value.fn.__kwdefaults__

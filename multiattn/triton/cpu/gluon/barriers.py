@@ -9,9 +9,6 @@ from multiattn.triton.cpu.gluon.machine import Clock, join, partition, running
 from multiattn.triton.cpu.gluon.memory import View
 from multiattn.triton.cpu.gluon.values import plain
 
-BYTES_MAX = (1 << 20) - 1
-"""That a phase can wait for."""
-
 
 class Barrier:
     """An mbarrier: a phase ends when all arrived and all bytes did; then the next one begins."""
@@ -41,8 +38,6 @@ class Barrier:
     def expect(self, number: int) -> None:
         """So many bytes more are to come before the phase ends."""
         self.bytes += number
-        if self.bytes > BYTES_MAX:
-            raise BarrierError(f"bytes: got {self.bytes} at {self}; allowed up to {BYTES_MAX}")
         self.arrive(1)
 
     def land(self, number: int) -> int:
@@ -92,8 +87,6 @@ def init(mbarrier: View, count: Any) -> None:
     place = _place(mbarrier)
     if place in mbarrier.buffer.barriers:
         raise BarrierError(f"{barrier_at(mbarrier)} is made again")
-    if int(plain(count)) < 1:
-        raise BarrierError(f"count: got {count}; allowed 1 and more")
     mbarrier.buffer.barriers[place] = Barrier(mbarrier, int(plain(count)))
 
 
@@ -103,18 +96,16 @@ def invalidate(mbarrier: View) -> None:
     del mbarrier.buffer.barriers[_place(mbarrier)]
 
 
-def expect(mbarrier: View, bytes_per_cta: Any = None, pred: Any = True, *, bytes: Any = None, **_: Any) -> None:
+def expect(mbarrier: View, bytes: Any) -> None:
     """So many bytes more are to come before the phase ends."""
-    if pred:
-        barrier_at(mbarrier).expect(int(plain(bytes_per_cta if bytes is None else bytes)))
-        running().step()
+    barrier_at(mbarrier).expect(int(plain(bytes)))
+    running().step()
 
 
-def arrive(mbarrier: View, *, count: Any = 1, pred: Any = True, **_: Any) -> None:
+def arrive(mbarrier: View, *, count: Any = 1) -> None:
     """An arrival."""
-    if pred:
-        barrier_at(mbarrier).arrive(int(plain(count)))
-        running().step()
+    barrier_at(mbarrier).arrive(int(plain(count)))
+    running().step()
 
 
 def arrive_each(mbarrier: View, increment_count: Any = True) -> None:
@@ -132,7 +123,6 @@ def arrive_each(mbarrier: View, increment_count: Any = True) -> None:
     running().step()
 
 
-def wait(mbarrier: View, phase: Any, pred: Any = True, deps: Any = ()) -> None:
+def wait(mbarrier: View, phase: Any) -> None:
     """Until the phase of a parity has ended."""
-    if pred:
-        barrier_at(mbarrier).wait(int(plain(phase)))
+    barrier_at(mbarrier).wait(int(plain(phase)))

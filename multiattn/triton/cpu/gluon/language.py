@@ -11,7 +11,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from multiattn.triton.cpu.gluon import barriers, layouts, memory, ptx, tensors, tma, values, wgmma
-from multiattn.triton.cpu.gluon.errors import GluonError, LayoutError
+from multiattn.triton.cpu.gluon.errors import LayoutError
 from multiattn.triton.cpu.gluon.machine import partition, running
 from multiattn.triton.cpu.gluon.values import STORAGE, Value, binary, lift, made, needs_block, plain, sizes, unary
 
@@ -39,11 +39,9 @@ def _arange(start: Any, end: Any, layout: Any = None) -> Value:
     return Value(torch.arange(start, end, dtype=torch.int32), gl.int32, layout)
 
 
-def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
+def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Value:
     shape, dtype, layout = sizes(shape), plain(dtype), plain(layout)
     number = lift(value, dtype)
-    if not shape:
-        return number
     layouts.check_registers(layout, shape, partition().warps)
     return Value(torch.full(shape, number.data, dtype=STORAGE[dtype]), dtype, layout)
 
@@ -51,22 +49,21 @@ def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
 def _convert_layout(value: Any, layout: Any, assert_trivial: Any = False) -> Value:
     """The block in registers of another layout."""
     value, layout = needs_block(value), plain(layout)
-    data = value.data
     layouts.check_registers(layout, value.shape, partition().warps)
     if plain(assert_trivial) and not layouts.is_trivial(value.dtype, value.shape, value.layout, layout):
         raise LayoutError(f"conversion from {value.layout} to {layout} is not trivial")
-    return Value(data, value.dtype, layout, value.memory)
+    return Value(value.data, value.dtype, layout, value.memory)
 
 
 # ---------------------------------------------------------------- elements
 
 
 def _operation(name: str) -> Callable[..., Value]:
-    return lambda x, y, *_, **__: binary(name, lift(x), lift(y)) if _are_numbers(x, y) else binary(name, x, y)
+    def operate(x: Any, y: Any) -> Value:
+        x, y = plain(x), plain(y)
+        return made(binary(name, x, y) if isinstance(x, Value) or isinstance(y, Value) else binary(name, lift(x), y))
 
-
-def _are_numbers(x: Any, y: Any) -> bool:
-    return not isinstance(plain(x), Value) and not isinstance(plain(y), Value)
+    return operate
 
 
 def _extreme(name: str) -> Callable[..., Value]:
@@ -84,42 +81,18 @@ def _abs(x: Any) -> Value:
     return Value(abs(x.data), x.dtype, x.layout)
 
 
-def _fdiv(x: Any, y: Any, ieee_rounding: Any = False) -> Value:
-    return made(binary("truediv", lift(x), y))
-
-
-def _fmod(x: Any, y: Any) -> Value:
-    return made(binary("mod", lift(x), y))
-
-
 # ---------------------------------------------------------------- reductions
 
 
-def _reduced(
-    input: Any, axis: Any, keep_dims: Any, of_elements: Callable[[torch.Tensor, int], torch.Tensor], dtype: Any
-) -> Value:
-    x, axis = needs_block(input), plain(axis)
-    if axis is None:
-        x, axis = values.reshape(x, (x.numel,)) if len(x.shape) > 1 else x, 0
-    axis += len(x.shape) if axis < 0 else 0
-    if not 0 <= axis < len(x.shape):
-        raise LayoutError(f"axis: got {axis}; allowed those of {list(x.shape)}")
-    data = of_elements(x.data, axis)
-    if len(x.shape) == 1:
-        if plain(keep_dims):
-            raise GluonError("keep_dims of a vector")
-        return Value(data.item(), dtype)
-    result = Value(data, dtype, gl.SliceLayout(axis, x.layout))
-    return values.expand_dims(result, axis) if plain(keep_dims) else result
+def _reduction(of_elements: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[Any, Any], Value]:
+    def reduced(input: Any, axis: Any) -> Value:
+        x, axis = needs_block(input), plain(axis)
+        data = of_elements(x.data, axis)
+        if len(x.shape) == 1:
+            return Value(data.item(), x.dtype)
+        return Value(data, x.dtype, gl.SliceLayout(axis, x.layout))
 
-
-def _sum(input: Any, axis: Any = None, keep_dims: Any = False, dtype: Any = None) -> Value:
-    x = needs_block(input)
-    if dtype is not None:
-        x = x.to(dtype)
-    elif not x.dtype.is_floating() and x.dtype.primitive_bitwidth < 32:
-        x = x.to(gl.int32)
-    return _reduced(x, axis, keep_dims, lambda data, at: data.sum(at, dtype=data.dtype), x.dtype)
+    return reduced
 
 
 def _largest(data: torch.Tensor, axis: int) -> torch.Tensor:
@@ -128,13 +101,6 @@ def _largest(data: torch.Tensor, axis: int) -> torch.Tensor:
     if data.is_floating_point() and bool(found.isnan().any()):
         found = torch.where(data.isnan().all(axis), found, data.nan_to_num(-math.inf, math.inf, -math.inf).amax(axis))
     return found
-
-
-def _max(input: Any, axis: Any = None, keep_dims: Any = False) -> Value:
-    x = needs_block(input)
-    if x.dtype == gl.bfloat16:
-        x = x.to(gl.float32)
-    return _reduced(x, axis, keep_dims, _largest, x.dtype)
 
 
 # ---------------------------------------------------------------- the block of threads
@@ -148,34 +114,25 @@ def _program_id(axis: Any) -> Value:
     return Value(running().program if plain(axis) == 0 else 0, gl.int32)
 
 
-def _warp_specialize(functions_and_args: Any, worker_num_warps: Any, worker_num_regs: Any = None, *more: Any) -> Any:
-    if more:  # Triton 3.5 and before: arguments of the default partition apart
-        raise GluonError("warp_specialize: got the arguments of Triton 3.5")
-    warps = [int(plain(it)) for it in worker_num_warps]
-    if worker_num_regs is not None and len(worker_num_regs) != len(warps):
-        raise GluonError(f"warp_specialize: got {len(worker_num_regs)} register counts of {len(warps)} partitions")
-    return running().specialize(functions_and_args, warps)
-
-
-def _same(value: Any, *_: Any, **__: Any) -> Any:
-    return plain(value)
+def _warp_specialize(functions_and_args: Any, worker_num_warps: Any, worker_num_regs: Any = None) -> Any:
+    return running().specialize(functions_and_args, [int(plain(it)) for it in worker_num_warps])
 
 
 def _range(*bounds: Any, **_: Any) -> range:
     return range(*(int(plain(it)) for it in bounds))
 
 
-_OF_FLOATS = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "floor", "ceil", "sin", "cos")
+_OF_FLOATS = ("exp2", "log2", "sqrt", "floor", "sin", "cos")
 
 PARTS: dict[str, Any] = {
-    "constexpr": _same, "static_range": _range, "range": _range,
+    "static_range": _range, "range": _range,
     "arange": _arange, "full": _full, "convert_layout": _convert_layout, "to_tensor": lift,
     "cast": values.cast, "where": values.select,
     "maximum": _extreme("maximum"), "minimum": _extreme("minimum"),
-    "abs": _abs, "div_rn": _fdiv, "fmod": _fmod,
+    "abs": _abs, "div_rn": _operation("truediv"), "fmod": _operation("mod"),
     **{name: functools.partial(unary, getattr(torch, name)) for name in _OF_FLOATS},
     "sqrt_rn": functools.partial(unary, torch.sqrt),
-    "sum": _sum, "max": _max,
+    "sum": _reduction(lambda data, axis: data.sum(axis, dtype=data.dtype)), "max": _reduction(_largest),
     "load": tensors.load, "store": tensors.store, "atomic_add": tensors.atomic_add,
     "allocate_shared_memory": memory.allocate_shared_memory, "inline_asm_elementwise": ptx.inline_asm_elementwise,
     "program_id": _program_id, "num_programs": _num_programs, "num_warps": lambda: partition().warps,
@@ -183,7 +140,7 @@ PARTS: dict[str, Any] = {
 }  # fmt: skip
 OF_HOPPER: dict[str, Any] = {
     "fence_async_shared": memory.fence_async_shared, "warpgroup_mma": wgmma.warpgroup_mma,
-    "warpgroup_mma_wait": wgmma.warpgroup_mma_wait, "warpgroup_mma_init": lambda value: value,
+    "warpgroup_mma_wait": wgmma.warpgroup_mma_wait,
 }  # fmt: skip
 OF_MBARRIER: dict[str, Any] = {
     name: getattr(barriers, name) for name in ("init", "invalidate", "expect", "arrive", "wait")

@@ -15,7 +15,6 @@ import torch
 from triton._C.libtriton import gluon_ir, ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
-from triton.experimental.gluon.language._layouts import DistributedLayout
 from triton.experimental.gluon.language._semantic import GluonSemantic
 
 from multiattn.triton.cpu.gluon.errors import LayoutError
@@ -54,28 +53,19 @@ def _shared(layout: Any, shape: Shape, dtype: Any) -> Any:
     return _compiler().allocate_shared(dtype, list(shape), layout, None)
 
 
-def _asked(question: str, ask: Any) -> Any:
-    try:
-        return ask()
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-        raise LayoutError(f"{question}: {error}") from None
-
-
 # ---------------------------------------------------------------- registers
 
 
 @functools.cache
 def reshaped(layout: Any, shape: Shape, to: Shape) -> Any:
     """The layout of registers after a reshape."""
-    question = f"reshape of {list(shape)} to {list(to)} with {layout}"
-    return _asked(question, lambda: _compiler().reshape(_register_tensor(layout, shape), list(to), False).type.layout)
+    return _compiler().reshape(_register_tensor(layout, shape), list(to), False).type.layout
 
 
 @functools.cache
 def permuted(layout: Any, shape: Shape, order: Shape) -> Any:
     """The layout of registers after a permutation of the dimensions."""
-    question = f"permute of {list(shape)} by {list(order)} with {layout}"
-    return _asked(question, lambda: _compiler().permute(_register_tensor(layout, shape), order).type.layout)
+    return _compiler().permute(_register_tensor(layout, shape), order).type.layout
 
 
 @functools.cache
@@ -90,12 +80,8 @@ def is_trivial(dtype: Any, shape: Shape, layout: Any, to: Any) -> bool:
 @functools.cache
 def check_registers(layout: Any, shape: Shape, warps: int) -> None:
     """LayoutError where blocks of `shape` cannot be in registers of so many warps with that layout."""
-    if not isinstance(layout, DistributedLayout):
-        raise LayoutError(f"layout: got {layout}; allowed a layout of registers")
     if layout.rank != len(shape):
         raise LayoutError(f"layout: got {layout} of rank {layout.rank}; allowed rank {len(shape)}, of {list(shape)}")
-    if any(size & (size - 1) for size in shape):
-        raise LayoutError(f"shape: got {list(shape)}; allowed powers of two")
     if (got := _warps_of(layout)) != warps:
         raise LayoutError(f"layout: got {layout} of {got} warps; allowed {warps}, which this partition has")
 
@@ -133,12 +119,10 @@ def elements_of_threads(layout: Any, shape: Shape) -> torch.Tensor:
 @functools.cache
 def shared_reshaped(layout: Any, dtype: Any, shape: Shape, to: Shape) -> Any:
     """The layout of a buffer that is seen in another shape."""
-    question = f"reshape of a buffer {list(shape)} to {list(to)} with {layout}"
-    return _asked(question, lambda: _compiler().memdesc_reshape(_shared(layout, shape, dtype), list(to)).layout)
+    return _compiler().memdesc_reshape(_shared(layout, shape, dtype), list(to)).layout
 
 
 @functools.cache
 def shared_permuted(layout: Any, dtype: Any, shape: Shape, order: Shape) -> Any:
     """The layout of a buffer with its dimensions in another order."""
-    question = f"permute of a buffer {list(shape)} by {list(order)} with {layout}"
-    return _asked(question, lambda: _compiler().memdesc_trans(_shared(layout, shape, dtype), list(order)).layout)
+    return _compiler().memdesc_trans(_shared(layout, shape, dtype), list(order)).layout

@@ -7,10 +7,11 @@ each partition counts its own steps and remembers how far it has seen the others
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from multiattn.triton.cpu.gluon.errors import DeadlockError, GluonError, here
@@ -156,15 +157,11 @@ class Machine:
 
     def specialize(self, functions: Sequence[tuple[Any, Sequence[Any]]], warps: Sequence[int]) -> Any:
         """Run functions side by side, the first by the warps that are there. Returns what the first does."""
-        if len(warps) != len(functions) - 1:
-            raise GluonError(f"warp_specialize: got {len(functions)} functions and {len(warps)} numbers of warps")
-        if len(self.partitions) > 1:
-            raise GluonError("warp_specialize within warp_specialize")
         parent = self.current
         name, parent.name = parent.name, _name_of(0, *functions[0])
         workers = []
-        for number, (function, args) in enumerate(functions[1:], 1):
-            worker = Partition(_name_of(number, function, args), warps[number - 1], parent.clock)
+        for number, ((function, args), its_warps) in enumerate(zip(functions[1:], warps, strict=True), 1):
+            worker = Partition(_name_of(number, function, args), its_warps, parent.clock)
             thread = threading.Thread(target=self._work, args=(worker, parent, function, args), daemon=True)
             workers.append((worker, thread))
         parent.clock[parent] += 1
@@ -223,8 +220,6 @@ _running: list[Machine] = []
 
 def running() -> Machine:
     """The block that is being run."""
-    if not _running:
-        raise GluonError("a function of Gluon is called outside of a kernel")
     return _running[-1]
 
 
@@ -233,15 +228,11 @@ def partition() -> Partition:
     return running().current
 
 
-class Runs:
+@contextlib.contextmanager
+def runs(machine: Machine) -> Iterator[None]:
     """Makes a machine the one that runs."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-
-    def __enter__(self) -> Machine:
-        _running.append(self.machine)
-        return self.machine
-
-    def __exit__(self, *_: object) -> None:
+    _running.append(machine)
+    try:
+        yield
+    finally:
         _running.pop()

@@ -6,6 +6,7 @@ the bits. What writes to memory is done by every thread, those included that hav
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import operator
 import re
@@ -14,12 +15,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from triton.experimental.gluon import language as gl
 
 from multiattn.plan.support import OutOfBoundsError
 from multiattn.triton.cpu.gluon import layouts
 from multiattn.triton.cpu.gluon.errors import GluonError, LayoutError
 from multiattn.triton.cpu.gluon.machine import running
-from multiattn.triton.cpu.gluon.values import STORAGE, Shape, Value, broadcast_shape, common_layout, lift, plain
+from multiattn.triton.cpu.gluon.tensors import Memory
+from multiattn.triton.cpu.gluon.values import STORAGE, Shape, Value, broadcast_shape, cast, common_layout, lift, plain
 
 
 class Statement(NamedTuple):
@@ -43,100 +46,62 @@ def _parsed(text: str) -> tuple[Statement, ...]:
     return tuple(found)
 
 
-class _Pointers(NamedTuple):
-    """A register with an address."""
-
-    memory: Any
-    places: torch.Tensor
-
-
 _TYPES = {
     "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f16x2": torch.float16,
-    "bf16x2": torch.bfloat16, "s16": torch.int16, "u16": torch.int16, "b16": torch.int16, "s32": torch.int32,
-    "u32": torch.int32, "b32": torch.int32, "s64": torch.int64, "u64": torch.int64, "b64": torch.int64,
-    "f64": torch.float64,
+    "bf16x2": torch.bfloat16, "b16": torch.int16, "s32": torch.int32, "u32": torch.int32, "b32": torch.int32,
 }  # fmt: skip
 
 
-class _Threads:
-    """The registers of all threads."""
+Registers = dict[str, Any]
+"""Those of all threads, by name."""
 
-    def __init__(self, registers: dict[str, Any], lanes: Shape) -> None:
-        self.registers, self.lanes = registers, lanes
 
-    def read(self, name: str, kind: str) -> torch.Tensor:
-        """A register's or a literal's bits as numbers of a type; of a packed type ``[..., 2]``."""
-        dtype = _TYPES[kind]
-        value = self.registers.get(name)
-        if value is None:
-            value = _literal(name, dtype)
-        if kind.endswith("x2"):
-            return torch.as_tensor(value).contiguous().view(torch.int32).unsqueeze(-1).view(dtype)
-        if value.dtype == dtype:
-            return torch.as_tensor(value)
-        if value.dtype.itemsize != dtype.itemsize:
-            raise GluonError(f"PTX: {name} has {8 * value.dtype.itemsize} bits; allowed those of {kind}")
-        return torch.as_tensor(value.contiguous().view(dtype))
-
-    def predicate(self, name: str) -> torch.Tensor:
-        """A predicate."""
-        found: torch.Tensor = self.registers[name]
-        return found
-
-    def write(self, name: str, value: Any) -> None:
-        """A register."""
-        self.registers[name] = value
-
-    def run(self, instruction: Statement) -> None:
-        """One instruction."""
-        base, *parts = instruction.opcode.split(".")
-        run = INSTRUCTIONS.get(base)
-        if run is None:
-            raise NotImplementedError(f"PTX: the interpreter of Gluon has no {instruction.opcode}")
-        run(self, parts, instruction.operands)
+def _read(registers: Registers, name: str, kind: str) -> torch.Tensor:
+    """A register's or a literal's bits as numbers of a type; of a packed type ``[..., 2]``."""
+    value, dtype = registers.get(name), _TYPES[kind]
+    if value is None:
+        value = _literal(name, dtype)
+    if kind.endswith("x2"):
+        return torch.as_tensor(value).contiguous().view(torch.int32).unsqueeze(-1).view(dtype)
+    return torch.as_tensor(value if value.dtype == dtype else value.contiguous().view(dtype))
 
 
 def _literal(name: str, dtype: torch.dtype) -> torch.Tensor:
     if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", name):
         return torch.tensor(struct.unpack(">f", bytes.fromhex(name[2:]))[0], dtype=torch.float32)
-    if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)", name):
-        number, bits = int(name, 0), 8 * dtype.itemsize
-        return torch.tensor(number - (1 << bits) if number >> (bits - 1) > 0 else number, dtype=dtype)
+    if re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", name):
+        return torch.tensor(ctypes.c_int32(int(name, 0)).value, dtype=dtype)
     raise GluonError(f"PTX: {name} was never written")
 
 
 # ---------------------------------------------------------------- arithmetic
 
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
-    "lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge,
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
 
 
-def _unsigned(value: torch.Tensor, kind: str) -> torch.Tensor:
-    return value.to(torch.int64) & ((1 << 8 * value.dtype.itemsize) - 1) if kind in ("u16", "u32") else value
+def _setp(registers: Registers, parts: Sequence[str], operands: Sequence[str]) -> None:
+    x, y = (_read(registers, it, parts[-1]) for it in operands[1:3])
+    if parts[-1] == "u32":
+        x, y = (it.to(torch.int64) & 0xFFFFFFFF for it in (x, y))
+    registers[operands[0]] = _COMPARE[parts[0]](x, y)
 
 
-def _setp(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
-    kind = parts[-1]
-    x, y = (_unsigned(threads.read(it, kind), kind) for it in operands[1:3])
-    threads.write(operands[0], _COMPARE[parts[0]](x, y))
+def _selp(registers: Registers, parts: Sequence[str], operands: Sequence[str]) -> None:
+    x, y = (_read(registers, it, parts[-1]) for it in operands[1:3])
+    registers[operands[0]] = torch.where(registers[operands[3]], x, y)
 
 
-def _selp(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
-    x, y = (threads.read(it, parts[-1]) for it in operands[1:3])
-    threads.write(operands[0], torch.where(threads.predicate(operands[3]), x, y))
-
-
-def _mov(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
+def _mov(registers: Registers, parts: Sequence[str], operands: Sequence[str]) -> None:
     target, source = operands
     if target.startswith("{"):  # the first one is the lower half
-        halves = threads.read(source, "b32").contiguous().unsqueeze(-1).view(torch.int16).unbind(-1)
+        halves = _read(registers, source, "b32").contiguous().unsqueeze(-1).view(torch.int16).unbind(-1)
         for name, half in zip(_names(target), halves, strict=True):
-            threads.write(name, half)
+            registers[name] = half
     else:
-        found = threads.registers.get(source)
-        threads.write(target, found if found is not None else threads.read(source, parts[-1]))
+        found = registers.get(source)
+        registers[target] = found if found is not None else _read(registers, source, parts[-1])
 
 
 def _names(text: str) -> list[str]:
@@ -149,81 +114,62 @@ def _pack(pairs: torch.Tensor) -> torch.Tensor:
     return pairs.contiguous().view(torch.int32).squeeze(-1)
 
 
-def _cvt(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
+def _cvt(registers: Registers, parts: Sequence[str], operands: Sequence[str]) -> None:
     to, kind = parts[-2:]
-    if not {"rn", "rzi", "rni", "sat", "ftz", to, kind} >= set(parts):
-        raise NotImplementedError(f"PTX: the interpreter of Gluon has no cvt.{'.'.join(parts)}")
     if to.endswith("x2"):  # the first operand is the upper half
-        upper, lower = torch.broadcast_tensors(*(threads.read(it, kind) for it in operands[1:3]))
-        threads.write(operands[0], _pack(torch.stack((lower, upper), -1).to(_TYPES[to])))
+        upper, lower = torch.broadcast_tensors(*(_read(registers, it, kind) for it in operands[1:3]))
+        registers[operands[0]] = _pack(torch.stack((lower, upper), -1).to(_TYPES[to]))
     else:
-        value = _unsigned(threads.read(operands[1], kind), kind)
-        threads.write(operands[0], (value.round() if "rni" in parts else value).to(_TYPES[to]))
+        registers[operands[0]] = _read(registers, operands[1], kind).to(_TYPES[to])
 
 
-def _of(function: Callable[..., torch.Tensor]) -> Callable[[_Threads, Sequence[str], Sequence[str]], None]:
+def _of(function: Callable[..., torch.Tensor]) -> Callable[[Registers, Sequence[str], Sequence[str]], None]:
     """A function of numbers of the type that an instruction ends with."""
 
-    def run(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
+    def run(registers: Registers, parts: Sequence[str], operands: Sequence[str]) -> None:
         kind = parts[-1]
-        values = torch.broadcast_tensors(*(threads.read(it, kind) for it in operands[1:]))
+        values = torch.broadcast_tensors(*(_read(registers, it, kind) for it in operands[1:]))
         result = function(*values)
-        threads.write(operands[0], _pack(result) if kind.endswith("x2") else result)
+        registers[operands[0]] = _pack(result) if kind.endswith("x2") else result
 
     return run
 
 
-def _shl(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
-    threads.write(operands[0], threads.read(operands[1], parts[-1]) << threads.read(operands[2], "u32"))
+def _shl(registers: Registers, parts: Sequence[str], operands: Sequence[str]) -> None:
+    registers[operands[0]] = _read(registers, operands[1], parts[-1]) << _read(registers, operands[2], "u32")
 
 
 # ---------------------------------------------------------------- memory
 
 
-def _address(threads: _Threads, text: str) -> _Pointers:
-    found = threads.registers.get(text.strip("[] "))
-    if isinstance(found, torch.Tensor) and found.dtype == torch.int64:
-        found = _pointed_to(found)
-    if not isinstance(found, _Pointers):
-        raise GluonError(f"PTX: {text} is no pointer to a tensor")
-    return found
-
-
-def _pointed_to(addresses: torch.Tensor) -> _Pointers:
-    """The tensor that addresses are in, all of them."""
-    for memory_ in running().memories:
-        size = memory_.flat.element_size()
-        places = addresses - memory_.address
-        if bool(((places >= 0) & (places < memory_.flat.numel() * size) & (places % size == 0)).all()):
-            return _Pointers(memory_, places // size)
+def _pointed_to(addresses: torch.Tensor) -> tuple[Memory, torch.Tensor]:
+    """The tensor that addresses are in, all of them, and the elements."""
+    for memory in running().memories:
+        size = memory.flat.element_size()
+        places = addresses - memory.address
+        if bool(((places >= 0) & (places < memory.flat.numel() * size) & (places % size == 0)).all()):
+            return memory, places // size
     raise OutOfBoundsError(f"PTX: addresses in program {running().program} that are not all in one tensor")
 
 
-def _red(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
-    if "global" not in parts or "add" not in parts:
-        raise NotImplementedError(f"PTX: the interpreter of Gluon has no red.{'.'.join(parts)}")
-    memory_, places = _address(threads, operands[0])
-    kind, values = parts[-1], _names(operands[1])
-    vector = next((int(it[1:]) for it in parts if re.fullmatch(r"v\d", it)), 1)
-    if vector != len(values):
-        raise GluonError(f"PTX: red.{'.'.join(parts)} of {len(values)} registers")
-    data = torch.stack(torch.broadcast_tensors(*(threads.read(it, kind) for it in values)), -1)
-    data = data.flatten(places.dim())  # of a packed type each register has two
-    if data.dtype != memory_.flat.dtype:
-        raise GluonError(f"PTX: red.{'.'.join(parts)} to a tensor of {memory_.dtype}")
-    size = memory_.flat.element_size()
-    if bool(((memory_.address + places * size) % (size * data.shape[-1])).any()):
+def _red(registers: Registers, parts: Sequence[str], operands: Sequence[str]) -> None:
+    memory, places = _pointed_to(registers[operands[0].strip("[] ")])
+    data = torch.stack(torch.broadcast_tensors(*(_read(registers, it, parts[-1]) for it in _names(operands[1]))), -1)
+    if ".".join(parts) != "relaxed.gpu.global.add.v4.f32" or data.shape[-1] != 4:
+        raise NotImplementedError(f"PTX: the interpreter of Gluon has no red.{'.'.join(parts)} of {operands[1]}")
+    size = memory.flat.element_size()
+    if bool(((memory.address + places * size) % (size * data.shape[-1])).any()):
         raise OutOfBoundsError(f"PTX: red.{'.'.join(parts)} to addresses that are no multiple of its size")
     places = places[:, None] + torch.arange(data.shape[-1])
-    memory_.check(places, None, "red")
-    memory_.flat.index_put_((places,), data, accumulate=True)
+    memory.check(places, "red")
+    memory.flat.index_put_((places,), data, accumulate=True)
 
 
-def _nothing(threads: _Threads, parts: Sequence[str], operands: Sequence[str]) -> None:
+def _nothing(registers: Registers, parts: Sequence[str], operands: Sequence[str]) -> None:
     """Nothing to do here: the threads of a warp are one, and programs run one after another."""
 
 
-INSTRUCTIONS: dict[str, Callable[[_Threads, Sequence[str], Sequence[str]], None]] = {
+INSTRUCTIONS: dict[str, Callable[[Registers, Sequence[str], Sequence[str]], None]] = {
     "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt, "shl": _shl,
     "add": _of(operator.add), "sub": _of(operator.sub), "mul": _of(operator.mul), "and": _of(operator.and_),
     "tanh": _of(torch.tanh), "red": _red, "bar": _nothing, "griddepcontrol": _nothing,
@@ -296,34 +242,35 @@ def inline_asm_elementwise(asm: Any, constraints: Any, args: Any, dtype: Any, is
     allowed = [it.strip() for it in constraints.split(",") if it.strip() and not it.strip().startswith("~")]
     if (sum(it.startswith("=") for it in allowed), len(allowed)) != (outputs, outputs + len(inputs)):
         raise GluonError(f"PTX: got constraints {constraints}; allowed {outputs} outputs, {len(inputs)} inputs")
-    threads = _Threads(registers, lanes.lanes[:-1])
-    for instruction in instructions:
-        threads.run(instruction)
-    return _result(threads, [f"${number}" for number in range(outputs)], dtype, lanes, layout)
+    for opcode, operands in instructions:
+        base, *parts = opcode.split(".")
+        if base not in INSTRUCTIONS:
+            raise NotImplementedError(f"PTX: the interpreter of Gluon has no {opcode}")
+        INSTRUCTIONS[base](registers, parts, operands)
+    return _result(registers, [f"${number}" for number in range(outputs)], dtype, lanes, layout)
 
 
 def _registers(value: Value, lanes: _Lanes) -> list[Any]:
     """The registers of an operand."""
-    data = torch.as_tensor(value.data, dtype=torch.int64 if value.memory is not None else STORAGE[value.dtype])
+    value = cast(value, gl.int64) if value.memory is not None else value
+    data = torch.as_tensor(value.data, dtype=STORAGE[value.dtype])
     if value.layout is None:
-        return [_Pointers(value.memory, data) if value.memory is not None else data] * lanes.pack
+        return [data] * lanes.pack
     spread = lanes.spread(data)
-    if value.memory is not None:
-        return [_Pointers(value.memory, spread[..., lane]) for lane in range(lanes.pack)]
     together = _per_register(value.dtype.primitive_bitwidth, lanes.pack)
     if together > 1:
         spread = spread.contiguous().view(torch.int32)
     return list(spread.unbind(-1))
 
 
-def _result(threads: _Threads, names: Sequence[str], dtype: Any, lanes: _Lanes, layout: Any) -> Value:
+def _result(registers: Registers, names: Sequence[str], dtype: Any, lanes: _Lanes, layout: Any) -> Value:
     storage = STORAGE[dtype]
     zero = torch.zeros((), dtype=torch.int32)
-    registers = [torch.as_tensor(threads.registers.get(name, zero)) for name in names]
+    found = [torch.as_tensor(registers.get(name, zero)) for name in names]
     if layout is None:
-        return Value(registers[0].reshape(-1)[0].view(storage).item() if names[0] in threads.registers else 0, dtype)
+        return Value(found[0].reshape(-1)[0].view(storage).item(), dtype)
     shape = lanes.lanes[:-1] if lanes.places is None else tuple(lanes.places.shape[:1])
-    stacked = torch.stack([it.expand(shape) for it in registers], -1)
+    stacked = torch.stack([it.expand(shape) for it in found], -1)
     if stacked.dtype != storage:
         stacked = stacked.contiguous().view(storage)
     return Value(lanes.gather(stacked), dtype, layout)

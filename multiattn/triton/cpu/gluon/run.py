@@ -6,16 +6,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
 
 from multiattn.progress import interpreting
 from multiattn.run.threads import one_thread
 from multiattn.triton.cpu.gluon.errors import GluonError
-from multiattn.triton.cpu.gluon.machine import Machine, Runs
-from multiattn.triton.cpu.gluon.source import as_python, with_functions
+from multiattn.triton.cpu.gluon.machine import Machine, runs
+from multiattn.triton.cpu.gluon.source import as_python
 from multiattn.triton.cpu.gluon.tensors import MappedTensor, Memory
 from multiattn.triton.cpu.gluon.values import Value, lift
-from multiattn.triton.cpu.interpreter import exclusive_language
+from multiattn.triton.cpu.interpreter import exclusive_language, with_functions
 
 
 def run(kernel: Any, grid: int, *args: Any, num_warps: int = 4, seed: int | None = None, **kwargs: Any) -> None:
@@ -39,7 +38,8 @@ def run(kernel: Any, grid: int, *args: Any, num_warps: int = 4, seed: int | None
         given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         constants = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
         values = {
-            name: with_functions(value) if name in constants else _argument(value) for name, value in given.items()
+            name: with_functions(value, as_python) if name in constants else _argument(value)
+            for name, value in given.items()
         }
         # A thread of Python that computes would get as many more of its own.
         with one_thread(), interpreting(f"the Gluon kernel {kernel.fn.__name__}", grid) as work:
@@ -50,7 +50,7 @@ def run(kernel: Any, grid: int, *args: Any, num_warps: int = 4, seed: int | None
 
 
 def _run_program(machine: Machine, function: Any, values: dict[str, Any]) -> None:
-    with Runs(machine), torch.no_grad():
+    with runs(machine), torch.no_grad():
         function(**values)
         machine.current.check_done()
         if machine.in_flight:
@@ -75,6 +75,4 @@ def _argument(value: Any) -> Any:
         return Memory.of(value).pointer
     if hasattr(value, "block_shape"):
         return MappedTensor(value)
-    if value is None or isinstance(value, gl.constexpr):
-        return with_functions(value)
-    return lift(value)
+    return None if value is None else lift(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from typing import Any
 
@@ -83,39 +82,7 @@ def _of_module(module: types.ModuleType) -> Any:
 
 
 def _of_language(value: Any, home: str) -> Any:
-    """A function of Gluon's, or of Triton's, by its name."""
-    name = getattr(value, "__name__", None) or getattr(getattr(value, "fn", None), "__name__", None)
-    if name is None:
-        return value
+    """A function of Gluon's, or of Triton's, by its name. One that is not here is Gluon's own, which raises."""
     module = modules().get(home.rpartition(".")[2])
-    for parts in (vars(module) if module else {}, vars(modules()["mbarrier"]) if "mbarrier" in home else {}):
-        if name in parts:
-            return parts[name]
-    if name in PARTS:
-        return PARTS[name]
-    return _missing(f"{home}.{name}") if callable(value) else value
-
-
-def _missing(name: str) -> Any:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise NotImplementedError(f"the interpreter of Gluon has no {name}")
-
-    return refuse
-
-
-def with_functions(value: Any) -> Any:
-    """A constant in which every jitted function is one of Python."""
-    if isinstance(value, KernelInterface):
-        return as_python(value)
-    if isinstance(value, gl.constexpr):
-        return with_functions(value.value)
-    if isinstance(value, tuple):
-        items = map(with_functions, value)
-        return value._make(items) if hasattr(value, "_make") else tuple(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        before = {it.name: getattr(value, it.name) for it in dataclasses.fields(value) if it.init}
-        after = {name: with_functions(it) for name, it in before.items()}
-        changed = {name: it for name, it in after.items() if it is not before[name]}
-        if any(callable(it) or isinstance(it, tuple) for it in changed.values()):
-            return dataclasses.replace(value, **changed)
-    return value
+    parts = PARTS if module is None else PARTS | vars(module)
+    return parts.get(getattr(value, "__name__", ""), value)

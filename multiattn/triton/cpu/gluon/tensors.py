@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +21,6 @@ from multiattn.triton.cpu.gluon.values import (
     Value,
     cast,
     common_layout,
-    dtype_of,
-    lift,
     plain,
 )
 
@@ -48,22 +47,13 @@ class Memory:
         """To the first element."""
         return Value(0, gl.pointer_type(self.dtype), None, self)
 
-    def address_of(self, pointer: Value) -> Value:
-        """A pointer as a number."""
-        return Value(self.address + pointer.data * self.flat.element_size(), gl.int64, pointer.layout)
-
-    def check(self, places: torch.Tensor | int, active: torch.Tensor | None, access: str) -> None:
-        """OutOfBoundsError where an active lane is outside."""
-        if isinstance(places, int):
-            outside, lanes = int(not 0 <= places < self.flat.numel()), 1
-        else:
-            out = (places < 0) | (places >= self.flat.numel())
-            out = out if active is None else out & active
-            outside, lanes = int(out.sum()), out.numel() if active is None else int(active.sum())
+    def check(self, places: torch.Tensor, access: str) -> None:
+        """OutOfBoundsError where a place is outside."""
+        outside = int(((places < 0) | (places >= self.flat.numel())).sum())
         if outside:
             raise OutOfBoundsError(
-                f"{access} in program {running().program}: {outside} of {lanes} active lanes are outside of a tensor "
-                f"of {self.flat.numel()} elements [at {here()}]"
+                f"{access} in program {running().program}: {outside} of {places.numel()} active lanes are outside of a "
+                f"tensor of {self.flat.numel()} elements [at {here()}]"
             )
 
     def reach(self, first: int, shape: Sequence[int], strides: Sequence[int], access: str) -> torch.Tensor:
@@ -83,82 +73,53 @@ class Memory:
 # ---------------------------------------------------------------- pointers
 
 
-def _pointer(pointer: Any) -> tuple[Value, Memory]:
+def _reached(access: str, pointer: Any, mask: Any, value: Any) -> tuple[Memory, torch.Tensor, torch.Tensor]:
+    """A pointer's memory, which lanes are active, and the places of these, all inside."""
     if not isinstance(pointer, Value) or pointer.memory is None:
         raise GluonError(f"got {pointer!r}; allowed a pointer")
-    return pointer, pointer.memory
+    common_layout(pointer, mask, value)
+    mask, places = True if mask is None else plain(mask), torch.as_tensor(pointer.data)
+    active = torch.as_tensor(mask.data if isinstance(mask, Value) else mask)
+    lanes = (active != 0).expand(places.shape)
+    pointer.memory.check(places[lanes], access)
+    return pointer.memory, lanes, places[lanes]
 
 
-def _active(mask: Any, pointer: Value) -> torch.Tensor | bool | None:
-    mask = plain(mask)
-    if mask is None:
-        return None
-    if isinstance(mask, Value) and mask.is_block:
-        common_layout(pointer, mask)
-        active: torch.Tensor = mask.data.expand(pointer.shape) != 0
-        return active
-    return bool(mask)
+def _elements(value: Any, element: Any, lanes: torch.Tensor) -> torch.Tensor:
+    """A value's element for each lane."""
+    return torch.as_tensor(cast(value, element).data, dtype=STORAGE[element]).expand(lanes.shape)
+
+
+def _value(data: torch.Tensor, element: Any, pointer: Value) -> Value:
+    return Value(data if pointer.is_block else data.item(), element, pointer.layout)
 
 
 def load(pointer: Any, mask: Any = None, other: Any = None, **hints: Any) -> Value:
     """Elements; what the mask leaves out is undefined, or `other`."""
-    pointer, memory = _pointer(pointer)
-    common_layout(pointer, mask, other)
+    memory, lanes, places = _reached("load", pointer, mask, other)
     element = pointer.dtype.element_ty
-    storage = STORAGE[element]
-    if not pointer.is_block:
-        if _active(mask, pointer) is False:
-            return lift(math.nan if element.is_floating() and other is None else other or 0, element)
-        memory.check(pointer.data, None, "load")
-        return Value(memory.flat[pointer.data].item(), element)
-    active = _active(mask, pointer)
-    if active is None:
-        memory.check(pointer.data, None, "load")
-        return Value(memory.flat[pointer.data].to(storage), element, pointer.layout)
-    lanes = torch.as_tensor(active).expand(pointer.shape)
-    memory.check(pointer.data, lanes, "load")
-    result = torch.full(pointer.shape, math.nan if storage.is_floating_point else 0, dtype=storage)
-    if other is not None:
-        other = cast(other, element).data
-        result = torch.as_tensor(other, dtype=storage).expand(pointer.shape).clone()
-    result[lanes] = memory.flat[pointer.data[lanes]].to(storage)
-    return Value(result, element, pointer.layout)
-
-
-def _elements(pointer: Value, value: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Places, elements and mask as flat tensors."""
-    element = pointer.dtype.element_ty
-    common_layout(pointer, value, mask)
-    data = torch.as_tensor(cast(value, element).data, dtype=STORAGE[element])
-    active = _active(mask, pointer)
-    lanes = torch.as_tensor(True if active is None else active)
-    if isinstance(value, Value) and value.is_block and value.shape != pointer.shape:
-        data = data.expand(pointer.shape)  # refuses a value of more elements
-    places = torch.as_tensor(pointer.data)
-    places, data, lanes = torch.broadcast_tensors(places, data, lanes)
-    return places.reshape(-1), data.reshape(-1), lanes.reshape(-1)
+    if other is None:
+        other = math.nan if element.is_floating() else 0
+    result = _elements(other, element, lanes).clone()
+    result[lanes] = memory.flat[places].to(result.dtype)
+    return _value(result, element, pointer)
 
 
 def store(pointer: Any, value: Any, mask: Any = None, **hints: Any) -> None:
     """Elements where the mask is true."""
-    pointer, memory = _pointer(pointer)
-    places, data, lanes = _elements(pointer, value, mask)
-    memory.check(places, lanes, "store")
-    memory.flat[places[lanes]] = data[lanes].to(memory.flat.dtype)
+    memory, lanes, places = _reached("store", pointer, mask, value)
+    memory.flat[places] = _elements(value, pointer.dtype.element_ty, lanes)[lanes].to(memory.flat.dtype)
 
 
 def atomic_add(pointer: Any, value: Any, mask: Any = None) -> Value:
     """An atomic sum. Returns what was there before."""
-    pointer, memory = _pointer(pointer)
-    places, data, lanes = _elements(pointer, value, mask)
-    memory.check(places, lanes, "atomic")
-    element, flat = pointer.dtype.element_ty, memory.flat
-    before = torch.zeros(places.shape, dtype=STORAGE[element])
-    before[lanes] = flat[places[lanes]].to(before.dtype)
-    flat.index_put_((places[lanes],), data[lanes].to(flat.dtype), accumulate=True)
-    if not pointer.is_block:
-        return Value(before[0].item(), element)
-    return Value(before.reshape(pointer.shape), element, pointer.layout)
+    memory, lanes, places = _reached("atomic", pointer, mask, value)
+    element = pointer.dtype.element_ty
+    before = torch.zeros(lanes.shape, dtype=STORAGE[element])
+    before[lanes] = memory.flat[places].to(before.dtype)
+    added = _elements(value, element, lanes)[lanes].to(memory.flat.dtype)
+    memory.flat.index_put_((places,), added, accumulate=True)
+    return _value(before, element, pointer)
 
 
 # ---------------------------------------------------------------- tensor maps
@@ -182,17 +143,13 @@ class MappedTensor:
 
     def check(self, view: Any, access: str) -> None:
         """LayoutError where shared memory is not a box of this map."""
-        if list(view.shape) != self.block_shape or view.dtype != self.dtype:
-            got = f"{view.dtype} {list(view.shape)}"
-            raise LayoutError(f"{access}: got shared memory {got}; allowed {self.dtype} {self.block_shape}")
-        if view.layout != self.layout:
-            raise LayoutError(f"{access}: got shared memory with {view.layout}; allowed {self.layout}")
+        got, allowed = (view.dtype, list(view.shape), view.layout), (self.dtype, self.block_shape, self.layout)
+        if got != allowed:
+            raise LayoutError(f"{access}: got shared memory {got}; allowed {allowed}")
 
     def coordinates(self, coordinates: Any) -> list[int]:
         """Coordinates of a box's first element, in 32 bits."""
-        found = [int(plain(it)) for it in coordinates]
-        if len(found) != len(self.shape) or any(dtype_of(plain(it)).is_floating() for it in coordinates):
-            raise GluonError(f"coordinates: got {found}; allowed {len(self.shape)} integers")
+        found = [operator.index(plain(it)) for it in coordinates]
         if any(not -(1 << 31) <= it < 1 << 31 for it in found):
             raise GluonError(f"coordinates: got {found}; allowed 32 bits")
         return found

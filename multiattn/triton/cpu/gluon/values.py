@@ -23,15 +23,11 @@ Number = bool | int | float
 
 STORAGE: dict[Any, torch.dtype] = {
     gl.int1: torch.bool, gl.int8: torch.int8, gl.int16: torch.int16, gl.int32: torch.int32, gl.int64: torch.int64,
-    gl.uint8: torch.int64,
     gl.float16: torch.float16, gl.bfloat16: torch.bfloat16, gl.float32: torch.float32, gl.float64: torch.float64,
+    gl.uint8: torch.int64,
 }  # fmt: skip
 """The torch dtype that has a block's elements; unsigned bytes are in wider integers."""
-DTYPES: dict[torch.dtype, Any] = {
-    torch.bool: gl.int1, torch.int8: gl.int8, torch.int16: gl.int16, torch.int32: gl.int32, torch.int64: gl.int64,
-    torch.uint8: gl.uint8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32,
-    torch.float64: gl.float64,
-}  # fmt: skip
+DTYPES: dict[torch.dtype, Any] = {dtype: own for own, dtype in reversed(STORAGE.items())} | {torch.uint8: gl.uint8}
 """The type of a caller's tensor's elements."""
 
 
@@ -60,31 +56,21 @@ class Value:
         """As Gluon has it, with the layout."""
         return gl.distributed_type(self.dtype, list(self.shape), self.layout) if self.is_block else self.dtype
 
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
     def __bool__(self) -> bool:
         if self.is_block:
             raise GluonError("a block is no condition: its elements may differ")
         return bool(self.data)
 
     def __index__(self) -> int:
-        if self.is_block or not isinstance(self.data, int):
-            raise GluonError(f"got {self.type}; allowed an integer scalar")
-        return self.data
+        return operator.index(self.data)
 
     def __repr__(self) -> str:
         return f"{self.type}: {self.data}"
 
-    def __getitem__(self, key: Any) -> Value:
+    def __getitem__(self, key: tuple[slice | None, ...]) -> Value:
         result = self
-        for axis, item in enumerate(key if isinstance(key, tuple) else (key,)):
-            if item is None:
-                result = expand_dims(result, axis)
-            elif item != slice(None):
-                raise GluonError(f"index: got {item}; allowed None and :")
+        for axis, item in enumerate(key):
+            result = expand_dims(result, axis) if item is None else result
         return result
 
     def to(self, dtype: Any) -> Value:
@@ -93,11 +79,13 @@ class Value:
 
     def reshape(self, *shape: Any) -> Value:
         """Its elements in another shape, in the layout that follows."""
-        return reshape(self, *shape)
+        to = sizes(*shape)
+        return Value(self.data.reshape(to), self.dtype, layouts.reshaped(self.layout, self.shape, to), self.memory)
 
     def permute(self, *order: Any) -> Value:
         """The dimensions in another order."""
-        return permute(self, *order)
+        by = sizes(*order)
+        return Value(self.data.permute(by), self.dtype, layouts.permuted(self.layout, self.shape, by), self.memory)
 
     def __neg__(self) -> Value:
         return made(binary("mul", self, -1) if self.dtype.is_floating() else binary("sub", 0, self))
@@ -203,8 +191,6 @@ def _divided(x: int, y: int) -> int:
 
 def _possible(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Integers to divide, without what stops a CPU: by zero the result is anything, as on a GPU, by -1 it is of -x."""
-    if y.is_floating_point():
-        return x, y
     return torch.where(y == -1, -x, x), torch.where((y == 0) | (y == -1), 1, y)
 
 
@@ -222,7 +208,7 @@ _OF_INTEGERS: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 _OF_TENSORS: dict[str, Callable[[Any, Any], Any]] = {
     "floordiv": lambda x, y: torch.div(*_possible(x, y), rounding_mode="trunc"),
-    "mod": lambda x, y: torch.fmod(*_possible(x, y)),
+    "mod": lambda x, y: torch.fmod(*((x, y) if y.is_floating_point() else _possible(x, y))),
     "maximum": _larger, "minimum": _smaller, "and": operator.and_, "or": operator.or_,
 }  # fmt: skip
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
@@ -232,8 +218,6 @@ _NEEDS_TENSORS = ("floordiv", "mod", "maximum", "minimum")
 def binary(name: str, x: Any, y: Any) -> Any:
     """An operation on two operands, each a Value or a number."""
     x, y = plain(x), plain(y)
-    if not (isinstance(x, Value | Number) and isinstance(y, Value | Number)):
-        return NotImplemented
     for pointer, other in ((x, y), (y, x)):
         if isinstance(pointer, Value) and pointer.memory is not None:
             return _moved(name, pointer, other, pointer is y)
@@ -281,10 +265,8 @@ def common_layout(*values: Any) -> Any:
 
 def _moved(name: str, pointer: Value, by: Any, is_second: bool) -> Value:
     """A pointer some elements on."""
-    if isinstance(by, Value) and by.memory is not None:
-        raise GluonError(f"{name} of two pointers")
-    if name not in ("add", "sub") or (name == "sub" and is_second) or dtype_of(by).is_floating():
-        raise GluonError(f"{name} of a pointer and {dtype_of(by)}")
+    if name not in ("add", "sub") or (name == "sub" and is_second):
+        raise GluonError(f"{name} of a pointer and {by}")
     layout = common_layout(pointer, by)
     steps = _operand(by, gl.int64)
     return Value(getattr(operator, name)(pointer.data, steps), pointer.dtype, layout, pointer.memory)
@@ -305,10 +287,8 @@ def cast(x: Any, dtype: Any) -> Value:
     x, dtype = lift(x), plain(dtype)
     if x.dtype.name == dtype.name:
         return made(x)
-    if x.memory is not None:
-        if dtype != gl.int64:
-            raise NotImplementedError(f"the interpreter of Gluon has no {dtype} of a pointer")
-        return made(x.memory.address_of(x))
+    if x.memory is not None:  # an address
+        return Value(x.memory.address + x.data * x.memory.flat.element_size(), dtype, x.layout)
     if not x.is_block:
         number = x.data
         is_number = not isinstance(number, float) or math.isfinite(number)
@@ -348,29 +328,13 @@ def needs_block(x: Any) -> Value:
     return x
 
 
-def expand_dims(x: Any, axis: Any) -> Value:
+def expand_dims(x: Any, axis: int) -> Value:
     """One more dimension of size 1: the one that the layout is a slice of."""
-    x, axis = needs_block(x), plain(axis)
-    axis += len(x.shape) + 1 if axis < 0 else 0
-    if not isinstance(x.layout, gl.SliceLayout):
+    if not isinstance(needs_block(x).layout, gl.SliceLayout):
         raise LayoutError(f"a dimension more: got {x.layout}; allowed a SliceLayout")
     if x.layout.dim != axis:
         raise LayoutError(f"a dimension more: got axis {axis} of a slice along {x.layout.dim}")
     return Value(x.data.unsqueeze(axis), x.dtype, x.layout.parent, x.memory)
-
-
-def reshape(x: Any, *shape: Any) -> Value:
-    """Its elements in another shape, in the layout that follows."""
-    x, shape = needs_block(x), sizes(*shape)
-    if math.prod(shape) != x.numel:
-        raise LayoutError(f"reshape: got {list(x.shape)} to {list(shape)}")
-    return Value(x.data.reshape(shape), x.dtype, layouts.reshaped(x.layout, x.shape, shape), x.memory)
-
-
-def permute(x: Any, *order: Any) -> Value:
-    """The dimensions in another order."""
-    x, order = needs_block(x), sizes(*order)
-    return Value(x.data.permute(order), x.dtype, layouts.permuted(x.layout, x.shape, order), x.memory)
 
 
 def broadcast_shape(*shapes: Shape) -> Shape:
