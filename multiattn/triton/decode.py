@@ -40,6 +40,7 @@ from multiattn.triton.table import (
     Tensor,
     aux_row,
     factor_row,
+    filled,
     given,
     integers,
     reach_rows,
@@ -226,20 +227,16 @@ def _parts(plan: Plan, config: TritonSplitConfig) -> KernelTable:
 def _constants(plan: Plan, config: TritonSplitConfig) -> SplitConstants:
     problem, cache = plan.problem, plan.problem.cache
     page = None if cache is None else cache.page
-    return SplitConstants(
+    return filled(
+        SplitConstants,
+        problem,
+        config,
         width=Width.of(problem.head_dim),
         width_v=Width.of(problem.head_dim_v),
         step=STEPS["full"].step,
-        tile_m=config.tile_m,
-        tile_n=config.tile_n,
-        stages=config.stages,
         far_rows=max(problem.strides_k[2], problem.strides_v[2]) * config.tile_n >= INT32,
         vector=problem.alignment // ELEMENT_BYTES,
-        banded=problem.is_banded,
-        two_sided=problem.is_two_sided,
-        scale_sign=problem.scale_sign,
         score=lowered_score(problem, plan.arch),
-        has_score=problem.has_score,
         compiled=plan.arch.is_gpu,
         cached=cache is not None,
         paged=page is not None,

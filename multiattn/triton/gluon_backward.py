@@ -18,23 +18,23 @@ from multiattn.plan import abi, limits, remedies
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import key_tiles, kv_heads_of_section, one_width, query_tiles
+from multiattn.plan.schedule import key_tiles, one_width, query_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.score.expression import ONE
-from multiattn.score.lower import LoweredScore, lower
+from multiattn.score.lower import lower
 from multiattn.triton import gluon_forward
 from multiattn.triton.family import COUNTER, Areas, TritonFamily, TritonLaunch
 from multiattn.triton.gluon_forward import (
     BOOKKEEPING_BYTES,
-    descriptors,
     has_end,
     pieces_of,
     problem_constants,
-    sizes_row,
+    tiles_of_queries,
+    walking_table,
 )
 from multiattn.triton.kernels.constants import OUT_VECTOR, StatisticsConstants, Width
-from multiattn.triton.kernels.gluon.constants import WARPGROUP_ROWS, GluonBackwardConstants
+from multiattn.triton.kernels.gluon.constants import TILE_N, WARPGROUP_ROWS, GluonBackwardConstants
 from multiattn.triton.score import lowered_of_pairs
 from multiattn.triton.table import (
     ELEMENT_BYTES,
@@ -42,12 +42,11 @@ from multiattn.triton.table import (
     SMALL,
     Constant,
     Descriptor,
-    Integer,
     KernelTable,
     Parameter,
     Tensor,
-    aux_row,
     factor_rows,
+    filled,
     given,
     integers,
     stride_rows,
@@ -153,13 +152,6 @@ def why_not_fit(problem: Problem, arch: Arch, config: GluonBackwardConfig) -> tu
 # ---------------------------------------------------------------- a launch
 
 
-def tiles_of_queries(problem: Problem) -> int:
-    """Tiles of `TILE_M` queries of a head. Of a packed batch the most that there can be, and one that is of none."""
-    if problem.packing is not None:
-        return problem.packing.tiles_max(problem.seq_q, TILE_M) + 1
-    return -(-problem.seq_q // TILE_M)
-
-
 def area_of_tiles(problem: Problem, *sizes: int) -> Layout:
     """An area of fp32 numbers of each tile of queries, ``[B, Hq, tiles, ...]``; of `sizes` the first is a tile's."""
     lines, *rest = sizes
@@ -251,61 +243,30 @@ def _tile_list(problem: Problem) -> dict[str, Parameter]:
     return {"query_list": Tensor(of="query_list"), **integers(sequences=problem.packing.sequences)}
 
 
-def walk_rows(problem: Problem, *, tiles: int, heads: int, together: int) -> dict[str, Parameter]:
-    """Factors and sizes of a kernel of gradients: of so many tiles a head that blocks own, of `heads` in all."""
-    tiles_q = Integer(value=tiles_of_queries(problem))
-    return {
-        "factors": factor_rows(problem),
-        "sizes": sizes_row(problem, tiles, heads, together, tiles_q),
-    }
-
-
 def statistics_lines(problem: Problem) -> Descriptor:
     """Statistics by TMA, half a tile's at a time."""
     return Descriptor(of="statistics", layout=statistics_area(problem)["statistics"], rows=1, columns=TILE_M)
 
 
-def gradient_constants(problem: Problem, *, ragged: bool, score: LoweredScore | None) -> dict[str, Any]:
-    """Constants of every kernel of gradients that follow from a problem, by name."""
-    has_slope = score is not None and score.slope is not ONE
-    return {**problem_constants(problem, ragged=ragged, score=score), "has_slope": has_slope}
-
-
-_OF_CONFIG = (
-    *("q_stages", "dout_stages", "k_stages", "k_in_registers", "early_scores", "half_dq"),
-    *("dq_registers", "key_registers"),
-)
-"""Constants that a config has by the same name."""
-
-
 def _gradients(launch: TritonLaunch) -> KernelTable:
     problem, config = launch.problem, launch.config
-    packing, tiles = problem.packing, -(-problem.seq_kv // config.tile_n)
-    if packing is not None:
-        tiles = packing.tiles_max(problem.seq_kv, config.tile_n)
-    lowered = lowered_of_pairs(problem, launch.arch)
-    together = kv_heads_of_section(problem, launch.arch, tiles_of_head=tiles)
-    constants = GluonBackwardConstants(
-        **gradient_constants(problem, ragged=launch.assumed.flag, score=lowered),
+    constants = filled(
+        GluonBackwardConstants,
+        problem,
+        config,
+        **problem_constants(problem, launch.assumed.flag, lowered_of_pairs(problem, launch.arch)),
+        tile_n=TILE_N,
         descends=config.descends and problem.is_banded and not problem.is_two_sided,
-        **{name: getattr(config, name) for name in _OF_CONFIG},
     )
-    rows: dict[str, Parameter] = {
-        **descriptors(problem, dict.fromkeys(("q", "k", "v", "dout", "dk", "dv"), 64)),
-        "statistics": statistics_lines(problem),
-        "dq_fragments": Tensor(of="dq_fragments"),
-        "key_list": given(packing is not None, Tensor(of="key_list")),
-        "counter": Tensor(of=abi.WORKSPACE),
-        "aux": aux_row(problem, lowered),
-        **walk_rows(problem, tiles=tiles, heads=problem.batch * problem.heads_kv, together=together),
-        "C": Constant(value=constants),
-    }
-    return KernelTable(
-        kernel="gradients",
-        grid=min(key_tiles(problem, config.tile_n), launch.multiprocessors),
-        # Four warps make dQ; the compiler adds those of the other partitions: 512 threads of 128 registers.
-        options={"num_warps": 4, "maxnreg": 128, "launch_pdl": True, "enable_fp_fusion": True},
-        rows=rows,
+    return walking_table(
+        launch,
+        "gradients",
+        constants,
+        maps=dict.fromkeys(("q", "k", "v", "dout", "dk", "dv"), 64),
+        own={"statistics": statistics_lines(problem), "dq_fragments": Tensor(of="dq_fragments")},
+        factors={"factors": factor_rows(problem)},
+        tile=("kv", config.tile_n, config.tile_n),
+        registers=128,  # of 512 threads; the first four warps make dQ
     )
 
 

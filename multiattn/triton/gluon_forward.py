@@ -12,12 +12,21 @@ from multiattn.plan import abi, limits
 from multiattn.plan.arch import ARCHS, Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import SCHEDULERS, heads_side_by_side, one_width, query_tiles, saving_widths
+from multiattn.plan.schedule import (
+    SCHEDULERS,
+    heads_side_by_side,
+    key_tiles,
+    kv_heads_of_section,
+    one_width,
+    query_tiles,
+    saving_widths,
+)
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore
+from multiattn.score.expression import ONE
 from multiattn.triton.family import COUNTER, TritonFamily, TritonLaunch
-from multiattn.triton.kernels.gluon.constants import WARPGROUP_ROWS, GluonConstants
+from multiattn.triton.kernels.gluon.constants import WARPGROUP_ROWS, GluonConstants, HopperConstants
 from multiattn.triton.score import lowered_of_pairs
 from multiattn.triton.staged import follows_distance, under_diagonal
 from multiattn.triton.table import (
@@ -25,12 +34,14 @@ from multiattn.triton.table import (
     NONE,
     Constant,
     Descriptor,
+    Integer,
     KernelTable,
     Parameter,
     Scalar,
     Tensor,
     aux_row,
     factor_row,
+    filled,
     given,
     integers,
     reach_rows,
@@ -71,7 +82,12 @@ class GluonConfig(Config):
         return self.tile_m // WARPGROUP_ROWS
 
     @property
-    def counts(self) -> bool:
+    def is_persistent(self) -> bool:
+        """True if a block takes one tile after another."""
+        return self.scheduler != "one_tile"
+
+    @property
+    def is_dynamic(self) -> bool:
         """True if a counter in device memory gives out tiles."""
         return self.scheduler == "dynamic"
 
@@ -113,22 +129,17 @@ def why_not_fit(problem: Problem, arch: Arch, config: GluonConfig) -> tuple[Reas
 
 # ---------------------------------------------------------------- a launch
 
-_OF_CONFIG = ("tile_n", "warpgroups", "stages", "q_slots", "pingpong")
-"""Constants that a config has by the same name."""
 
-
-def problem_constants(problem: Problem, *, ragged: bool, score: LoweredScore | None) -> dict[str, Any]:
-    """Constants of every Gluon kernel that follow from a problem, by name."""
+def problem_constants(problem: Problem, ragged: bool, score: LoweredScore | None) -> dict[str, Any]:
+    """Constants of every Gluon kernel that follow from a problem, beside those that it has by the same name."""
     wide, narrow = pieces_of(problem.head_dim)
     return {
-        "banded": problem.is_banded,
-        "two_sided": problem.is_two_sided,
         "ragged": ragged,
-        "head_dim": problem.head_dim,
         "wide": wide,
         "narrow": narrow,
         "packed": problem.packing is not None,
         "score": score,
+        "has_slope": score is not None and score.slope is not ONE,
     }
 
 
@@ -139,15 +150,13 @@ def constants_of(
     if score is not None and problem.is_banded and not problem.is_two_sided:
         score = under_diagonal(score)
     spare = REGISTERS_MAX[config.warpgroups] - registers_at_least(config, problem)
-    return GluonConstants(
-        has_sinks=problem.has_sinks,
-        scale_sign=problem.scale_sign,
-        is_persistent=config.scheduler != "one_tile",
-        is_dynamic=config.counts,
+    return filled(
+        GluonConstants,
+        problem,
+        config,
+        **problem_constants(problem, ragged, score),
         lazy_max=config.lazy_max and (score is None or follows_distance(score)),
         loads_early=score is not None and spare >= config.tile_n // 2,
-        **problem_constants(problem, ragged=ragged, score=score),
-        **{name: getattr(config, name) for name in _OF_CONFIG},
     )
 
 
@@ -162,21 +171,11 @@ def descriptors(problem: Problem, rows_of: Mapping[str, int]) -> dict[str, Param
     return found
 
 
-def sizes_row(problem: Problem, tiles: int, heads: int, together: int, tiles_q: Scalar) -> Mapping[str, Scalar]:
-    """Integers of a kernel, of so many tiles a head that blocks own, as `LaunchSizes` has them."""
-    return {
-        **integers(
-            seq_q=problem.seq_q,
-            seq_kv=problem.seq_kv,
-            heads_q=problem.heads_q,
-            group=problem.group,
-            tiles=tiles,
-            heads=heads,
-            together=together,
-        ),
-        **reach_rows(problem),
-        "tiles_q": tiles_q,
-    }
+def tiles_of_queries(problem: Problem) -> int:
+    """Tiles of 64 queries of a head. Of a packed batch the most that there can be, and one that is of none."""
+    if problem.packing is not None:
+        return problem.packing.tiles_max(problem.seq_q, WARPGROUP_ROWS) + 1
+    return -(-problem.seq_q // WARPGROUP_ROWS)
 
 
 def has_end(problem: Problem, config: Config) -> bool:
@@ -184,31 +183,80 @@ def has_end(problem: Problem, config: Config) -> bool:
     return problem.packing is not None or problem.seq_kv % config.tile_n != 0
 
 
+def walking_table(
+    launch: TritonLaunch,
+    kernel: str,
+    constants: HopperConstants,
+    *,
+    maps: Mapping[str, int],
+    own: Mapping[str, Parameter],
+    factors: Mapping[str, Parameter],
+    tile: tuple[str, int, int],
+    registers: int,
+) -> KernelTable:
+    """The table of a kernel whose blocks walk over tiles.
+
+    Args:
+        launch: its launch.
+        kernel: its name.
+        constants: its constants, with a lowered score.
+        maps: tensors that TMA loads or stores, with the rows of a box.
+        own: rows between the tensor maps and the list of tiles.
+        factors: rows before the sizes.
+        tile: "q" or "kv", whose rows blocks own, and how many of them: in a tile, and in one that a list has.
+        registers: of a thread at launch.
+    """
+    problem, packing, (side, rows, listed) = launch.problem, launch.problem.packing, tile
+    length, heads, name = problem.seq_q, problem.heads_q, "query_list"
+    if side == "kv":
+        length, heads, name = problem.seq_kv, problem.heads_kv, "key_list"
+    tiles = -(-length // rows) if packing is None else packing.tiles_max(length, listed)
+    blocks = (key_tiles if side == "kv" else query_tiles)(problem, rows)
+    together = heads_side_by_side(problem)
+    if side == "kv":
+        together = kv_heads_of_section(problem, launch.arch, tiles_of_head=tiles)
+    sizes: dict[str, Scalar] = {
+        **integers(
+            seq_q=problem.seq_q,
+            seq_kv=problem.seq_kv,
+            heads_q=problem.heads_q,
+            group=problem.group,
+            tiles=tiles,
+            heads=problem.batch * heads,
+            together=together,
+        ),
+        **reach_rows(problem),
+        "tiles_q": NONE if launch.plan.direction == "forward" else Integer(value=tiles_of_queries(problem)),
+    }
+    parameters: dict[str, Parameter] = {
+        **descriptors(problem, maps),
+        **own,
+        name: given(packing is not None, Tensor(of=name)),
+        "counter": given(constants.is_dynamic, Tensor(of=abi.WORKSPACE)),
+        "aux": aux_row(problem, constants.score),
+        **factors,
+        "sizes": sizes,
+        "C": Constant(value=constants),
+    }
+    # Four warps are the first partition's; the compiler adds those of the others.
+    options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True, "enable_fp_fusion": True}
+    grid = min(blocks, launch.multiprocessors) if constants.is_persistent else blocks
+    return KernelTable(kernel=kernel, grid=grid, options=options, rows=parameters)
+
+
 def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
     problem, config = launch.problem, launch.config
-    packing, tiles = problem.packing, -(-problem.seq_q // config.tile_m)
-    if packing is not None:
-        tiles = packing.tiles_max(problem.seq_q, config.tile_m)
     # As on its GPUs, also where it is interpreted: with their tanh.
     lowered = lowered_of_pairs(problem, ARCHS[ARCHES[0]])
-    rows: dict[str, Parameter] = {
-        **descriptors(problem, {"q": 64, "k": config.tile_n, "v": config.tile_n, "out": 64}),
-        "lse": Tensor(of="lse"),
-        "sinks": sinks_row(problem),
-        "query_list": given(packing is not None, Tensor(of="query_list")),
-        "counter": given(config.counts, Tensor(of=abi.WORKSPACE)),
-        "aux": aux_row(problem, lowered),
-        "scale": factor_row(problem, problem.scale_log2),
-        "sizes": sizes_row(problem, tiles, problem.batch * problem.heads_q, heads_side_by_side(problem), NONE),
-        "C": Constant(value=constants_of(problem, config, ragged=launch.assumed.flag, score=lowered)),
-    }
-    blocks = query_tiles(problem, config.tile_m)
-    table = KernelTable(
-        kernel="attention_forward",
-        grid=blocks if config.scheduler == "one_tile" else min(blocks, launch.multiprocessors),
-        # Four warps are the first consumer's; the compiler adds those of the other partitions.
-        options={"num_warps": 4, "maxnreg": config.registers, "launch_pdl": True, "enable_fp_fusion": True},
-        rows=rows,
+    table = walking_table(
+        launch,
+        "attention_forward",
+        constants_of(problem, config, ragged=launch.assumed.flag, score=lowered),
+        maps={"q": 64, "k": config.tile_n, "v": config.tile_n, "out": 64},
+        own={"lse": Tensor(of="lse"), "sinks": sinks_row(problem)},
+        factors={"scale": factor_row(problem, problem.scale_log2)},
+        tile=("q", config.tile_m, config.tile_m),
+        registers=config.registers,
     )
     return (table,)
 
@@ -261,7 +309,7 @@ FAMILY = TritonFamily(
     kernels={"attention_forward": "gluon.forward"},
     tables=_tables,
     tiles=lambda config: (config.tile_m, 0),
-    areas=lambda problem, config: COUNTER if config.counts else {},
+    areas=lambda problem, config: COUNTER if config.is_dynamic else {},
     fits=why_not_fit,
     candidates=_candidates,
     flag=lambda problem, config: has_end(problem, config) and not problem.is_banded,

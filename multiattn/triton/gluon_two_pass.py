@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from multiattn.plan import abi, limits
+from multiattn.plan import limits
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config, select
-from multiattn.plan.schedule import heads_side_by_side, key_tiles, kv_heads_of_section, query_tiles
+from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.triton.family import COUNTER, TritonFamily, TritonLaunch
@@ -23,17 +23,15 @@ from multiattn.triton.gluon_backward import (
     STATISTICS,
     TILE_M,
     columns_of,
-    gradient_constants,
     statistics_area,
     statistics_lines,
     statistics_table,
-    walk_rows,
 )
-from multiattn.triton.gluon_forward import BOOKKEEPING_BYTES, descriptors, has_end
+from multiattn.triton.gluon_forward import BOOKKEEPING_BYTES, has_end, problem_constants, walking_table
 from multiattn.triton.kernels.constants import OUT_VECTOR
 from multiattn.triton.kernels.gluon.constants import TILE_N, TwoPassConstants
 from multiattn.triton.score import lowered_of_pairs
-from multiattn.triton.table import ELEMENT_BYTES, Constant, KernelTable, Parameter, Tensor, aux_row, given, stride_rows
+from multiattn.triton.table import ELEMENT_BYTES, KernelTable, Parameter, Tensor, factor_rows, filled, stride_rows
 
 VARIANT = "warp_specialized_two_pass"
 RULES = VARIANT
@@ -88,10 +86,6 @@ def why_not_fit(problem: Problem, arch: Arch, config: GluonTwoPassConfig) -> tup
     return limits.failed((kept, *limits.size_checks(config, arch, smem_bytes(config, problem), blocks)))
 
 
-_OF_CONFIG = ("q_stages", "dout_stages", "k_stages", "v_stages", "kv_in_registers")
-"""Constants that a config has by the same name."""
-
-
 def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
     """Statistics of queries, gradients of queries, gradients of keys."""
     passes = (_table(launch, by_keys=by_keys) for by_keys in (False, True))
@@ -100,43 +94,30 @@ def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
 
 def _table(launch: TritonLaunch, *, by_keys: bool) -> KernelTable:
     """The kernel whose blocks own keys, or queries."""
-    problem, config = launch.problem, launch.config
+    problem = launch.problem
     owned = ("dk", "dv") if by_keys else ("dq",)
     strides = {"dq": problem.strides_out, "dk": problem.strides_dk, "dv": problem.strides_dv}
-    length, rows_of_tile, tile_list = problem.seq_q, BLOCK_QUERIES, "query_list"
-    if by_keys:
-        length, rows_of_tile, tile_list = problem.seq_kv, TILE_N, "key_list"
-    packing, tiles = problem.packing, -(-length // rows_of_tile)
-    if packing is not None:  # both lists have tiles of 64
-        tiles = packing.tiles_max(length, TILE_N)
-    together = heads_side_by_side(problem)
-    if by_keys:
-        together = kv_heads_of_section(problem, launch.arch, tiles_of_head=tiles)
-    heads = problem.batch * (problem.heads_kv if by_keys else problem.heads_q)
     lowered = lowered_of_pairs(problem, launch.arch)
-    constants = TwoPassConstants(
+    constants = filled(
+        TwoPassConstants,
+        problem,
+        launch.config,
+        **problem_constants(problem, launch.assumed.flag, lowered),
         by_keys=by_keys,
-        **gradient_constants(problem, ragged=launch.assumed.flag, score=lowered),
-        **{name: getattr(config, name) for name in _OF_CONFIG},
     )
-    rows: dict[str, Parameter] = {
-        **descriptors(problem, dict.fromkeys(("q", "dout", "k", "v"), 64)),
-        "statistics": statistics_lines(problem) if by_keys else Tensor(of="statistics"),
-        **{name: Tensor(of=name) for name in owned},
-        tile_list: given(packing is not None, Tensor(of=tile_list)),
-        "counter": Tensor(of=abi.WORKSPACE),
-        "aux": aux_row(problem, lowered),
-        **{f"{name}_strides": stride_rows(name, strides[name], OUT_VECTOR) for name in owned},
-        **walk_rows(problem, tiles=tiles, heads=heads, together=together),
-        "C": Constant(value=constants),
-    }
-    blocks = key_tiles(problem, TILE_N) if by_keys else query_tiles(problem, BLOCK_QUERIES)
-    return KernelTable(
-        kernel="gradients_of_own_keys" if by_keys else "gradient_of_own_queries",
-        grid=min(blocks, launch.multiprocessors),
-        # Four warps are the first consumer's; the compiler adds those of the other partitions.
-        options={"num_warps": 4, "maxnreg": LAUNCH_REGISTERS, "launch_pdl": True, "enable_fp_fusion": True},
-        rows=rows,
+    own: dict[str, Parameter] = {"statistics": statistics_lines(problem) if by_keys else Tensor(of="statistics")}
+    return walking_table(
+        launch,
+        "gradients_of_own_keys" if by_keys else "gradient_of_own_queries",
+        constants,
+        maps=dict.fromkeys(("q", "dout", "k", "v"), 64),
+        own=own | {name: Tensor(of=name) for name in owned},
+        factors={
+            **{f"{name}_strides": stride_rows(name, strides[name], OUT_VECTOR) for name in owned},
+            "factors": factor_rows(problem),
+        },
+        tile=("kv", TILE_N, TILE_N) if by_keys else ("q", BLOCK_QUERIES, TILE_N),
+        registers=LAUNCH_REGISTERS,
     )
 
 

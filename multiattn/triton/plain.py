@@ -36,6 +36,7 @@ from multiattn.triton.table import (
     aux_row,
     factor_row,
     factor_rows,
+    filled,
     given,
     integers,
     item_row,
@@ -256,24 +257,18 @@ def constants_of(launch: TritonLaunch, config: TritonConfig, **own: Any) -> Tile
     of_kernel: dict[str, Any] = {
         "width": Width.of(problem.head_dim),
         "width_v": Width.of(problem.head_dim_v),
-        "tile_m": config.tile_m,
-        "tile_n": config.tile_n,
-        "stages": config.stages,
         "heads_in_turn": config.heads_together,
         "vector": launch.assumed.alignment // ELEMENT_BYTES,
         "far_rows": launch.assumed.flag,
         "descriptor": config.descriptors,
-        "banded": problem.is_banded,
-        "two_sided": problem.is_two_sided,
         "compiled": arch.is_gpu,
         "score": lowered,
-        "has_score": problem.has_score,
         "has_slope": lowered is not None and lowered.slope is not ONE,
-        "blocks": problem.blocks,
         "packed": problem.packing is not None,
         "has_mask": lowered is not None and lowered.mask is not None,
+        "scale_sign": 1,
     }
-    return TileConstants(**of_kernel | own)
+    return filled(TileConstants, problem, config, **of_kernel | own)
 
 
 def options_of(config: TritonConfig) -> dict[str, Any]:

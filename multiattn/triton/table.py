@@ -8,12 +8,14 @@ what Triton made of a call is held against it there. Each family has the tables 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from multiattn.layout import Layout
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore
+
+T = TypeVar("T")
 
 INT32 = 1 << 31
 """Offsets from here on need 64 bits."""
@@ -104,6 +106,12 @@ class Assumed(NamedTuple):
     flag: bool
     """Offsets inside a tile may pass 2^31 elements; for Gluon, the last block of keys is not full, and in
     the forward no band masks it."""
+
+
+def filled(kind: type[T], *sources: object, **own: Any) -> T:
+    """Constants of a kernel: its own, and by name those that a problem or a config has."""
+    names = [it.name for it in fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: getattr(it, name) for it in sources for name in names if hasattr(it, name)} | own)
 
 
 # ---------------------------------------------------------------- rows that several kernels have

@@ -243,7 +243,7 @@ def gradients_of_keys(
         begin, full_begin, full_end, end = blocks
         for member in range(group):
             at = (start_q, at_kv[1] * group + member)
-            if C.two_sided:  # one loop, as before
+            if C.is_two_sided:  # one loop, as before
                 sums = _walk_queries(sums, tile, at, begin, end, blocks, True, False, C)
             else:
                 sums = _walk_queries(sums, tile, at, begin, full_begin, blocks, True, False, C)

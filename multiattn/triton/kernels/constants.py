@@ -62,9 +62,9 @@ class TileConstants:
     """Heads whose tiles alternate in launch order."""
     vector: int = OUT_VECTOR
     """Elements that divide every address and stride of q, k and v."""
-    banded: bool = False
-    """The mask hides keys: causal, if not `two_sided`."""
-    two_sided: bool = False
+    is_banded: bool = False
+    """The mask hides keys: causal, if not `is_two_sided`."""
+    is_two_sided: bool = False
     """The mask is a band with two bounds, `left` and `right`, which a kernel is given."""
     descriptor: bool = False
     """Tensors that a program walks over come through TMA descriptors."""
@@ -129,17 +129,17 @@ class TileConstants:
     @property
     def asks_keys(self) -> bool:
         """True if a masked walk over keys asks of each tile whether it needs the mask, but for partial blocks."""
-        return self.two_sided if self.blocks is None else not self.banded
+        return self.is_two_sided if self.blocks is None else not self.is_banded
 
     @property
     def asks_queries(self) -> bool:
         """True if a masked walk over queries asks so, as no operands of products are in registers across a branch."""
-        return self.two_sided and self.blocks is None and not self.register_operands
+        return self.is_two_sided and self.blocks is None and not self.register_operands
 
     @property
     def hides_in_full(self) -> bool:
         """True if pairs of a full block may be hidden, by another mask or by the end of the keys."""
-        return self.banded or self.ragged
+        return self.is_banded or self.ragged
 
     @property
     def hides_in_partial(self) -> bool:
@@ -167,7 +167,7 @@ class SplitConstants(TileConstants):
     @property
     def frees_keys(self) -> bool:
         """True if pages or rows of a cache that lie before a window may hold anything."""
-        return self.cached and self.two_sided
+        return self.cached and self.is_two_sided
 
     @property
     def masks_all(self) -> bool:

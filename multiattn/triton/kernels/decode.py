@@ -144,7 +144,7 @@ def _my_part(sizes, C: tl.constexpr):
     program = program // sizes.tiles
     head_kv = program % heads_kv
     program = program // heads_kv
-    if C.banded:
+    if C.is_banded:
         tile = sizes.tiles - 1 - tile
     return tile, head_kv, program % sizes.splits, program // sizes.splits
 

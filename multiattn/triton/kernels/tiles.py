@@ -53,7 +53,7 @@ def my_queries(entries, tiles, sizes, reach, C: tl.constexpr):
         first_row, head, batch, start_q, start_kv, len_q, len_kv = _my_entry(entries, tiles, sizes.batch_heads, C)
         batch_head, at, at_kv = head, (start_q, head), (start_kv, head // sizes.group)
     else:
-        tile, batch_head = my_tile(len_q, sizes.batch_heads, C.banded, C.tile_m, C.heads_in_turn)
+        tile, batch_head = my_tile(len_q, sizes.batch_heads, C.is_banded, C.tile_m, C.heads_in_turn)
         batch = batch_head // sizes.heads_q
         head = batch_head % sizes.heads_q
         at, at_kv = (batch, head), (batch, head // sizes.group)
@@ -106,14 +106,14 @@ def key_blocks(first_row, band, C: tl.constexpr):
     full_begin = 0
     seen_by_all = seq_kv
     end = seq_kv
-    if C.banded:
+    if C.is_banded:
         seen_by_first = first_row + 1 + seq_kv - seq_q  # ends with the last key that the first row sees
-        if C.two_sided:
+        if C.is_two_sided:
             seen_by_first += right
         seen_by_all = tl.minimum(tl.maximum(seen_by_first, 0), seq_kv)
         end = tl.minimum(tl.maximum(seen_by_first + C.tile_m - 1, 0), seq_kv)
     full_end = seen_by_all // C.tile_n * C.tile_n
-    if C.two_sided:
+    if C.is_two_sided:
         first_seen = first_row + seq_kv - seq_q - left  # by the first row; by the last, tile_m - 1 further on
         seen_from = tl.minimum(tl.maximum(first_seen, 0), seq_kv)
         seen_from_by_all = tl.minimum(tl.maximum(first_seen + C.tile_m - 1, 0), seq_kv)
@@ -134,10 +134,10 @@ def query_blocks(first_key, band, C: tl.constexpr):
     full_begin = 0
     full_end = seq_q
     end = seq_q
-    if C.banded:
+    if C.is_banded:
         first_seeing = first_key + seq_q - seq_kv
         all_seeing = first_key + C.tile_n - 1 + seq_q - seq_kv
-        if C.two_sided:
+        if C.is_two_sided:
             last_seeing = first_seeing + left  # the first key; the last is seen tile_n - 1 further on
             first_seeing -= right
             all_seeing -= right
@@ -149,7 +149,7 @@ def query_blocks(first_key, band, C: tl.constexpr):
         full_begin = (all_seeing + C.tile_m - 1) // C.tile_m * C.tile_m
     if first_key + C.tile_n > seq_kv:
         full_begin = end
-    if C.two_sided:
+    if C.is_two_sided:
         # At least one block, though all of it may be hidden: the sums of a loop that may be empty are also zeros that
         # no wgmma made, for which ptxas waits after each wgmma.
         end = tl.maximum(end, begin + 1)
@@ -209,11 +209,11 @@ def walk_keys(WALK: tl.constexpr, sums, tile, first_row, band, of_score, lists, 
     else:
         blocks = key_blocks(first_row, band, C)
         begin, full_begin, full_end, end = blocks
-        if C.two_sided:  # one loop, as three would fill and drain the pipeline three times
+        if C.is_two_sided:  # one loop, as three would fill and drain the pipeline three times
             sums = WALK(sums, tile, begin, end, blocks, True, False, C)
         else:
             sums = WALK(sums, tile, full_begin, full_end, blocks, False, False, C)
-            if not SKIPS or C.banded or full_end < end:
+            if not SKIPS or C.is_banded or full_end < end:
                 sums = WALK(sums, tile, full_end, end, blocks, True, False, C)
     return sums
 
@@ -240,13 +240,13 @@ def visible_keys(rows, keys, of_score, band, PARTIAL: tl.constexpr, C: tl.conste
     partial block the mask of the program holds, too.
     """
     seq_q, seq_kv, left, right = band
-    if C.two_sided:
+    if C.is_two_sided:
         begin = rows - left + (seq_kv - seq_q)
         end = tl.minimum(rows + right + 1 + (seq_kv - seq_q), seq_kv)
         visible = (keys - begin).to(tl.uint32) < (end - begin).to(tl.uint32)
     else:
         end = tl.full(rows.shape, seq_kv, tl.int32)
-        if C.banded:
+        if C.is_banded:
             end = tl.minimum(rows + 1 + (seq_kv - seq_q), seq_kv)
         visible = keys < end
     return _and_mask(visible, rows, keys, of_score, band, PARTIAL, C)
@@ -257,9 +257,9 @@ def seeing_rows(rows, keys, of_score, band, PARTIAL: tl.constexpr, C: tl.constex
     """Visible pairs from the side of the keys, for tiles ``[keys, rows]`` whose threads hold few keys and many rows."""
     seq_q, seq_kv, left, right = band
     begin = tl.full(keys.shape, 0, tl.int32)
-    if C.banded:
+    if C.is_banded:
         begin = keys - (seq_kv - seq_q)
-    if C.two_sided:
+    if C.is_two_sided:
         begin = tl.where(keys < seq_kv, begin - right, LAST)
         visible = (rows - begin).to(tl.uint32) < (left + right + 1).to(tl.uint32)
     else:

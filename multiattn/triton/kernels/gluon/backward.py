@@ -92,7 +92,7 @@ def _weigh(products, lse, walked, head, tile, C: gl.constexpr):
     first_query = block_of(walked, tile.sizes, C) * 64
     scores, slope = modify(products, tile.first_key, first_query, (tile.batch, head, tile.aux), tile.sizes, C)
     weights = gl.exp2(scores * tile.factor - lse[None, :])
-    if C.banded or C.ragged or C.score is not None:
+    if C.is_banded or C.ragged or C.score is not None:
         if (walked < tile.blocks.full_begin) | (walked >= tile.blocks.full_end):
             weights = mask_weights(weights, tile.first_key, first_query, tile.sizes, C)
     moving = weights

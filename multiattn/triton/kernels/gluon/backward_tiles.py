@@ -59,10 +59,10 @@ def query_blocks(first_key, sizes, C: gl.constexpr):
     full_begin = 0
     full_end = tiles
     end = tiles
-    if C.banded:
+    if C.is_banded:
         first_seeing = first_key + seq_q - seq_kv
         all_seeing = first_seeing + 127
-        if C.two_sided:
+        if C.is_two_sided:
             last_seeing = first_seeing + sizes.left  # the first key; the last is seen 127 further on
             first_seeing -= sizes.right
             all_seeing -= sizes.right
@@ -105,9 +105,9 @@ def mask_weights(weights, first_key, first_query, sizes, C: gl.constexpr):
     """
     keys = first_key + gl.arange(0, 64, C.row)  # [64]
     begin = 0 * keys
-    if C.banded:
+    if C.is_banded:
         begin = keys - (sizes.seq_kv - sizes.seq_q)
-    if C.two_sided:
+    if C.is_two_sided:
         begin -= sizes.right
     begin = gl.where(keys < sizes.seq_kv, begin, LAST)
     queries = first_query + gl.arange(0, 64, C.column)
@@ -115,7 +115,7 @@ def mask_weights(weights, first_key, first_query, sizes, C: gl.constexpr):
     # A thread has two of every eight queries: of a key what they are compared with is one number, and they constants.
     near = begin[:, None] - first_query - (columns & 6)  # [64, 64]
     on = columns & 57
-    if C.two_sided:
+    if C.is_two_sided:
         weights = keep_within(weights, on - near, sizes.left + sizes.right + 1, ZERO)
     else:
         weights = gl.inline_asm_elementwise(

@@ -48,14 +48,14 @@ def hide(values, queries, keys, sizes, C: gl.constexpr):
     """
     seq_q, seq_kv = sizes.seq_q, sizes.seq_kv
     level = queries + (seq_kv - seq_q)
-    if C.two_sided:
+    if C.is_two_sided:
         begin = level - sizes.left
         end = gl.minimum(level + 1 + sizes.right, seq_kv)
         if C.score is not None:
             end = gl.where(queries < seq_q, end, begin)
         values = keep_within(values, keys - begin, gl.maximum(end - begin, 0), ZERO)
     else:
-        end = gl.minimum(level + 1, seq_kv) if C.banded else 0 * queries + seq_kv
+        end = gl.minimum(level + 1, seq_kv) if C.is_banded else 0 * queries + seq_kv
         if C.score is not None:  # of a query that is not there it may be anything
             end = gl.where(queries < seq_q, end, 0)
         values = keep_where(values, "gt", end - keys, ZERO)

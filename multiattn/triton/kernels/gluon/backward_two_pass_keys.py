@@ -93,10 +93,10 @@ def _query_blocks(first_key, sizes, C: gl.constexpr):
     begin = 0
     full_begin = 0
     full_end = end
-    if C.banded:
+    if C.is_banded:
         level = first_key - (seq_kv - seq_q)  # the query whose own key is the first
         reach = 0
-        if C.two_sided:
+        if C.is_two_sided:
             reach = sizes.right
             full_end = gl.maximum(level + sizes.left + 1, 0) // 64
             full_end = gl.where(level + sizes.left + 1 >= seq_q, end, full_end)
@@ -211,7 +211,7 @@ def _make_weights(scores, place, block, head, like, tile, shared, C: gl.constexp
     queries, keys = _positions(block, tile.first_key, C)
     of_score = (tile.batch, head, tile.aux)
     weights, moving = weigh(scores, queries, keys, lse[None, :], tile.score_factor, of_score, sizes, C)
-    if C.banded or C.score is not None:
+    if C.is_banded or C.score is not None:
         if _must_hide(block, tile, C):
             weights = hide(weights, queries, keys, sizes, C)
             if C.has_slope:
@@ -235,7 +235,7 @@ def _make_dscores(dweights, place, block, like, tile, shared, C: gl.constexpr):
     ring.release(shared.ring_w, place)
     if place > 0:  # weights of a step are there, so dv of the one before it is
         ring.release(shared.ring_dout, place - 1)
-    if C.banded or C.score is not None:
+    if C.is_banded or C.score is not None:
         if _must_hide(block, tile, C):
             queries, keys = _positions(block, tile.first_key, C)
             dweights = hide(dweights, queries, keys, tile.sizes, C)  # 0 times inf would be nan

@@ -146,7 +146,7 @@ def _make_dscores(scores, dweights, place, block, like, tile, shared, C: gl.cons
     dweights = warpgroup_mma_wait(0, [dweights])
     ring.release(shared.ring_v, place)
     dscores = moving * (dweights - tile.delta[:, None])
-    if C.banded or C.ragged:
+    if C.is_banded or C.ragged:
         if (block < tile.full[0]) | (block >= tile.full[1]):
             dscores = hide(dscores, queries, keys, sizes, C)
     return pack_weights(dscores, like)
@@ -194,7 +194,7 @@ def _skip(number, place, shared):
 def _full_blocks(first_query, sizes, C: gl.constexpr):
     """Blocks [begin, end) that all of 64 queries see whole."""
     begin = 0
-    if C.two_sided:
+    if C.is_two_sided:
         begin = (gl.maximum(begin_of_keys(gl.minimum(first_query + 64, sizes.seq_q) - 1, sizes, C), 0) + 63) // 64
     return begin, end_before(first_query + 1, sizes, C) // 64
 
@@ -230,7 +230,7 @@ def _consume(warpgroup: gl.constexpr, dq, statistics, aux, dq_strides, factors, 
         tile_begin, tile_end = range_of_blocks(tile_query, 128, own, C)
         begin, end = tile_begin, tile_end
         full = _full_blocks(first_query, own, C)
-        if C.banded:
+        if C.is_banded:
             begin, end = range_of_blocks(first_query, 64, own, C)
         if (first_query >= own.seq_q) | (begin >= end):
             begin = tile_end

@@ -18,9 +18,9 @@ SEQUENCE_WORDS = 3
 class HopperConstants:
     """Constants of any kernel; it gets them whole, as one constexpr."""
 
-    banded: bool
+    is_banded: bool
     """The mask hides keys."""
-    two_sided: bool
+    is_two_sided: bool
     """It has two bounds, which the kernel is given; a causal one is the diagonal."""
     ragged: bool
     """The last tile of keys is not full."""
@@ -38,6 +38,8 @@ class HopperConstants:
     score: Any = None
     """As in `TileConstants`: of its functions the forward calls `once`, `ahead` and `rest`, a backward
     `score_and_slope`."""
+    has_slope: bool = False
+    """It does more than add: its slope differs from 1."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -132,8 +134,6 @@ class GradientConstants(HopperConstants):
     q_stages: int
     dout_stages: int
     k_stages: int
-    has_slope: bool
-    """The expression does more than add: its slope differs from 1."""
 
     @property
     def tile_bytes(self) -> int:

@@ -240,8 +240,8 @@ def _attend(
     """The paper's loop: a walk over all blocks that the rows see, and past those that only others of the tile do."""
     blocks = blocks_to_see(tile.first_query, tile_begin, tile_end, exact_tile, tile.sizes, C)
     begin, end = blocks.begin, blocks.end
-    at_begin: gl.constexpr = C.two_sided
-    at_end: gl.constexpr = C.banded or C.ragged
+    at_begin: gl.constexpr = C.is_two_sided
+    at_end: gl.constexpr = C.is_banded or C.ragged
     row_max = gl.full([64], LOWEST, gl.float32, C.row)
     row_sum = sum_of_thread(gl.full([64, C.tile_n], 0.0, gl.float32, C.scores), C)  # [64, 4]
     out = zero_sums(C)
@@ -282,30 +282,30 @@ def _attend(
         walk = _next_blocks(exact, end - 2, walk, tile, shared, warpgroup, True, at_begin, at_end, C)
         walk = _keep_weights(walk)
         full = end - 1 - exact
-        if C.two_sided:
+        if C.is_two_sided:
             full = gl.maximum(full - blocks.full_begin, 0)
         lazy: gl.constexpr = C.lazy_max
         walk = _next_blocks(full, end - 2 - exact, walk, tile, shared, warpgroup, not lazy, False, False, C)
-        if C.two_sided:
+        if C.is_two_sided:
             below = begin - tile_begin
             walk = _keep_weights(walk)
             last = end - 2 - exact - full
             walk = _next_blocks(last - begin + 1, last, walk, tile, shared, warpgroup, not lazy, True, False, C)
         place, turn, row_max, row_sum, out, weights = walk
-        if C.two_sided:
+        if C.is_two_sided:
             if below > 0:
                 _await_turn(warpgroup, turn, shared.turns, C)
                 ring.skip(shared.ring_kv, place)
                 place += 1
         out = _add_values(weights, out, place, shared, C)
-        if C.two_sided:
+        if C.is_two_sided:
             if below > 0:
                 _pass_turn(warpgroup, shared.turns, C)
                 turn += 1
         out = await_sums(0, out)
         ring.release(shared.ring_kv, place)
         place += 1
-        if C.two_sided:
+        if C.is_two_sided:
             place, turn = _skip_blocks(below - 1, place, turn, shared, warpgroup, C)
             if below > 0:
                 ring.skip(shared.ring_kv, place)
@@ -373,7 +373,7 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, aux, scale, sizes, sh
             len_q = ring.read_word(words, at + C.sequence_words + 1)
             own = LaunchSizes(len_q, ring.read_word(words, at + C.sequence_words + 2), *sizes[2:])
         tile_begin = 0
-        if C.two_sided:
+        if C.is_two_sided:
             tile_begin, _end = range_of_blocks(first_query - 64 * warpgroup, C.tile_m, own, C)
         of_score = (batch, head, aux)
         if C.score is not None:

@@ -48,7 +48,7 @@ def in_turn(tile, sizes, C: gl.constexpr):
     """
     tiles, heads, together = sizes.tiles, sizes.heads, sizes.together
     before = 0
-    if C.banded or C.packed:
+    if C.is_banded or C.packed:
         ahead = gl.maximum((heads - 1) // together - 1, 0) * together  # heads in the sections before the last two
         if (tiles < ENOUGH_TILES) & (tile >= ahead * tiles):
             before = ahead

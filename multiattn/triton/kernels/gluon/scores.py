@@ -44,9 +44,9 @@ def end_of_keys(queries, sizes, C: gl.constexpr):
     """The first key that a query does not see, nor any after it."""
     seq_q, seq_kv = sizes.seq_q, sizes.seq_kv
     end = 0 * queries + seq_kv
-    if C.banded:
+    if C.is_banded:
         end = queries + 1 + (seq_kv - seq_q)
-        if C.two_sided:
+        if C.is_two_sided:
             end += sizes.right
         end = gl.minimum(end, seq_kv)
     return end
@@ -57,9 +57,9 @@ def end_before(query, sizes, C: gl.constexpr):
     """The end of the keys of the query before `query`, within 0 and seq_kv."""
     seq_q, seq_kv = sizes.seq_q, sizes.seq_kv
     end = seq_kv
-    if C.banded:
+    if C.is_banded:
         end = query + seq_kv - seq_q
-        if C.two_sided:
+        if C.is_two_sided:
             end += sizes.right
         end = gl.minimum(gl.maximum(end, 0), seq_kv)
     return end
@@ -69,7 +69,7 @@ def end_before(query, sizes, C: gl.constexpr):
 def range_of_blocks(first_query, queries, sizes, C: gl.constexpr):
     """Blocks of keys, begin and end, that any of `queries` queries from `first_query` on sees."""
     begin = 0
-    if C.two_sided:
+    if C.is_two_sided:
         begin = gl.maximum(begin_of_keys(gl.maximum(first_query, 0), sizes, C), 0) // C.tile_n
     end = end_before(gl.minimum(first_query + queries, sizes.seq_q), sizes, C)
     return begin, (end + C.tile_n - 1) // C.tile_n
@@ -87,7 +87,7 @@ def blocks_to_see(first_query, tile_begin, tile_end, exact_tile, sizes, C: gl.co
     begin = tile_begin
     full_begin = tile_begin
     end = tile_end
-    if C.banded:
+    if C.is_banded:
         begin, end = range_of_blocks(first_query, 64, sizes, C)
         end = gl.minimum(end, tile_end)
     all_see = end_before(first_query + 1, sizes, C)
@@ -99,7 +99,7 @@ def blocks_to_see(first_query, tile_begin, tile_end, exact_tile, sizes, C: gl.co
         full_end = gl.maximum(all_see - 1, 0) // C.tile_n
         if exact_tile > 0:
             full_end = 0
-    if C.two_sided:
+    if C.is_two_sided:
         last_begin = begin_of_keys(gl.minimum(first_query + 64, sizes.seq_q) - 1, sizes, C)
         full_begin = (gl.maximum(last_begin, 0) + C.tile_n - 1) // C.tile_n
         full_end = gl.maximum(full_end, begin)
@@ -136,7 +136,7 @@ def mask_scores(scores, first_query, first_key, sizes, AT_BEGIN: gl.constexpr, A
     which has at least one key before ``min(end, seq_kv)``. With gl.where, whose conditions are packed, twice as slow.
     """
     queries = first_query + gl.arange(0, 64, C.row)
-    if C.two_sided:  # a row after the last query sees what that does: lazy weights without a maximum would overflow
+    if C.is_two_sided:  # a row after the last query sees what that does: lazy weights without a maximum would overflow
         queries = gl.minimum(queries, sizes.seq_q - 1)
     begin = queries
     if AT_BEGIN:
