@@ -37,7 +37,6 @@ from multiattn.plan.support import OutOfBoundsError
 from multiattn.progress import interpreting
 from multiattn.run.fork import hold_across_fork
 from multiattn.run.threads import one_thread
-from multiattn.triton.cpu.remembered import REPLACEMENTS
 
 Array = npt.NDArray[Any]
 Extent = tuple[int, int]
@@ -326,6 +325,22 @@ def _semantic() -> Any:
     return interpreter.TritonSemantic(_HonestBuilder())
 
 
+_make_block_type = tl.core.block_type.__init__
+_block_types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+
+
+def _remembering_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """``block_type.__init__``, which for each value checks a shape and makes a name: a fifth of all time. Once here."""
+    key = element_ty.name, tuple(shape)
+    if element_ty.is_ptr() or any(type(extent) is not int for extent in shape):
+        _make_block_type(self, element_ty, shape)
+    elif key in _block_types:
+        vars(self).update(_block_types[key], element_ty=element_ty)
+    else:
+        _make_block_type(self, element_ty, shape)
+        _block_types[key] = dict(vars(self))
+
+
 @contextlib.contextmanager
 def _patched_language() -> Iterator[_HonestBuilder]:
     """`triton.language` computing with NumPy, as Triton's interpreter patches it; as before afterwards."""
@@ -341,8 +356,7 @@ def _patched_language() -> Iterator[_HonestBuilder]:
     try:
         interpreter.interpreter_semantic = semantic
         interpreter.interpreter_builder = semantic.builder
-        for owner, name, function in REPLACEMENTS:
-            setattr(owner, name, function)
+        tl.core.block_type.__init__ = _remembering_block_type
         interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         # NumPy >= 2.4 has no int() of a one-element array, which Triton 3.6 takes of every loop bound.
         tl.core.tensor.__index__ = lambda self: int(self.handle.data.item())

@@ -224,7 +224,7 @@ def gradients_of_keys(
     )
     if C.packed:
         if band[0] == 0:  # at least one block is walked over below, and there is no query to load for
-            _store_both(dk, dv, sums[0], sums[1], strides, at_kv, first_key, len_kv, C)
+            _store_both(dk, dv, sums, 1.0, strides, at_kv, first_key, len_kv, C)
             return
     streamed = (q, dout, strides, lse, delta, dq_sum, sizes)
     tile = (k_tile, v_tile, streamed, first_key, band, factors.score, (batch, aux, daux))
@@ -248,16 +248,19 @@ def gradients_of_keys(
             else:
                 sums = _walk_queries(sums, tile, at, begin, full_begin, blocks, True, False, C)
                 sums = _walk_queries(sums, tile, at, full_begin, full_end, blocks, False, False, C)
-    _store_both(dk, dv, sums[0] * factors.grad, sums[1], strides, at_kv, first_key, len_kv, C)
+    _store_both(dk, dv, sums, factors.grad, strides, at_kv, first_key, len_kv, C)
 
 
 @triton.jit
-def _store_both(dk, dv, dk_tile, dv_tile, strides, at_kv, first_key, len_kv, C: tl.constexpr):
-    """Write dk and dv. They are sought here, as their addresses would take registers from the loops."""
+def _store_both(dk, dv, sums, grad_factor, strides, at_kv, first_key, len_kv, C: tl.constexpr):
+    """Write the sums dk, but for its factor, and dv.
+
+    They are sought here, as their addresses would take registers from the loops.
+    """
     dk = seek(dk, strides.dk, at_kv, False, C.out_vector, C)
     dv = seek(dv, strides.dv, at_kv, False, C.out_vector, C)
-    store_rows(dv, strides.dv, dv_tile, first_key, len_kv, C.tile_n, C.width_v, C)
-    store_rows(dk, strides.dk, dk_tile, first_key, len_kv, C.tile_n, C.width, C)
+    store_rows(dv, strides.dv, sums[1], first_key, len_kv, C.tile_n, C.width_v, C)
+    store_rows(dk, strides.dk, sums[0] * grad_factor, first_key, len_kv, C.tile_n, C.width, C)
 
 
 @triton.jit

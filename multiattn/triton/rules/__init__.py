@@ -16,7 +16,7 @@ from multiattn.triton.gluon_two_pass import RULES as GLUON_TWO_PASS
 from multiattn.triton.gluon_two_pass import GluonTwoPassConfig
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.rules import ampere, blackwell, decode, hopper
-from multiattn.triton.rules.shorthand import backward, by_descriptors, forward
+from multiattn.triton.rules.shorthand import backward, by_descriptors, forward, rule
 
 _INTERPRETED = "interpreted, 2 cores, 2026-11: few and large tiles take the fewest operations"
 _TILES = (64, 64, 4, 1)
@@ -25,16 +25,7 @@ _ALL_THERE_IS = "interpreted: all that rules of sm90 switch on is run; the faste
 
 def _interpreted(head_dims: tuple[int, int], config: Config, *, scored: bool | None = None) -> Rule[Any]:
     """A rule of a Gluon kernel, for callers that name it."""
-    least, most = head_dims
-    return Rule(
-        arches=("cpu",),
-        head_dim_min=least,
-        head_dim_max=most,
-        config=config,
-        why=_ALL_THERE_IS,
-        only_named=True,
-        scored=scored,
-    )
+    return rule(("cpu",), head_dims, _ALL_THERE_IS, config, only_named=True, scored=scored)
 
 
 def _both(rules: tuple[Rule[Any], ...]) -> tuple[Rule[Any], ...]:
@@ -73,7 +64,7 @@ _CPU: Mapping[str, tuple[Rule[Any], ...]] = {
 _FAMILIES = (_CPU, hopper.RULES, blackwell.RULES, ampere.RULES)
 
 OWN_RULES: Mapping[str, tuple[Rule[Any], ...]] = {
-    name: tuple(rule for rules in _FAMILIES for rule in rules.get(name, ())) for name in hopper.RULES
+    name: tuple(it for rules in _FAMILIES for it in rules.get(name, ())) for name in hopper.RULES
 }
 """Rules by the name of the variant that they are made for: sm90 has some for each of those."""
 
@@ -86,5 +77,5 @@ def rules_of(name: str) -> tuple[Rule[Any], ...]:
         return OWN_RULES.get(name, ())
     step, own = STEPS[name].step, OWN_RULES
     if not step.descriptor:
-        own = {**own, "full": tuple(rule for rule in own["full"] if not rule.mapped)}
+        own = {**own, "full": tuple(it for it in own["full"] if not it.mapped)}
     return rung_rules(own, name, step, top="full")

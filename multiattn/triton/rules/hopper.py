@@ -17,7 +17,7 @@ from multiattn.triton.gluon_backward import GluonBackwardConfig
 from multiattn.triton.gluon_forward import VARIANT, GluonConfig
 from multiattn.triton.gluon_two_pass import RULES as TWO_PASS_RULES
 from multiattn.triton.gluon_two_pass import GluonTwoPassConfig
-from multiattn.triton.rules.shorthand import BANDED, FULL, backward, by_descriptors, forward
+from multiattn.triton.rules.shorthand import BANDED, FULL, backward, by_descriptors, forward, rule
 
 _SM90 = ("sm90",)
 _H200 = "H200 2026-11-21: "
@@ -42,18 +42,9 @@ def _one_pass(
     **more: Any,
 ) -> Rule[GluonBackwardConfig]:
     """For lengths from one to another; where there is a last one, for callers that name it: two passes are faster."""
-    seq_min, seq_max = lengths
-    return Rule(
-        arches=_SM90,
-        config=GluonBackwardConfig(tile_m=64, tile_n=128, **more),
-        why=why,
-        head_dim_min=low,
-        head_dim_max=high,
-        scored=scored,
-        only_named=seq_max is not None,
-        seq_min=seq_min,
-        seq_max=seq_max,
-    )
+    (seq_min, seq_max), config = lengths, GluonBackwardConfig(tile_m=64, tile_n=128, **more)
+    conditions = {"scored": scored, "only_named": seq_max is not None, "seq_min": seq_min, "seq_max": seq_max}
+    return rule(_SM90, (low, high), why, config, **conditions)
 
 
 _GRADIENTS = "H200 2026-11-26, N=4096: "
@@ -84,7 +75,7 @@ def _two_pass(
     """With so many buffers of Q, dO, K and V."""
     q, dout, k, v = stages
     config = GluonTwoPassConfig(tile_m=64, tile_n=64, q_stages=q, dout_stages=dout, k_stages=k, v_stages=v, **more)
-    return Rule(arches=_SM90, config=config, why=why, head_dim_min=low, head_dim_max=high, only_named=only_named)
+    return rule(_SM90, (low, high), why, config, only_named=only_named)
 
 
 _GLUON_TWO_PASS = (

@@ -15,10 +15,10 @@ from multiattn.triton.plain_backward import TritonBackwardConfig, passes
 
 def by_descriptors(*rules: Rule[Any]) -> tuple[Rule[Any], ...]:
     """The rules for tensors that TMA can walk, and by it, on arches that have it. Those for pointers come behind."""
-    found = ((rule, tuple(it for it in rule.arches if it in ("cpu", *TMA_ARCHS))) for rule in rules)
+    found = ((it, tuple(arch for arch in it.arches if arch in ("cpu", *TMA_ARCHS))) for it in rules)
     return tuple(
-        replace(rule, arches=arches, mapped=True, config=replace(rule.config, descriptors=True))
-        for rule, arches in found
+        replace(it, arches=arches, mapped=True, config=replace(it.config, descriptors=True))
+        for it, arches in found
         if arches
     )
 
@@ -26,6 +26,13 @@ def by_descriptors(*rules: Rule[Any]) -> tuple[Rule[Any], ...]:
 Names = tuple[str, ...]
 Range = tuple[int, int]
 Numbers = tuple[int, int, int, int]
+
+
+def rule(arches: Names, head_dims: Range, why: str, config: Any, **conditions: Any) -> Rule[Any]:
+    """A rule for head_dims from one to another."""
+    low, high = head_dims
+    return Rule(arches=arches, config=config, why=why, head_dim_min=low, head_dim_max=high, **conditions)
+
 
 FULL, BANDED, BOTH = (False,), (True,), (False, True)
 """Masks that a rule is for: `Rule.banded`."""
@@ -53,7 +60,7 @@ def backward(
     def make(**more: Any) -> TritonBackwardConfig:
         return passes(tiles(*keys, **more), None if dq is None else tiles(*dq, **more))
 
-    return tuple(replace(rule, reads_keys=reads_keys) for rule in _rules(arches, head_dims, why, make, masks))
+    return tuple(replace(it, reads_keys=reads_keys) for it in _rules(arches, head_dims, why, make, masks))
 
 
 def decode(
@@ -71,32 +78,13 @@ def decode(
 
     `more` is of its config.
     """
-    low, high = head_dims
-    return Rule(
-        arches=arches,
-        config=replace(split_tiles(*shape, blocks_per_sm), **more),
-        why=why,
-        head_dim_min=low,
-        head_dim_max=high,
-        rows_max=rows_max,
-        page_multiple=page_multiple,
-    )
+    config = replace(split_tiles(*shape, blocks_per_sm), **more)
+    return rule(arches, head_dims, why, config, rows_max=rows_max, page_multiple=page_multiple)
 
 
 def _rules(
     arches: Names, head_dims: Range, why: str, make: Callable[..., TritonConfig], masks: tuple[bool, ...], **more: Any
 ) -> tuple[Rule[Any], ...]:
     """Under a mask tiles differ in length, and heads take turns; without one there is nothing to even out."""
-    low, high = head_dims
-
-    return tuple(
-        Rule(
-            arches=arches,
-            config=make(**{"heads_together": 8 if banded else 1, **more}),
-            why=why,
-            head_dim_min=low,
-            head_dim_max=high,
-            banded=banded,
-        )
-        for banded in masks
-    )
+    configs = ((banded, make(**{"heads_together": 8 if banded else 1, **more})) for banded in masks)
+    return tuple(rule(arches, head_dims, why, config, banded=banded) for banded, config in configs)
