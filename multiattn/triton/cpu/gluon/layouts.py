@@ -26,7 +26,7 @@ THREADS = 32
 
 
 @functools.cache
-def _compiler() -> GluonSemantic[Any]:
+def semantics() -> GluonSemantic[Any]:
     """Gluon's semantics over a function that stays open."""
     context = ir.context()
     ir.load_dialects(context)
@@ -40,17 +40,17 @@ def _compiler() -> GluonSemantic[Any]:
     builder.set_insertion_point_to_start(function.add_entry_block())
     semantic = GluonSemantic(builder)
     semantic.kept = (context, module, function)  # what the builder points to
-    atexit.register(_compiler.cache_clear)  # before Python ends: libtriton reports what outlives it
+    atexit.register(semantics.cache_clear)  # before Python ends: libtriton reports what outlives it
     end_quietly()
     return semantic
 
 
 def _register_tensor(layout: Any, shape: Shape, dtype: Any = gl.float32) -> Any:
-    return _compiler().full(list(shape), 0, dtype, layout)
+    return semantics().full(list(shape), 0, dtype, layout)
 
 
 def _shared(layout: Any, shape: Shape, dtype: Any) -> Any:
-    return _compiler().allocate_shared(dtype, list(shape), layout, None)
+    return semantics().allocate_shared(dtype, list(shape), layout, None)
 
 
 # ---------------------------------------------------------------- registers
@@ -59,20 +59,20 @@ def _shared(layout: Any, shape: Shape, dtype: Any) -> Any:
 @functools.cache
 def reshaped(layout: Any, shape: Shape, to: Shape) -> Any:
     """The layout of registers after a reshape."""
-    return _compiler().reshape(_register_tensor(layout, shape), list(to), False).type.layout
+    return semantics().reshape(_register_tensor(layout, shape), list(to), False).type.layout
 
 
 @functools.cache
 def permuted(layout: Any, shape: Shape, order: Shape) -> Any:
     """The layout of registers after a permutation of the dimensions."""
-    return _compiler().permute(_register_tensor(layout, shape), order).type.layout
+    return semantics().permute(_register_tensor(layout, shape), order).type.layout
 
 
 @functools.cache
 def is_trivial(dtype: Any, shape: Shape, layout: Any, to: Any) -> bool:
     """True if registers need not move to be in another layout."""
     value = _register_tensor(layout, shape, dtype)
-    builder = _compiler().builder
+    builder = semantics().builder
     wanted = _core.distributed_type(dtype, list(shape), to).to_ir(builder)
     return bool(builder.is_convert_layout_trivial(wanted, value.handle))
 
@@ -99,7 +99,7 @@ def elements_of_threads(layout: Any, shape: Shape) -> torch.Tensor:
     """Flat places of a block's elements, ``[threads, registers]``: some several times, where threads have copies."""
     linear = layout
     if not isinstance(layout, gl.DistributedLinearLayout):
-        linear = gl.constexpr(_compiler().to_linear_layout(layout, list(shape))).value
+        linear = gl.constexpr(semantics().to_linear_layout(layout, list(shape))).value
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
     def places(bases: Sequence[Sequence[int]]) -> list[int]:
@@ -119,10 +119,10 @@ def elements_of_threads(layout: Any, shape: Shape) -> torch.Tensor:
 @functools.cache
 def shared_reshaped(layout: Any, dtype: Any, shape: Shape, to: Shape) -> Any:
     """The layout of a buffer that is seen in another shape."""
-    return _compiler().memdesc_reshape(_shared(layout, shape, dtype), list(to)).layout
+    return semantics().memdesc_reshape(_shared(layout, shape, dtype), list(to)).layout
 
 
 @functools.cache
 def shared_permuted(layout: Any, dtype: Any, shape: Shape, order: Shape) -> Any:
     """The layout of a buffer with its dimensions in another order."""
-    return _compiler().memdesc_trans(_shared(layout, shape, dtype), list(order)).layout
+    return semantics().memdesc_trans(_shared(layout, shape, dtype), list(order)).layout

@@ -22,13 +22,13 @@ POISON = -0x21524111
 """In integers that nobody has written."""
 
 
-class Write:
-    """The last write of a part: seen by those whose clock has `agent` at `time`."""
+class Access:
+    """A write or a read of a part, which is seen to have ended by those whose clock has `agent` at `time`."""
 
-    __slots__ = ("agent", "by_tma", "fenced", "time", "where")
+    __slots__ = ("agent", "fenced", "time", "what", "where")
 
-    def __init__(self, agent: Any, time: int, *, by_tma: bool) -> None:
-        self.agent, self.time, self.by_tma, self.fenced, self.where = agent, time, by_tma, by_tma, here()
+    def __init__(self, what: str, agent: Any, time: int = NEVER, *, fenced: bool = False) -> None:
+        self.what, self.agent, self.time, self.fenced, self.where = what, agent, time, fenced, here()
 
     def is_seen_by(self, who: Partition) -> bool:
         """True if it ended before what `who` does now."""
@@ -36,28 +36,8 @@ class Write:
 
     def __str__(self) -> str:
         state = "which is under way" if self.time == NEVER else "which nothing orders before it"
-        return f"a write{' by TMA' if self.by_tma else ''}, {state} [at {self.where}]"
-
-
-class Read:
-    """Somebody's last read of a part."""
-
-    __slots__ = ("time", "what", "where", "who")
-
-    def __init__(self, who: Partition, what: str = "read", time: int = NEVER) -> None:
-        self.who, self.what, self.time, self.where = who, what, time, here()
-
-    def end(self) -> None:
-        """It is no longer under way: the partition waited for it."""
-        self.time = self.who.now
-
-    def is_seen_by(self, who: Partition) -> bool:
-        """True if it ended before what `who` does now."""
-        return who.clock.get(self.who, 0) >= self.time
-
-    def __str__(self) -> str:
-        state = "is under way" if self.time == NEVER else "nothing orders before it"
-        return f"a {self.what} of {self.who.name} that {state} [at {self.where}]"
+        whose = f" of {self.agent.name}" if isinstance(self.agent, Partition) else ""
+        return f"{self.what}{whose}, {state} [at {self.where}]"
 
 
 class Region:
@@ -67,9 +47,9 @@ class Region:
         self.buffer = buffer
         self.is_of = torch.zeros(buffer.data.numel(), dtype=torch.bool)
         torch.as_strided(self.is_of, elements.shape, elements.stride(), elements.storage_offset()).fill_(True)
-        self.write: Write | None = None
-        self.reads: dict[Partition, Read] = {}
-        self.under_way: list[Read] = []
+        self.write: Access | None = None
+        self.reads: dict[Partition, Access] = {}
+        self.under_way: list[Access] = []
         self.is_written = False
         self.overlapping = [self]
         for other in buffer.parts.values():
@@ -101,7 +81,7 @@ class Region:
                 if not read.is_seen_by(who):
                     raise RaceError(f"{who.name}: {what} of {self.buffer} conflicts with {read}")
 
-    def set_write(self, write: Write) -> None:
+    def set_write(self, write: Access) -> None:
         """After a write was begun."""
         self.write = write
         self.reads.clear()
@@ -112,17 +92,17 @@ class Region:
             self.buffer.is_written |= self.is_of
             self.is_written = True
 
-    def begin_read(self, who: Partition, what: str) -> Read:
-        """A read that is under way until `end_read`."""
-        read = Read(who, what)
-        self.under_way.append(read)
-        return read
+    def begin_read(self, who: Partition, what: str) -> Access:
+        """A read by TMA or a tensor core that is under way until `end_read`."""
+        self.check_seen(who, what, by_tensor_core=True)
+        self.under_way.append(Access(what, who))
+        return self.under_way[-1]
 
-    def end_read(self, read: Read) -> None:
+    def end_read(self, read: Access) -> None:
         """Its partition waited for it."""
         self.under_way.remove(read)
-        read.end()
-        self.reads[read.who] = read
+        read.time = read.agent.now
+        self.reads[read.agent] = read
 
 
 class Buffer:
@@ -212,7 +192,7 @@ class View:
         who, layout = partition(), plain(layout)
         layouts.check_registers(layout, self.shape, who.warps)
         self.part.check_seen(who, "a read")
-        self.part.reads[who] = Read(who, time=who.now)
+        self.part.reads[who] = Access("a read", who, who.now)
         return Value(self.data.clone(), self.dtype, layout)
 
     def store(self, value: Any) -> None:
@@ -221,7 +201,7 @@ class View:
         if value.shape != self.shape or value.dtype != self.dtype:
             raise LayoutError(f"a store of {value.dtype} {list(value.shape)} to {self.dtype} {list(self.shape)}")
         self.part.check_free(who, "a write")
-        write = Write(who, who.now, by_tma=False)
+        write = Access("a write", who, who.now)
         self.part.set_write(write)
         running().unfenced.append(write)
         self.data.copy_(value.data)

@@ -7,7 +7,7 @@ from typing import Any
 from multiattn.triton.cpu.gluon import barriers
 from multiattn.triton.cpu.gluon.errors import GluonError
 from multiattn.triton.cpu.gluon.machine import partition, running
-from multiattn.triton.cpu.gluon.memory import NEVER, View, Write
+from multiattn.triton.cpu.gluon.memory import Access, View
 from multiattn.triton.cpu.gluon.tensors import MappedTensor
 from multiattn.triton.cpu.gluon.values import plain
 
@@ -21,7 +21,7 @@ class _Load:
         self.source, self.at, self.barrier, self.target = source, at, barrier, target
         self.elements, self.inside = source.box(at, "TMA load")
         target.part.check_free(partition(), "a load by TMA")
-        self.write = Write(barrier, NEVER, by_tma=True)
+        self.write = Access("a write by TMA", barrier, fenced=True)
         target.part.set_write(self.write)
         if target.data.is_floating_point():
             target.data.fill_(float("nan"))
@@ -39,10 +39,8 @@ class _Store:
 
     def __init__(self, target: MappedTensor, at: list[int], source: View) -> None:
         self.source = source
-        what = "store by TMA"
-        self.elements, self.inside = target.box(at, f"TMA {what}")
-        source.part.check_seen(partition(), f"a {what}", by_tensor_core=True)
-        self.read = source.part.begin_read(partition(), what)
+        self.elements, self.inside = target.box(at, "TMA store")
+        self.read = source.part.begin_read(partition(), "a store by TMA")
 
     def end(self) -> None:
         """It is done."""

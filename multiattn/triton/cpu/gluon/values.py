@@ -7,6 +7,7 @@ does: integers wrap around and are divided towards zero, 16-bit results are roun
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -143,28 +144,18 @@ def lift(value: Any, dtype: Any = None) -> Value:
 
 
 def _common(x: Any, y: Any, name: str) -> Any:
-    """The type in which two operands meet: a number takes that of the other operand, if it is of a kind that can."""
-    a, b = dtype_of(x), dtype_of(y)
-    if a.name == b.name:
-        dtype = a
-    elif isinstance(x, Value) != isinstance(y, Value):
-        dtype, number = (a, b) if isinstance(x, Value) else (b, a)
-        if number.is_floating() and not dtype.is_floating():
-            dtype = gl.float32
-        elif dtype == gl.int1 and number != gl.int1:
-            dtype = number
-    elif a.is_floating() or b.is_floating():
-        floats = [it for it in (a, b) if it.is_floating()]
-        widest = max(floats, key=lambda it: it.primitive_bitwidth)
-        mixed = len(floats) == 2 and widest.primitive_bitwidth == 16
-        dtype = gl.float32 if mixed else widest
-    else:
-        dtype = max((a, b), key=lambda it: it.primitive_bitwidth)
-    if name == "truediv" and not dtype.is_floating():
+    """The type in which two operands meet, as Triton has it."""
+    return _promoted(dtype_of(x), not isinstance(x, Value), dtype_of(y), not isinstance(y, Value), name)
+
+
+@functools.cache
+def _promoted(a: Any, a_is_number: bool, b: Any, b_is_number: bool, name: str) -> Any:
+    if name == "truediv" and not (a.is_floating() or b.is_floating()):
         return gl.float32
-    if dtype.name == "int1" and name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift"):
-        return gl.int32
-    return dtype
+    divides = name in ("truediv", "mod")
+    dtype = layouts.semantics().computation_type_impl(a, a_is_number, b, b_is_number, divides)
+    has_bits = name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift")
+    return gl.int32 if dtype == gl.int1 and has_bits else dtype
 
 
 def _wrapped(number: Any, dtype: Any) -> Any:

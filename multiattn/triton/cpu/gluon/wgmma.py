@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from multiattn.triton.cpu.gluon.errors import LayoutError, RaceError
 from multiattn.triton.cpu.gluon.machine import partition
-from multiattn.triton.cpu.gluon.memory import Read, View
+from multiattn.triton.cpu.gluon.memory import Access, View
 from multiattn.triton.cpu.gluon.values import Value, needs_block, plain
 
 
@@ -17,11 +17,10 @@ class _Product:
 
     def __init__(self, operands: tuple[Any, ...]) -> None:
         self.is_done = False
-        self.reads: list[tuple[View, Read]] = []
+        self.reads: list[tuple[View, Access]] = []
         for operand in operands:
             if isinstance(operand, View):
-                operand.part.check_seen(partition(), "a product's read", by_tensor_core=True)
-                self.reads.append((operand, operand.part.begin_read(partition(), "product's read")))
+                self.reads.append((operand, operand.part.begin_read(partition(), "a product's read")))
 
     def end(self) -> None:
         """Its partition waited for it."""
