@@ -23,15 +23,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from multiattn.triton.kernels.gluon import backward_tiles, ring
 from multiattn.triton.kernels.gluon.backward_dq import add_dq
-from multiattn.triton.kernels.gluon.backward_parts import make_ds, make_statistics, pack_both, statistics_of
+from multiattn.triton.kernels.gluon.backward_parts import make_ds, make_statistics, modify, pack_both, statistics_of
 from multiattn.triton.kernels.gluon.backward_producer import produce
 from multiattn.triton.kernels.gluon.backward_tiles import (
+    BEGIN,
     DS_STAGES,
+    END,
+    FULL_BEGIN,
+    FULL_END,
     TILE_WORDS,
     BackwardShared,
     block_of,
     mask_weights,
-    modify,
     read_lengths,
 )
 from multiattn.triton.kernels.gluon.schedule import LaunchSizes
@@ -90,7 +93,9 @@ def _weigh(products, lse, walked, head, tile, C: gl.constexpr):
     lse is inf for a query that is not there or sees no key.
     """
     first_query = block_of(walked, tile.sizes, C) * 64
-    scores, slope = modify(products, tile.first_key, first_query, (tile.batch, head, tile.aux), tile.sizes, C)
+    queries = (first_query + gl.arange(0, 64, C.column))[None, :]
+    keys = (tile.first_key + gl.arange(0, 64, C.row))[:, None]
+    scores, slope = modify(products, queries, keys, (tile.batch, head, tile.aux), tile.sizes, C)
     weights = gl.exp2(scores * tile.factor - lse[None, :])
     if C.is_banded or C.ragged or C.score is not None:
         if (walked < tile.blocks.full_begin) | (walked >= tile.blocks.full_end):
@@ -186,12 +191,7 @@ def accumulate(warpgroup: gl.constexpr, dk_maps, dv_maps, aux, factors, sizes, s
     while any_key != ring.NO_TILE:
         k_slot = tile_place % C.k_stages
         at = k_slot * TILE_WORDS
-        blocks = SeenBlocks(
-            ring.read_word(words, at + backward_tiles.BEGIN),
-            ring.read_word(words, at + backward_tiles.FULL_BEGIN),
-            ring.read_word(words, at + backward_tiles.FULL_END),
-            ring.read_word(words, at + backward_tiles.END),
-        )
+        blocks = SeenBlocks(*[ring.read_word(words, at + field) for field in (BEGIN, FULL_BEGIN, FULL_END, END)])
         first_key = any_key + 64 * warpgroup
         own = sizes
         if C.packed:

@@ -39,6 +39,19 @@ def statistics_of(buffers, slot, C: gl.constexpr):
 
 
 @gluon.jit
+def modify(products, queries, keys, of_score, sizes, C: gl.constexpr):
+    """Products as they are, and 1; if there is an expression its scores in the log2 domain, and how they move.
+
+    `queries` and `keys` are along their axes of the products; `of_score` is (batch, query head, aux).
+    """
+    slope = 1.0
+    if C.score is not None:
+        batch, head, aux = of_score
+        products, slope = C.score.score_and_slope(products, batch, head, queries, keys, sizes.seq_q, sizes.seq_kv, aux)
+    return products, slope
+
+
+@gluon.jit
 def pack_both(weights, moving, like, C: gl.constexpr):
     """Weights in 16 bit; and what moves with scores, where that is something else."""
     packed = [pack_weights(weights, like)]

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from multiattn.triton.kernels.gluon import ring
 from multiattn.triton.kernels.gluon.backward_parts import send_queries
 from multiattn.triton.kernels.gluon.backward_tiles import FIRST_KEY, FIRST_TILE, TILE_WORDS, block_of, query_blocks
-from multiattn.triton.kernels.gluon.schedule import LaunchSizes, in_turn, listed_tile, read_entry, tile_after
+from multiattn.triton.kernels.gluon.schedule import find_tile, listed_tile, tile_after
 from multiattn.triton.kernels.gluon.tiles import load_tile, send_tile
 
 
@@ -29,24 +29,18 @@ def produce(maps, statistics, entries, counter, sizes, shared, C: gl.constexpr):
     ring.begin_loading()
     total = sizes.tiles * sizes.heads
     group = sizes.group
-    heads_kv = sizes.heads_q // group
     tile = listed_tile(gl.program_id(0), entries, counter, sizes, C)
     tile_place = 0
     step = 0
     while tile < total:
-        first_head, within, side_by_side = in_turn(tile, sizes, C)
-        any_head = first_head + within % side_by_side
-        batch = any_head // heads_kv
-        head_kv = any_head % heads_kv
-        number = within // side_by_side
-        first_key = number * 128
-        at_q, at_kv, lines_at, own = batch, batch, (batch, 0), sizes
+        number, batch, _head, head_kv, first_key, at_q, at_kv, own = find_tile(tile, entries, sizes, True, C)
+        lines_at = (batch, 0)
         if C.packed:
-            sequence, first_key, at_q, at_kv = read_entry(entries, number)
             # A sequence without queries has the one tile that is of none.
-            batch = gl.where(at_q[1] > 0, sequence, 0)  # no tensor has an entry for the rows behind all sequences
-            lines_at = (0, gl.where(at_q[1] > 0, at_q[0] // 64 + sequence, sizes.tiles_q - 1))
-            own = LaunchSizes(at_q[1], at_kv[1], *sizes[2:])
+            lines_at = (0, gl.where(at_q[1] > 0, at_q[0] // 64 + batch, sizes.tiles_q - 1))
+            batch = gl.where(at_q[1] > 0, batch, 0)  # no tensor has an entry for the rows behind all sequences
+        else:
+            first_key = number * 128
         blocks = query_blocks(first_key, own, C)
 
         ring.await_empty(shared.ring_k, tile_place)

@@ -125,15 +125,3 @@ def mask_weights(weights, first_key, first_query, sizes, C: gl.constexpr):
     if C.score is not None:
         weights = gl.where(queries[None, :] < sizes.seq_q, weights, 0.0)
     return weights
-
-
-@gluon.jit
-def modify(products, first_key, first_query, of_score, sizes, C: gl.constexpr):
-    """Products as they are, and 1; if there is an expression its scores in the log2 domain, and how they move."""
-    slope = 1.0
-    if C.score is not None:
-        batch, head, aux = of_score
-        keys = (first_key + gl.arange(0, 64, C.row))[:, None]
-        queries = (first_query + gl.arange(0, 64, C.column))[None, :]
-        products, slope = C.score.score_and_slope(products, batch, head, queries, keys, sizes.seq_q, sizes.seq_kv, aux)
-    return products, slope

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from multiattn.triton.kernels.gluon import ring
+from multiattn.triton.kernels.gluon.backward_parts import modify
 from multiattn.triton.kernels.gluon.scores import ZERO, keep_where, keep_within
 
 # Words of shared memory that say what a tile is: its first row, head and batch entry; in a packed batch the first row
@@ -23,20 +24,12 @@ WORDS = gl.constexpr(7)
 
 @gluon.jit
 def weigh(products, queries, keys, lse, score_factor, of_score, sizes, C: gl.constexpr):
-    """Weights ``2^(score - lse)``, and the same times how much a score moves with the scaled ``q @ k^T``.
-
-    `queries`, `keys` and `lse` are along their axes of the products; `of_score` is (batch, query head, aux).
-    """
-    if C.score is not None:
-        batch, head, aux = of_score
-        scores, slope = C.score.score_and_slope(products, batch, head, queries, keys, sizes.seq_q, sizes.seq_kv, aux)
-        weights = gl.exp2(scores - lse)
-        moving = weights
-        if C.has_slope:  # selected, as a slope may be inf where a weight is 0
-            moving = gl.where(weights == 0.0, 0.0, weights * slope)
-    else:
-        weights = gl.exp2(products * score_factor - lse)
-        moving = weights
+    """Weights ``2^(score - lse)``, and the same times how much a score moves with the scaled ``q @ k^T``."""
+    scores, slope = modify(products, queries, keys, of_score, sizes, C)
+    weights = gl.exp2(scores * score_factor - lse)
+    moving = weights
+    if C.has_slope:  # selected, as a slope may be inf where a weight is 0
+        moving = gl.where(weights == 0.0, 0.0, weights * slope)
     return weights, moving
 
 
@@ -104,15 +97,10 @@ def write_tile(words, slot, first, head, batch, offset, first_tile, own, C: gl.c
 @gluon.jit
 def read_tile(words, slot):
     """First row, head and batch entry of a tile."""
-    first = ring.read_word(words, slot * WORDS)
-    head = ring.read_word(words, slot * WORDS + 1)
-    return first, head, ring.read_word(words, slot * WORDS + 2)
+    return [ring.read_word(words, slot * WORDS + field) for field in (0, 1, 2)]
 
 
 @gluon.jit
-def read_sequence(words, slot, C: gl.constexpr):
+def read_sequence(words, slot):
     """First row, first tile of statistics and lengths of a packed tile's sequence."""
-    offset = ring.read_word(words, slot * WORDS + OFFSET)
-    first_tile = ring.read_word(words, slot * WORDS + OFFSET + 1)
-    len_q = ring.read_word(words, slot * WORDS + OFFSET + 2)
-    return offset, first_tile, len_q, ring.read_word(words, slot * WORDS + OFFSET + 3)
+    return [ring.read_word(words, slot * WORDS + OFFSET + field) for field in (0, 1, 2, 3)]

@@ -36,7 +36,7 @@ from multiattn.triton.kernels.gluon.backward_two_pass import (
     weigh,
     write_tile,
 )
-from multiattn.triton.kernels.gluon.schedule import LaunchSizes, in_turn, listed_tile, read_entry, tile_after
+from multiattn.triton.kernels.gluon.schedule import LaunchSizes, find_tile, listed_tile, tile_after
 from multiattn.triton.kernels.gluon.scores import SeenBlocks
 from multiattn.triton.kernels.gluon.tiles import (
     add_product,
@@ -113,19 +113,13 @@ def _query_blocks(first_key, sizes, C: gl.constexpr):
 def _send(tile, place, turn, maps, lines, entries, sizes, shared, C: gl.constexpr):
     """K and V of a tile, and Q and dO of all that see its keys. Returns the next place in the rings of these."""
     q_maps, dout_maps, k_maps, v_maps = maps
-    first_head, within, side_by_side = in_turn(tile, sizes, C)
-    any_head = first_head + within % side_by_side
     group = sizes.group
-    heads_kv = sizes.heads_q // group
-    batch = any_head // heads_kv
-    head_kv = any_head % heads_kv
-    number = within // side_by_side
-    first_key = number * 64  # under a causal mask the first ones are seen by the most queries
-    at_q, at_kv, lines_at, offset = batch, batch, (batch, 0), 0
+    number, batch, _head, head_kv, first_key, at_q, at_kv, sizes = find_tile(tile, entries, sizes, True, C)
+    lines_at, offset = (batch, 0), 0
     if C.packed:
-        batch, first_key, at_q, at_kv = read_entry(entries, number)
         lines_at, offset = (0, at_q[0] // 64 + batch), at_kv[0]
-        sizes = LaunchSizes(at_q[1], at_kv[1], *sizes[2:])
+    else:
+        first_key = number * 64  # under a causal mask the first ones are seen by the most queries
     blocks = _query_blocks(first_key, sizes, C)
     ring.await_empty(shared.ring_k, turn)
     write_tile(shared.words, 0, first_key, head_kv, batch, offset, lines_at[1], sizes, C)
@@ -319,7 +313,7 @@ def _consume(target, strides, aux, score_factor, grad_factor, sizes, shared, IS_
     while first_key != ring.NO_TILE:
         offset, own = 0, sizes
         if C.packed:
-            offset, _first_tile, len_q, len_kv = read_sequence(words, 0, C)
+            offset, _first_tile, len_q, len_kv = read_sequence(words, 0)
             own = LaunchSizes(len_q, len_kv, *sizes[2:])
         if not IS_DV:
             ring.release(shared.ring_k, turn)  # only the tile was read

@@ -23,7 +23,7 @@ from multiattn.triton.kernels.gluon.backward_two_pass import (
     weigh,
     write_tile,
 )
-from multiattn.triton.kernels.gluon.schedule import LaunchSizes, in_turn, listed_tile, read_entry, tile_after
+from multiattn.triton.kernels.gluon.schedule import LaunchSizes, find_tile, listed_tile, tile_after
 from multiattn.triton.kernels.gluon.scores import begin_of_keys, end_before, pack_weights, range_of_blocks
 from multiattn.triton.kernels.gluon.tiles import (
     add_product,
@@ -71,18 +71,12 @@ class QueriesTile(NamedTuple):
 def _send(tile, place, turn, maps, entries, sizes, shared, C: gl.constexpr):
     """Q and dO of both warpgroups, and blocks of keys in order. Returns the next place in the rings of these."""
     q_maps, dout_maps, k_maps, v_maps = maps
-    first_head, within, side_by_side = in_turn(tile, sizes, C)
-    any_head = first_head + within % side_by_side
-    batch = any_head // sizes.heads_q
-    head = any_head % sizes.heads_q
-    head_kv = head // sizes.group
-    number = within // side_by_side
-    first_query = (sizes.tiles - 1 - number) * 128  # under a mask the last ones see the most keys
-    at_q, at_kv, offset, first_tile = batch, batch, 0, 0
+    number, batch, head, head_kv, first_query, at_q, at_kv, sizes = find_tile(tile, entries, sizes, False, C)
+    offset, first_tile = 0, 0
     if C.packed:
-        batch, first_query, at_q, at_kv = read_entry(entries, number)
         offset, first_tile = at_q[0], at_q[0] // 64 + batch
-        sizes = LaunchSizes(at_q[1], at_kv[1], *sizes[2:])
+    else:
+        first_query = (sizes.tiles - 1 - number) * 128  # under a mask the last ones see the most keys
     begin, end = range_of_blocks(first_query, 128, sizes, C)
     if begin < end:
         send_tile(k_maps, at_kv, head_kv, begin, shared.ring_k, place, shared.k, C)
@@ -224,7 +218,7 @@ def _consume(warpgroup: gl.constexpr, dq, statistics, aux, dq_strides, factors, 
         first_query = tile_query + 64 * warpgroup
         offset, first_tile, own = 0, 0, sizes
         if C.packed:
-            offset, first_tile, len_q, len_kv = read_sequence(shared.words, warpgroup, C)
+            offset, first_tile, len_q, len_kv = read_sequence(shared.words, warpgroup)
             own = LaunchSizes(len_q, len_kv, *sizes[2:])
         lse, delta = _statistics_of(statistics, first_query, head, batch, first_tile, own, C)
         tile_begin, tile_end = range_of_blocks(tile_query, 128, own, C)

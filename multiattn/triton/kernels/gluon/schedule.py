@@ -109,6 +109,31 @@ def _has_tile(entry, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def find_tile(tile, entries, sizes, BY_KEYS: gl.constexpr, C: gl.constexpr):
+    """Whose tile it is that is begun as number `tile`: of keys, or of the queries of one head.
+
+    Returns its number within the head, its batch entry or sequence, its head and that of its keys, in a packed batch
+    its first row, `at` of queries and of keys, and the sizes of its sequence.
+    """
+    heads = sizes.heads_q
+    if BY_KEYS:
+        heads = heads // sizes.group
+    first_head, within, side_by_side = in_turn(tile, sizes, C)
+    any_head = first_head + within % side_by_side
+    batch = any_head // heads
+    head = any_head % heads
+    head_kv = head
+    if not BY_KEYS:
+        head_kv = head // sizes.group
+    number = within // side_by_side
+    first_row, at_q, at_kv = 0, batch, batch
+    if C.packed:
+        batch, first_row, at_q, at_kv = read_entry(entries, number)
+        sizes = LaunchSizes(at_q[1], at_kv[1], *sizes[2:])
+    return number, batch, head, head_kv, first_row, at_q, at_kv, sizes
+
+
+@gluon.jit
 def read_entry(entries, number):
     """The tile of an entry: sequence, first row, and `at` of its queries and of its keys."""
     entry = entries + number * ENTRY_WORDS
