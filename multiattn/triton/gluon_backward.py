@@ -230,7 +230,7 @@ def _round_dq(problem: Problem) -> KernelTable:
         **_tile_list(problem),
         "grad_factor": problem.grad_factor,
         **integers(seq_q=problem.seq_q, heads_q=problem.heads_q, tiles=tiles_of_queries(problem)),
-        "dq_strides": stride_rows("dq", problem.strides_out, OUT_VECTOR),
+        "dq_strides": stride_rows("dq", problem.strides_dq, OUT_VECTOR),
         "C": _row_constants(problem, True),
     }
     return _row_table(problem, "round_dq", rows)

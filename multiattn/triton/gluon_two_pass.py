@@ -96,7 +96,7 @@ def _table(launch: TritonLaunch, *, by_keys: bool) -> KernelTable:
     """The kernel whose blocks own keys, or queries."""
     problem = launch.problem
     owned = ("dk", "dv") if by_keys else ("dq",)
-    strides = {"dq": problem.strides_out, "dk": problem.strides_dk, "dv": problem.strides_dv}
+    strides = {"dq": problem.strides_dq, "dk": problem.strides_dk, "dv": problem.strides_dv}
     lowered = lowered_of_pairs(problem, launch.arch)
     constants = filled(
         TwoPassConstants,
