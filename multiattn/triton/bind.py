@@ -23,6 +23,11 @@ _SCRATCH = (abi.Pointer(tensor=None),) * 2
 """Behind a kernel's own arguments: global and profile scratch."""
 
 
+def is_loadable(plan: Plan) -> bool:
+    """True where the loader of emitted kernels can launch a plan: a forward of one kernel."""
+    return family_of(plan).is_emitted and plan.problem.packing is None
+
+
 def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None) -> abi.Binding:
     """The Binding of a forward Plan.
 
@@ -32,11 +37,8 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
         emitted: what the kernel's code is specialised on; None while it is being emitted.
     """
     problem, own, there = plan.problem, assumed_of(plan), emitted or {}
-    if problem.packing is not None:
-        raise ValueError("packing: got a packed batch, whose launch has several kernels; allowed launches of one")
-    family = family_of(plan)
-    if not family.is_emitted:
-        raise ValueError(f"variant: got {plan.variant}, whose launch may have several kernels; allowed launches of one")
+    if not is_loadable(plan):
+        raise ValueError(f"launch: got one of {plan.variant} that may have several kernels; allowed launches of one")
     constants: dict[str, str] = {}
     abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
     abi.exactly(constants, scale_sign=problem.scale_sign)
@@ -46,7 +48,7 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
         sizes = f"{blocks.queries}x{blocks.keys}" + (" with full ones" if blocks.has_full else "")
         abi.exactly(constants, blocks=sizes, ragged_list=is_ragged_list(problem))
     alignment = abi.multiple(constants, there, "alignment", own.alignment, own.alignment)
-    flag = abi.flag(constants, there, family.flag_name, own.flag)
+    flag = abi.flag(constants, there, family_of(plan).flag_name, own.flag)
     (table,) = tables_of(plan, assumed=Assumed(alignment=alignment, flag=flag))
     binding = binding_of(table, image, there)
     constants.update(binding.constants)

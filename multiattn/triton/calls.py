@@ -118,10 +118,6 @@ def _with_functions(table: KernelTable, is_gluon: bool) -> KernelTable:
     return replace(table, rows={**table.rows, "C": Constant(value=constants)})
 
 
-def _gluon_dtypes(gl: Any) -> Mapping[torch.dtype, Any]:
-    return {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-
-
 def _describe(row: Descriptor, tensor: Any, is_gluon: bool) -> Any:
     """A TensorDescriptor without its constructor, whose checks are done (they are the variant's capability)."""
     kind: Any = TensorDescriptor
@@ -131,8 +127,8 @@ def _describe(row: Descriptor, tensor: Any, is_gluon: bool) -> Any:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia import hopper
 
-        kind, dtype = hopper.TensorDescriptor, _gluon_dtypes(gl)
-        more = {"layout": gl.NVMMASharedLayout.get_default_for(block, dtype[row.layout.dtype])}
+        kind, dtype = hopper.TensorDescriptor, getattr(gl, str(row.layout.dtype).removeprefix("torch."))
+        more = {"layout": gl.NVMMASharedLayout.get_default_for(block, dtype)}
     descriptor = kind.__new__(kind)
     more |= {"padding": "zero", "round_f32_to_tf32": False}
     descriptor.__dict__.update(base=tensor, shape=shape, strides=strides, block_shape=block, **more)

@@ -24,11 +24,10 @@ from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Exported, Plan
 from multiattn.progress import compiling
 from multiattn.run import ahead
-from multiattn.triton.bind import bind, checked_binding, image_of, why_not
+from multiattn.triton.bind import bind, checked_binding, image_of, is_loadable, why_not
 from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.cpu import interpreter
 from multiattn.triton.ending import end_quietly
-from multiattn.triton.families import family_of
 from multiattn.triton.hashing import hashing
 
 KINDS = ("ttir", "ttgir", "llir", "ptx")
@@ -58,13 +57,8 @@ def _export(call: Call, plan: Plan, kinds: Sequence[str]) -> Exported:
         threads=image.threads,
         dynamic_smem_bytes=image.dynamic_smem_bytes,
         texts={kind: kernel.asm[kind].encode() for kind in KINDS if kind in kinds},
-        binding=_emitted_binding(kernel, call, plan, image) if _is_loadable(plan) else None,
+        binding=_emitted_binding(kernel, call, plan, image) if is_loadable(plan) else None,
     )
-
-
-def _is_loadable(plan: Plan) -> bool:
-    """True where the loader of emitted kernels can launch a plan: a forward of one kernel."""
-    return family_of(plan).is_emitted and plan.problem.packing is None
 
 
 def _emitted_binding(kernel: Any, call: Call, plan: Plan, image: abi.Image) -> abi.Binding:

@@ -27,7 +27,7 @@ from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.sequences import SPLITS_MAX, area_layouts
 from multiattn.triton.family import ASYNCHRONOUS, Areas, TritonFamily, TritonLaunch
-from multiattn.triton.kernels.constants import FEW_ROWS, OUT_VECTOR, MergeConstants, SplitConstants, Width
+from multiattn.triton.kernels.constants import FEW_ROWS, OUT_VECTOR, MergeConstants, SplitConstants, widths
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.score import lowered_score
 from multiattn.triton.table import (
@@ -128,7 +128,7 @@ def areas_of(problem: Problem, config: TritonSplitConfig) -> Areas:
     """The areas of workspace of a launch: none where all keys are one part."""
     if config.splits == 1:
         return {}
-    return area_layouts(config.splits, problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
+    return area_layouts(config.splits, problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
 
 
 def merged(splits: int) -> tuple[int, int]:
@@ -140,7 +140,7 @@ def merged(splits: int) -> tuple[int, int]:
 def merge_programs(problem: Problem, splits: int) -> int:
     """Programs of the kernel that merges parts."""
     lines = problem.batch * problem.heads_q * problem.seq_q
-    return -(-lines // merged(splits)[1]) * -(-problem.head_dim // MERGED_COLUMNS)
+    return -(-lines // merged(splits)[1]) * -(-problem.head_dim_v // MERGED_COLUMNS)
 
 
 def smem_bytes(problem: Problem, arch: Arch, config: TritonSplitConfig) -> int:
@@ -231,8 +231,7 @@ def _constants(plan: Plan, config: TritonSplitConfig) -> SplitConstants:
         SplitConstants,
         problem,
         config,
-        width=Width.of(problem.head_dim),
-        width_v=Width.of(problem.head_dim_v),
+        **widths(problem),
         step=STEPS["full"].step,
         far_rows=max(problem.strides_k[2], problem.strides_v[2]) * config.tile_n >= INT32,
         vector=problem.alignment // ELEMENT_BYTES,

@@ -33,7 +33,7 @@ from multiattn.triton.gluon_forward import (
     tiles_of_queries,
     walking_table,
 )
-from multiattn.triton.kernels.constants import OUT_VECTOR, StatisticsConstants, Width
+from multiattn.triton.kernels.constants import OUT_VECTOR, StatisticsConstants, widths
 from multiattn.triton.kernels.gluon.constants import TILE_N, WARPGROUP_ROWS, GluonBackwardConstants
 from multiattn.triton.score import lowered_of_pairs
 from multiattn.triton.table import (
@@ -182,8 +182,7 @@ def _row_constants(problem: Problem, has_sums: bool) -> Constant:
     wide, narrow = pieces_of(problem.head_dim) if has_sums else (0, 0)
     return Constant(
         value=StatisticsConstants(
-            width=Width.of(problem.head_dim),
-            width_v=Width.of(problem.head_dim_v),
+            **widths(problem),
             wide=wide,
             narrow=narrow,
             packed=problem.packing is not None,

@@ -163,9 +163,11 @@ def constants_of(
 def descriptors(problem: Problem, rows_of: Mapping[str, int]) -> dict[str, Parameter]:
     """Tensor maps of tensors by their names, of so many rows of one head, then those of the narrow piece, or None."""
     found: dict[str, Parameter] = {}
-    for piece, columns in zip(("map", "narrow"), pieces_of(problem.head_dim), strict=True):
+    for place, piece in enumerate(("map", "narrow")):
         for name, rows in rows_of.items():
-            layout = problem.layouts[name] if problem.packing is None else ragged(problem.layouts[name])
+            layout = problem.layouts[name]
+            columns = pieces_of(layout.shape[-1])[place]
+            layout = layout if problem.packing is None else ragged(layout)
             described = Descriptor(of=name, layout=layout, rows=rows, columns=columns)
             found[f"{name}_{piece}"] = given(columns > 0, described)
     return found

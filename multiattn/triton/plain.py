@@ -20,7 +20,7 @@ from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem
 from multiattn.score.expression import ONE
 from multiattn.triton.family import ASYNCHRONOUS, TritonFamily, TritonLaunch
-from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants, Width
+from multiattn.triton.kernels.constants import OUT_VECTOR, TileConstants, widths
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.score import lowered_score
 from multiattn.triton.table import (
@@ -255,8 +255,7 @@ def constants_of(launch: TritonLaunch, config: TritonConfig, **own: Any) -> Tile
     problem, arch = launch.problem, launch.arch
     lowered = lowered_score(problem, arch, with_gradients=bool(own.get("gradients")))
     of_kernel: dict[str, Any] = {
-        "width": Width.of(problem.head_dim),
-        "width_v": Width.of(problem.head_dim_v),
+        **widths(problem),
         "heads_in_turn": config.heads_together,
         "vector": launch.assumed.alignment // ELEMENT_BYTES,
         "far_rows": launch.assumed.flag,

@@ -14,7 +14,7 @@ from multiattn.plan.schedule import NARROWEST, key_tiles, one_width, query_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.triton.family import ASYNCHRONOUS, Areas, TritonFamily, TritonLaunch
-from multiattn.triton.kernels.constants import TileConstants, Width
+from multiattn.triton.kernels.constants import TileConstants, widths
 from multiattn.triton.plain import (
     TritonConfig,
     can_describe,
@@ -126,8 +126,7 @@ def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
         constants = constants_of(launch, config.dq, ragged=is_ragged_list(problem), **own)
         return table_of("gradient_of_queries", launch, constants, options_of(config.dq)), keys
     beside = TileConstants(
-        width=Width.of(problem.head_dim),
-        width_v=Width.of(problem.head_dim_v),
+        **widths(problem),
         tile_m=_ROWS_BESIDE,
         far_rows=problem.strides_out[2] * _ROWS_BESIDE >= INT32,
         one_pass=True,

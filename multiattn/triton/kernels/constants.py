@@ -7,6 +7,7 @@ from typing import Any
 
 from multiattn.block_mask import BlockSpec
 from multiattn.plan.schedule import one_width
+from multiattn.problem import Problem
 from multiattn.triton.ladder import TritonStep
 
 OUT_VECTOR = 8
@@ -24,10 +25,11 @@ class Width:
     pad: int
     """Those rounded up to a power of two that tl.dot accepts; the padding is zero."""
 
-    @classmethod
-    def of(cls, dim: int) -> Width:
-        """Of rows of so many elements."""
-        return cls(dim, one_width(dim))
+
+def widths(problem: Problem) -> dict[str, Any]:
+    """Those of q and k, and of v and out, as constants have them."""
+    sizes = {"width": problem.head_dim, "width_v": problem.head_dim_v}
+    return {name: Width(size, one_width(size)) for name, size in sizes.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
