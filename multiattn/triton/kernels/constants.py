@@ -27,7 +27,7 @@ class Width:
 
 
 def widths(problem: Problem) -> dict[str, Any]:
-    """Those of q and k, and of v and out, as constants have them."""
+    """The widths of q and k, and of v and out, as constants have them."""
     sizes = {"width": problem.head_dim, "width_v": problem.head_dim_v}
     return {name: Width(size, one_width(size)) for name, size in sizes.items()}
 
@@ -51,9 +51,9 @@ class TileConstants:
     """Constants of a kernel; it gets them whole, as one constexpr."""
 
     width: Width
-    """Of q and k."""
+    """Columns of q and k."""
     width_v: Width
-    """Of v and out."""
+    """Columns of v and out."""
     tile_m: int
     far_rows: bool
     """Offsets inside one tile can pass 2^31 elements."""

@@ -22,7 +22,7 @@ POISON = -0x21524111
 """In integers that nobody has written."""
 
 
-class Access:
+class SharedAccess:
     """A write or a read of a part, which is seen to have ended by those whose clock has `agent` at `time`."""
 
     __slots__ = ("agent", "fenced", "time", "what", "where")
@@ -47,9 +47,9 @@ class Region:
         self.buffer = buffer
         self.is_of = torch.zeros(buffer.data.numel(), dtype=torch.bool)
         torch.as_strided(self.is_of, elements.shape, elements.stride(), elements.storage_offset()).fill_(True)
-        self.write: Access | None = None
-        self.reads: dict[Partition, Access] = {}
-        self.under_way: list[Access] = []
+        self.write: SharedAccess | None = None
+        self.reads: dict[Partition, SharedAccess] = {}
+        self.under_way: list[SharedAccess] = []
         self.is_written = False
         self.overlapping = [self]
         for other in buffer.parts.values():
@@ -81,7 +81,7 @@ class Region:
                 if not read.is_seen_by(who):
                     raise RaceError(f"{who.name}: {what} of {self.buffer} conflicts with {read}")
 
-    def set_write(self, write: Access) -> None:
+    def set_write(self, write: SharedAccess) -> None:
         """After a write was begun."""
         self.write = write
         self.reads.clear()
@@ -92,13 +92,13 @@ class Region:
             self.buffer.is_written |= self.is_of
             self.is_written = True
 
-    def begin_read(self, who: Partition, what: str) -> Access:
+    def begin_read(self, who: Partition, what: str) -> SharedAccess:
         """A read by TMA or a tensor core that is under way until `end_read`."""
         self.check_seen(who, what, by_tensor_core=True)
-        self.under_way.append(Access(what, who))
+        self.under_way.append(SharedAccess(what, who))
         return self.under_way[-1]
 
-    def end_read(self, read: Access) -> None:
+    def end_read(self, read: SharedAccess) -> None:
         """Its partition waited for it."""
         self.under_way.remove(read)
         read.time = read.agent.now
@@ -192,7 +192,7 @@ class View:
         who, layout = partition(), plain(layout)
         layouts.check_registers(layout, self.shape, who.warps)
         self.part.check_seen(who, "a read")
-        self.part.reads[who] = Access("a read", who, who.now)
+        self.part.reads[who] = SharedAccess("a read", who, who.now)
         return Value(self.data.clone(), self.dtype, layout)
 
     def store(self, value: Any) -> None:
@@ -201,7 +201,7 @@ class View:
         if value.shape != self.shape or value.dtype != self.dtype:
             raise LayoutError(f"a store of {value.dtype} {list(value.shape)} to {self.dtype} {list(self.shape)}")
         self.part.check_free(who, "a write")
-        write = Access("a write", who, who.now)
+        write = SharedAccess("a write", who, who.now)
         self.part.set_write(write)
         running().unfenced.append(write)
         self.data.copy_(value.data)

@@ -53,7 +53,7 @@ _TYPES = {
 
 
 Registers = dict[str, Any]
-"""Those of all threads, by name."""
+"""The registers of all threads, by name."""
 
 
 def _read(registers: Registers, name: str, kind: str) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 from multiattn.triton.cpu.gluon import barriers
 from multiattn.triton.cpu.gluon.errors import GluonError
 from multiattn.triton.cpu.gluon.machine import partition, running
-from multiattn.triton.cpu.gluon.memory import Access, View
+from multiattn.triton.cpu.gluon.memory import SharedAccess, View
 from multiattn.triton.cpu.gluon.tensors import MappedTensor
 from multiattn.triton.cpu.gluon.values import plain
 
@@ -21,7 +21,7 @@ class _Load:
         self.source, self.at, self.barrier, self.target = source, at, barrier, target
         self.elements, self.inside = source.box(at, "TMA load")
         target.part.check_free(partition(), "a load by TMA")
-        self.write = Access("a write by TMA", barrier, fenced=True)
+        self.write = SharedAccess("a write by TMA", barrier, fenced=True)
         target.part.set_write(self.write)
         if target.data.is_floating_point():
             target.data.fill_(float("nan"))

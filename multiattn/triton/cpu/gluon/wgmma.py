@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from multiattn.triton.cpu.gluon.errors import LayoutError, RaceError
 from multiattn.triton.cpu.gluon.machine import partition
-from multiattn.triton.cpu.gluon.memory import Access, View
+from multiattn.triton.cpu.gluon.memory import SharedAccess, View
 from multiattn.triton.cpu.gluon.values import Value, needs_block, plain
 
 
@@ -17,7 +17,7 @@ class _Product:
 
     def __init__(self, operands: tuple[Any, ...]) -> None:
         self.is_done = False
-        self.reads: list[tuple[View, Access]] = []
+        self.reads: list[tuple[View, SharedAccess]] = []
         for operand in operands:
             if isinstance(operand, View):
                 self.reads.append((operand, operand.part.begin_read(partition(), "a product's read")))
