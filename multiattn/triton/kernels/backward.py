@@ -59,9 +59,9 @@ def prepare_rows(
     dout_tile = load_own(dout, out_strides, first_row, seq_q, C.tile_m, C.width_v, C.out_vector, C)  # [tile_m, pad]
     place = (batch_head, 0, seq_q)
     _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, place, first_row, seq_q, C)
-    dq_sum += (batch_head.to(tl.int64) * seq_q + first_row) * C.width.dim
+    dq_sum += (batch_head.to(tl.int64) * seq_q + first_row) * C.width
     tl.store(
-        dq_sum + tile_offsets(C.width.dim, C.tile_m, C.width, 1, False),
+        dq_sum + tile_offsets(C.width, C.tile_m, C.width, 1, False),
         tl.full([C.tile_m, C.width.pad], 0.0, tl.float32),
         mask=inside(first_row, seq_q, C.tile_m, C.width),
     )
@@ -82,9 +82,9 @@ def finish_dq(
     tile, batch_head = my_tile(seq_q, batch_heads, False, C.tile_m, 1)
     first_row = tile * C.tile_m
     dq = seek(dq, dq_strides, (batch_head // heads_q, batch_head % heads_q), False, C.out_vector, C)
-    dq_sum += (batch_head.to(tl.int64) * seq_q + first_row) * C.width.dim
+    dq_sum += (batch_head.to(tl.int64) * seq_q + first_row) * C.width
     total = tl.load(  # [tile_m, width.pad]
-        dq_sum + tile_offsets(C.width.dim, C.tile_m, C.width, 1, False),
+        dq_sum + tile_offsets(C.width, C.tile_m, C.width, 1, False),
         mask=inside(first_row, seq_q, C.tile_m, C.width),
     )
     store_rows(dq, dq_strides, total * grad_factor, first_row, seq_q, C.tile_m, C.width, C)
@@ -115,11 +115,11 @@ def gradient_of_queries(
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """First of two passes: dq ``[tile_m, width]`` and delta ``[tile_m]`` of one tile of queries."""
-    first_row, batch_head, batch, at, at_kv, band = my_queries(entries, tiles, sizes, reach, C)
+    first_row, batch_head, batch, at, at_kv, len_q, len_kv = my_queries(entries, tiles, sizes, C)
     if C.packed:
         if batch < 0:
             return
-    len_q, of_score = band[0], (batch, at[1], aux)
+    of_score, band = (batch, at[1], aux), (len_q, len_kv, reach[0], reach[1])
     q = seek(q, strides.q, at, False, C.vector, C)
     kv = (seek(k, strides.k, at_kv, C.descriptor, C.vector, C), seek(v, strides.v, at_kv, C.descriptor, C.vector, C))
     out = seek(out, strides.out, at, False, C.out_vector, C)
@@ -208,11 +208,11 @@ def gradients_of_keys(
 
     Also what they add to gradients of captured tensors, as each pair of query and key is met here once.
     """
-    first_key, batch, start_q, at_kv, band = my_keys(entries, tiles, sizes, reach, C)
+    first_key, batch, start_q, at_kv, len_q, len_kv = my_keys(entries, tiles, sizes, C)
     if C.packed:
         if batch < 0:
             return
-    group, len_kv = sizes.group, band[1]
+    group, band = sizes.group, (len_q, len_kv, reach[0], reach[1])
     k = seek(k, strides.k, at_kv, False, C.vector, C)
     v = seek(v, strides.v, at_kv, False, C.vector, C)
 
@@ -223,7 +223,7 @@ def gradients_of_keys(
         tl.full([C.tile_n, C.width_v.pad], 0.0, tl.float32),
     )
     if C.packed:
-        if band[0] == 0:  # at least one block is walked over below, and there is no query to load for
+        if len_q == 0:  # at least one block is walked over below, and there is no query to load for
             _store_both(dk, dv, sums, 1.0, strides, at_kv, first_key, len_kv, C)
             return
     streamed = (q, dout, strides, lse, delta, dq_sum, sizes)
@@ -283,7 +283,7 @@ def _walk_queries(sums, tile, at, begin, end, blocks, MASKED: tl.constexpr, PART
     q = seek(q, strides.q, at, C.descriptor, C.vector, C)
     dout = seek(dout, strides.dout, at, C.descriptor, C.out_vector, C)
     if C.one_pass and not C.descriptor:
-        dq_sum += sequence * C.width.dim
+        dq_sum += sequence * C.width
     ahead = listed_tile(begin, end, blocks, C.query_tiles, C.tile_m, C)
     for place in tl.range(begin, end, C.query_step, num_stages=C.stages):
         first_row = place
@@ -340,9 +340,7 @@ def _add_to_dq(dq_sum, dq_tile, at, first_row, seq_q, C: tl.constexpr):
         dq_sum.atomic_add([at[0], at[1], first_row, 0], tl.reshape(dq_tile, [1, 1, C.tile_m, C.width.pad]))
     else:
         tl.atomic_add(
-            dq_sum
-            + tl.cast(first_row, tl.int64) * C.width.dim
-            + tile_offsets(C.width.dim, C.tile_m, C.width, 1, False),
+            dq_sum + tl.cast(first_row, tl.int64) * C.width + tile_offsets(C.width, C.tile_m, C.width, 1, False),
             dq_tile,
             mask=inside(first_row, seq_q, C.tile_m, C.width),
             sem="relaxed",

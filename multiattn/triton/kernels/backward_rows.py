@@ -88,7 +88,7 @@ def prepare_statistics(
     rows = first_row + tl.arange(0, 64)
     is_there = rows < length
     columns = tl.arange(0, C.width_v.pad)[None, :]
-    inside = is_there[:, None] & (columns < C.width_v.dim)
+    inside = is_there[:, None] & (columns < C.width_v)
     offsets = _rows(first_row, out_strides, at, start, C) + columns
     of_out = tl.load(out + offsets, mask=inside, other=0.0).to(tl.float32)  # [64, width_v.pad]
     of_dout = tl.load(dout + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -148,10 +148,10 @@ def round_dq(
     total = _piece(sums, C.wide) * grad_factor
     if C.packed:
         total = tl.where(has_place, total, 0.0)
-    tl.store(dq + offsets + columns, total.to(dq.dtype.element_ty), mask=is_there & (columns < C.width.dim))
+    tl.store(dq + offsets + columns, total.to(dq.dtype.element_ty), mask=is_there & (columns < C.width))
     if C.narrow > 0:
         columns = C.wide + tl.arange(0, C.narrow)[None, :]
         total = _piece(sums + 64 * C.wide, C.narrow) * grad_factor
         if C.packed:
             total = tl.where(has_place, total, 0.0)
-        tl.store(dq + offsets + columns, total.to(dq.dtype.element_ty), mask=is_there & (columns < C.width.dim))
+        tl.store(dq + offsets + columns, total.to(dq.dtype.element_ty), mask=is_there & (columns < C.width))

@@ -16,20 +16,19 @@ FEW_ROWS = 32
 """Rows that are few: all those of a sequence are a tile, whose warps have different keys. A guess, not measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Width:
-    """The columns of a tile's rows."""
+class Width(int):
+    """Columns that a tile's rows have."""
 
-    dim: int
-    """Those that there are."""
-    pad: int
-    """Those rounded up to a power of two that tl.dot accepts; the padding is zero."""
+    @property
+    def pad(self) -> int:
+        """Columns of the tile: a power of two that tl.dot accepts; the padding is zero."""
+        return one_width(self)
 
 
 def widths(problem: Problem) -> dict[str, Any]:
     """The widths of q and k, and of v and out, as constants have them."""
     sizes = {"width": problem.head_dim, "width_v": problem.head_dim_v}
-    return {name: Width(size, one_width(size)) for name, size in sizes.items()}
+    return {name: Width(size) for name, size in sizes.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

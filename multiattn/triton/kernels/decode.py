@@ -67,7 +67,7 @@ def attention_of_parts(
     columns = tl.arange(0, C.width.pad)[None, :]
     q_tile = tl.load(
         q + _offsets(batch, head, row, strides.q, C.vector)[:, None] + columns,
-        mask=exists[:, None] & (columns < C.width.dim),
+        mask=exists[:, None] & (columns < C.width),
         other=0.0,
     )  # [tile_m, width.pad]
     if C.scale_sign < 0:
@@ -112,7 +112,7 @@ def attention_of_parts(
 
     total = tl.sum(row_sum, 1)  # [tile_m]
     columns = tl.arange(0, C.width_v.pad)[None, :]
-    inside = exists[:, None] & (columns < C.width_v.dim)
+    inside = exists[:, None] & (columns < C.width_v)
     if C.whole:
         if sinks is not None:
             acc, total, row_max = add_sink(acc, total, row_max, tl.load(sinks + head), C)
@@ -127,7 +127,7 @@ def attention_of_parts(
         tl.store(partial_lse + part, row_max + tl.math.log2(total), mask=exists)
         result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
         tl.store(
-            partial_out + part[:, None] * C.width_v.dim + columns, result, mask=inside & (total != 0.0)[:, None]
+            partial_out + part[:, None] * C.width_v + columns, result, mask=inside & (total != 0.0)[:, None]
         )  # what nobody reads is not written
 
 
@@ -275,7 +275,7 @@ def _load_keys(source, strides, pages, first_key, cached, WIDTH: tl.constexpr, C
     is_key = first_key + tl.arange(0, C.tile_n) < end
     if C.frees_keys:
         is_key = is_key & (first_key + tl.arange(0, C.tile_n) >= seen_from)
-    inside = is_key[:, None] & (tl.arange(0, WIDTH.pad) < WIDTH.dim)[None, :]
+    inside = is_key[:, None] & (tl.arange(0, WIDTH.pad) < WIDTH)[None, :]
     return tl.load(pointers, mask=inside, other=0.0)
 
 

@@ -50,11 +50,11 @@ def attention_forward(
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
     """Attention of one tile of tile_m queries: writes out ``[tile_m, width_v]`` and lse ``[tile_m]``."""
-    first_row, batch_head, batch, at, at_kv, band = my_queries(entries, tiles, sizes, reach, C)
+    first_row, batch_head, batch, at, at_kv, len_q, len_kv = my_queries(entries, tiles, sizes, C)
     if C.packed:
         if batch < 0:
             return
-    of_score = (batch, at[1], aux)
+    of_score, band = (batch, at[1], aux), (len_q, len_kv, reach[0], reach[1])
     q = seek(q, strides.q, at, False, C.vector, C)
     kv = (seek(k, strides.k, at_kv, C.descriptor, C.vector, C), seek(v, strides.v, at_kv, C.descriptor, C.vector, C))
     out = seek(out, strides.out, at, False, C.out_vector, C)
@@ -62,7 +62,7 @@ def attention_forward(
     if C.packed:
         lse += at[0]
 
-    q_tile = load_own(q, strides.q, first_row, band[0], C.tile_m, C.width, C.vector, C)  # [tile_m, width.pad]
+    q_tile = load_own(q, strides.q, first_row, len_q, C.tile_m, C.width, C.vector, C)  # [tile_m, width.pad]
     if C.scale_sign < 0:
         q_tile = -q_tile
     if C.scale_sign == 0:
@@ -74,7 +74,7 @@ def attention_forward(
     acc, row_sum, row_max = walk_keys(_walk, (acc, row_sum, row_max), tile, first_row, band, of_score, lists, True, C)
     if sinks is not None:
         acc, row_sum, row_max = add_sink(acc, row_sum, row_max, tl.load(sinks + at[1]), C)
-    _store(out, strides.out, lse, acc, row_sum, row_max, first_row, band[0], C)
+    _store(out, strides.out, lse, acc, row_sum, row_max, first_row, len_q, C)
 
 
 @triton.jit

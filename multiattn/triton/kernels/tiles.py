@@ -41,10 +41,10 @@ def my_tile(seq, batch_heads, LAST_FIRST: tl.constexpr, TILE: tl.constexpr, HEAD
 
 
 @triton.jit
-def my_queries(entries, tiles, sizes, reach, C: tl.constexpr):
-    """The tile of queries that this program owns, and its sequence; `sizes` and `reach` as kernels have them.
+def my_queries(entries, tiles, sizes, C: tl.constexpr):
+    """The tile of queries that this program owns, and its sequence; `sizes` as kernels have them.
 
-    Returns its first row, (batch, head) as one number, batch, `at` of the queries and of their keys, and `band`. In a
+    Returns its first row, (batch, head) as one number, batch, `at` of the queries and of their keys, and lengths. In a
     packed batch the tile is one of the `tiles` entries of a list, the first row is counted in its sequence, and batch
     is the sequence's number: -1 where there is no tile.
     """
@@ -58,12 +58,12 @@ def my_queries(entries, tiles, sizes, reach, C: tl.constexpr):
         head = batch_head % sizes.heads_q
         at, at_kv = (batch, head), (batch, head // sizes.group)
         first_row = tile * C.tile_m
-    return first_row, batch_head, batch, at, at_kv, (len_q, len_kv, reach[0], reach[1])
+    return first_row, batch_head, batch, at, at_kv, len_q, len_kv
 
 
 @triton.jit
-def my_keys(entries, tiles, sizes, reach, C: tl.constexpr):
-    """A program's tile of keys: first key, batch, the first item of an `at` of queries, `at` of keys, `band`."""
+def my_keys(entries, tiles, sizes, C: tl.constexpr):
+    """A program's tile of keys: first key, batch, the first item of an `at` of queries, `at` of keys, lengths."""
     len_q, len_kv = sizes.seq_q, sizes.seq_kv
     if C.packed:
         first_key, head_kv, batch, start_q, start_kv, len_q, len_kv = _my_entry(entries, tiles, sizes.batch_heads, C)
@@ -75,7 +75,7 @@ def my_keys(entries, tiles, sizes, reach, C: tl.constexpr):
         head_kv = batch_head % heads_kv
         start_q, at_kv = batch, (batch, head_kv)
         first_key = tile * C.tile_n
-    return first_key, batch, start_q, at_kv, (len_q, len_kv, reach[0], reach[1])
+    return first_key, batch, start_q, at_kv, len_q, len_kv
 
 
 @triton.jit
@@ -351,10 +351,10 @@ def _load(
     """Zero beyond the columns that there are."""
     pointers = source + tl.cast(first_row, tl.int64) * strides[2] * VECTOR
     pointers += tile_offsets(strides[2], TILE, WIDTH, VECTOR, C.far_rows)
-    in_range = (tl.arange(0, WIDTH.pad) < WIDTH.dim)[None, :]
+    in_range = (tl.arange(0, WIDTH.pad) < WIDTH)[None, :]
     if RAGGED:
         in_range = in_range & (first_row + tl.arange(0, TILE) < seq)[:, None]
-    if RAGGED or WIDTH.pad != WIDTH.dim:
+    if RAGGED or WIDTH.pad != WIDTH:
         tile = tl.load(pointers, mask=in_range, other=0.0)
     else:
         tile = tl.load(pointers)
@@ -375,7 +375,7 @@ def store_rows(target, strides, tile, first_row, seq, TILE: tl.constexpr, WIDTH:
 @triton.jit
 def inside(first_row, seq, TILE: tl.constexpr, WIDTH: tl.constexpr):
     """The elements of a tile that exist: bool ``[TILE, WIDTH.pad]``."""
-    return (first_row + tl.arange(0, TILE) < seq)[:, None] & (tl.arange(0, WIDTH.pad) < WIDTH.dim)[None, :]
+    return (first_row + tl.arange(0, TILE) < seq)[:, None] & (tl.arange(0, WIDTH.pad) < WIDTH)[None, :]
 
 
 @triton.jit

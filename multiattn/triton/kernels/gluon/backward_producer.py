@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from multiattn.triton.kernels.gluon import ring
 from multiattn.triton.kernels.gluon.backward_parts import send_queries
 from multiattn.triton.kernels.gluon.backward_tiles import FIRST_KEY, FIRST_TILE, TILE_WORDS, block_of, query_blocks
-from multiattn.triton.kernels.gluon.schedule import find_tile, listed_tile, tile_after
+from multiattn.triton.kernels.gluon.schedule import LaunchSizes, find_tile, listed_tile, tile_after
 from multiattn.triton.kernels.gluon.tiles import load_tile, send_tile
 
 
@@ -33,11 +33,12 @@ def produce(maps, statistics, entries, counter, sizes, shared, C: gl.constexpr):
     tile_place = 0
     step = 0
     while tile < total:
-        number, batch, _head, head_kv, first_key, at_q, at_kv, own = find_tile(tile, entries, sizes, True, C)
-        lines_at = (batch, 0)
+        number, batch, _head, head_kv, first_key, at_q, at_kv = find_tile(tile, entries, sizes, True, C)
+        lines_at, own = (batch, 0), sizes
         if C.packed:
             # A sequence without queries has the one tile that is of none.
             lines_at = (0, gl.where(at_q[1] > 0, at_q[0] // 64 + batch, sizes.tiles_q - 1))
+            own = LaunchSizes(at_q[1], at_kv[1], *sizes[2:])
             batch = gl.where(at_q[1] > 0, batch, 0)  # no tensor has an entry for the rows behind all sequences
         else:
             first_key = number * 128

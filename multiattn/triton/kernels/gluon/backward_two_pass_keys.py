@@ -114,10 +114,11 @@ def _send(tile, place, turn, maps, lines, entries, sizes, shared, C: gl.constexp
     """K and V of a tile, and Q and dO of all that see its keys. Returns the next place in the rings of these."""
     q_maps, dout_maps, k_maps, v_maps = maps
     group = sizes.group
-    number, batch, _head, head_kv, first_key, at_q, at_kv, sizes = find_tile(tile, entries, sizes, True, C)
+    number, batch, _head, head_kv, first_key, at_q, at_kv = find_tile(tile, entries, sizes, True, C)
     lines_at, offset = (batch, 0), 0
     if C.packed:
         lines_at, offset = (0, at_q[0] // 64 + batch), at_kv[0]
+        sizes = LaunchSizes(at_q[1], at_kv[1], *sizes[2:])
     else:
         first_key = number * 64  # under a causal mask the first ones are seen by the most queries
     blocks = _query_blocks(first_key, sizes, C)

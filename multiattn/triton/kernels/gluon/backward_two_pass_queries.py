@@ -71,10 +71,11 @@ class QueriesTile(NamedTuple):
 def _send(tile, place, turn, maps, entries, sizes, shared, C: gl.constexpr):
     """Q and dO of both warpgroups, and blocks of keys in order. Returns the next place in the rings of these."""
     q_maps, dout_maps, k_maps, v_maps = maps
-    number, batch, head, head_kv, first_query, at_q, at_kv, sizes = find_tile(tile, entries, sizes, False, C)
+    number, batch, head, head_kv, first_query, at_q, at_kv = find_tile(tile, entries, sizes, False, C)
     offset, first_tile = 0, 0
     if C.packed:
         offset, first_tile = at_q[0], at_q[0] // 64 + batch
+        sizes = LaunchSizes(at_q[1], at_kv[1], *sizes[2:])
     else:
         first_query = (sizes.tiles - 1 - number) * 128  # under a mask the last ones see the most keys
     begin, end = range_of_blocks(first_query, 128, sizes, C)

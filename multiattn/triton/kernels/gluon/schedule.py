@@ -113,7 +113,7 @@ def find_tile(tile, entries, sizes, BY_KEYS: gl.constexpr, C: gl.constexpr):
     """Whose tile it is that is begun as number `tile`: of keys, or of the queries of one head.
 
     Returns its number within the head, its batch entry or sequence, its head and that of its keys, in a packed batch
-    its first row, `at` of queries and of keys, and the sizes of its sequence.
+    its first row, and `at` of queries and of keys.
     """
     heads = sizes.heads_q
     if BY_KEYS:
@@ -129,8 +129,7 @@ def find_tile(tile, entries, sizes, BY_KEYS: gl.constexpr, C: gl.constexpr):
     first_row, at_q, at_kv = 0, batch, batch
     if C.packed:
         batch, first_row, at_q, at_kv = read_entry(entries, number)
-        sizes = LaunchSizes(at_q[1], at_kv[1], *sizes[2:])
-    return number, batch, head, head_kv, first_row, at_q, at_kv, sizes
+    return number, batch, head, head_kv, first_row, at_q, at_kv
 
 
 @gluon.jit
