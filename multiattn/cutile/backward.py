@@ -16,7 +16,6 @@ from multiattn.cutile import launches
 from multiattn.cutile.arrays import Assumptions
 from multiattn.cutile.forward import TCGEN05
 from multiattn.cutile.kernels.constants import (
-    SMALLEST_TILE,
     BackwardConstants,
     KernelConstants,
     QueryGradsConstants,
@@ -27,14 +26,13 @@ from multiattn.cutile.kernels.constants import (
 from multiattn.cutile.launches import Asked, Family, KernelLaunch
 from multiattn.layout import Layout, row_major
 from multiattn.packed import TILE_LISTS
-from multiattn.plan.arch import WARP_THREADS, Arch
+from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.config import Config
 from multiattn.plan.limits import AT_LEAST_1, Check, failed, limit_checks, limited
 from multiattn.plan.schedule import key_tiles, one_width, query_tiles
 from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem
-from multiattn.score.lower import lower
 
 ROW_TILE = 16
 """Rows a block takes in the kernels that have rows only, those before and after the one pass. H200, 2026-11-21, 64 Mi
@@ -154,8 +152,6 @@ COLUMN_UNIT = 4
 """Rows of fp32 numbers, of a multiple of which TMA reads parts. Without it a backward takes 3 to 13 % longer (H200
 2026-11-26, N=4096, D=64 to 256), so that other lengths of queries have code of their own."""
 
-SCORES_ADDED_BY_THREAD, USUAL_WARPS = 16, 4
-
 _NAMES: Mapping[str, str] = {
     "query_grads": "q k v out lse dout dlse delta dq captured listed score_factor grad_factor reach numbers derived",
     "key_grads": "q k v lse dout delta dk dv captured listed dcaptured score_factor grad_factor reach numbers derived",
@@ -172,33 +168,10 @@ NO_AREAS: Mapping[str, Layout] = MappingProxyType({})
 _STORED = ("deltas", "stored_key_grads", "stored_query_grads")
 
 
-def cut_of(problem: Problem, config: Any) -> Any:
-    """The config, cut to the blocks of a block mask.
-
-    Also cut where each score is added to an element of a 16-bit tensor's gradient: tileiras 13.4 ends in an error
-    ("Invalid use-def chain in LoopSchedule") for more than 16 scores a thread.
-    """
-    if _adds_each_score(problem):
-        most = SCORES_ADDED_BY_THREAD * WARP_THREADS * (config.warps or USUAL_WARPS)
-        config = replace(config, tile_m=max(SMALLEST_TILE, min(config.tile_m, most // config.tile_n)))
-    return launches.within_blocks(problem, config)
-
-
-def _adds_each_score(problem: Problem) -> bool:
-    """True if the gradient of a captured tensor of 16 bits takes an atomic addition for each score."""
-    if (score := problem.score) is None or not score.gradients:
-        return False
-    lowered = lower(score.program, apart=score.scores is not None)
-    return any(
-        not it.is_exclusive and not it.summed and score.program.tensors[it.load.value].dtype.itemsize == 2
-        for it in lowered.gradients_of(score.gradients)
-    )
-
-
 def two_passes(call: Asked) -> tuple[KernelLaunch, ...]:
     """The kernel that owns queries, then that which owns keys."""
     plan, problem = call.plan, call.problem
-    config: TwoPassConfig = cut_of(problem, call.config)
+    config: TwoPassConfig = launches.cut_of(problem, call.config)
     constants = QueryGradsConstants(
         **_products(plan, KEYS_OF_QUERIES, config.dq),
         ragged=not problem.is_banded and launches.has_ragged_keys(problem, config.dq.tile_n),
@@ -214,7 +187,7 @@ def two_passes(call: Asked) -> tuple[KernelLaunch, ...]:
 def one_pass(call: Asked) -> tuple[KernelLaunch, ...]:
     """The kernel that owns keys, with those of rows before and after it."""
     plan, problem = call.plan, call.problem
-    config: OnePassConfig = cut_of(problem, call.config)
+    config: OnePassConfig = launches.cut_of(problem, call.config)
     rows = RowConstants(tile_m=ROW_TILE, tile_d=one_width(problem.head_dim))
     return (
         *launches.tile_lists(plan, key_tile=config.tile_n),

@@ -21,7 +21,7 @@ from multiattn.mask import KINDS
 from multiattn.operands import CAPTURED
 from multiattn.packed import TILE_LISTS
 from multiattn.plan import abi, limits
-from multiattn.plan.arch import GPU_ARCHS, Arch
+from multiattn.plan.arch import GPU_ARCHS, WARP_THREADS, Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.config import Config, Rule
 from multiattn.plan.support import Capability, Reason
@@ -359,6 +359,32 @@ def within_blocks(problem: Problem, config: Any) -> Any:
     more = {"dq": within_blocks(problem, config.dq)} if hasattr(config, "dq") else {}
     tile_m, tile_n = math.gcd(config.tile_m, blocks.queries), math.gcd(config.tile_n, blocks.keys)
     return replace(config, tile_m=tile_m, tile_n=tile_n, **more)
+
+
+SCORES_ADDED_BY_THREAD, USUAL_WARPS = 16, 4
+
+
+def cut_of(problem: Problem, config: Any) -> Any:
+    """The config of a backward, cut to the blocks of a block mask.
+
+    Also cut where each score is added to an element of a 16-bit tensor's gradient: tileiras 13.4 ends in an error
+    ("Invalid use-def chain in LoopSchedule") for more than 16 scores a thread.
+    """
+    if _adds_each_score(problem):
+        most = SCORES_ADDED_BY_THREAD * WARP_THREADS * (config.warps or USUAL_WARPS)
+        config = replace(config, tile_m=max(SMALLEST_TILE, min(config.tile_m, most // config.tile_n)))
+    return within_blocks(problem, config)
+
+
+def _adds_each_score(problem: Problem) -> bool:
+    """True if the gradient of a captured tensor of 16 bits takes an atomic addition for each score."""
+    if (score := problem.score) is None or not score.gradients:
+        return False
+    lowered = lower(score.program, apart=score.scores is not None)
+    return any(
+        not it.is_exclusive and not it.summed and score.program.tensors[it.load.value].dtype.itemsize == 2
+        for it in lowered.gradients_of(score.gradients)
+    )
 
 
 def has_ragged_keys(problem: Problem, tile_n: int) -> bool:
