@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, NO_FLAGS, FamilyConfig, padded, tiles_of
-from multiattn.cuda.naming import masked_traits, traits_type, unaligned_suffix, walking_kernel
+from multiattn.cuda.naming import aggregate, traits_type, walking_kernel
 from multiattn.cuda.score import sends_raw
 from multiattn.cuda.source import BackwardParams, Instance, PlannedLaunch
 from multiattn.packed import TILE_LISTS
@@ -59,7 +59,7 @@ class QueryConfig(ProductConfig):
 
     def launch(self, plan: Plan) -> PlannedLaunch:
         """The kernel, with a block for each tile of queries."""
-        kernel = _product(plan, self, "backward_queries", "backward_q.cuh", "QueryTraits", ())
+        kernel = _product(plan, self, "backward_queries", "backward_q.cuh", "QueryTraits")
         return PlannedLaunch(kernel=kernel, blocks=query_tiles(plan.problem, self.tile_m))
 
 
@@ -134,8 +134,8 @@ class BackwardConfig(FamilyConfig, ProductConfig):
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """Delta; then all gradients and dq from its sums, or dq, then dk and dv."""
         problem, adds_dq = plan.problem, self.dq is None
-        dq = ("_dqwide" if self.wide else "_dq") * adds_dq
-        kernel = _product(plan, self, "backward_keys", "backward.cuh", "BackwardTraits", (adds_dq, self.wide), dq)
+        dq, flags = ("_dqwide" if self.wide else "_dq") * adds_dq, {"adds_dq": adds_dq, "wide": self.wide}
+        kernel = _product(plan, self, "backward_keys", "backward.cuh", "BackwardTraits", dq, **flags)
         keys = PlannedLaunch(kernel=kernel, blocks=key_tiles(problem, self.tile_n))
         prepare = rows_launch("prepare_rows", problem, adds_dq=adds_dq, wide=self.wide)
         if self.dq is None:
@@ -177,18 +177,18 @@ def _product(
     entry: str,
     header: str,
     traits: str,
-    flags: tuple[bool, ...],
     options: str = "",
+    **flags: bool,
 ) -> Instance:
-    """A kernel that multiplies; `flags` are constants behind its sizes."""
-    sizes = (config.tile_m, config.tile_n, config.warps, config.stages)
+    """A kernel that multiplies; `flags` are constants beside its sizes."""
+    sizes = {name: getattr(config, name) for name in ("tile_m", "tile_n", "warps", "stages")}
     tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}_s{config.stages}_o{config.blocks_per_sm}"
     return walking_kernel(
         plan,
         traits,
-        (*masked_traits(plan.problem), *sizes, *flags),
+        aggregate("BackwardConfig", **sizes, **flags),
         entry=entry,
-        sizes=f"{tiles}{options}{unaligned_suffix(plan.problem)}",
+        sizes=f"{tiles}{options}",
         header=header,
         params=BackwardParams,
         threads=config.threads,
@@ -214,11 +214,12 @@ def rows_launch(entry: str, problem: Problem, *, adds_dq: bool, wide: bool) -> P
     packed, overlaps = problem.packing is not None, entry == "convert_sums"
     lists = ("multiattn::Packed",) if packed else ()
     order = ("_wide" if wide else "_narrow") if adds_dq else ""
+    config = aggregate("RowConfig", head_dim=problem.head_dim, has_dq_sum=adds_dq, wide=wide)
     kernel = Instance(
         name=f"{entry}_{problem.dtype}_d{problem.head_dim}{order}{'_packed' * packed}",
         header="backward_wgmma_rows.cuh" if overlaps else "backward_rows.cuh",
         entry=entry,
-        traits=traits_type("RowTraits", problem, problem.head_dim, ROW_TILE, ROW_THREADS, adds_dq, wide, *lists),
+        traits=traits_type("RowTraits", problem, config, *lists),
         packed=packed,
         params=BackwardParams,
         threads=ROW_THREADS,

@@ -10,7 +10,7 @@ from typing import Any
 from multiattn.cuda import stream_k
 from multiattn.cuda.backward_mma import ROW_THREADS, ROW_TILE, backward_numbers, dq_sum_bytes, rows_launch
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded, tiles_of
-from multiattn.cuda.naming import cpp_list, traits_type
+from multiattn.cuda.naming import aggregate, traits_type
 from multiattn.cuda.source import Instance, PlannedLaunch, WgmmaBackwardParams
 from multiattn.cuda.stream_k import Divided
 from multiattn.cuda.wgmma import (
@@ -57,14 +57,16 @@ class HopperBackwardConfig(WgmmaFamilyConfig):
         return {"statistics": rows * STATISTICS * FP32_BYTES, WORKSPACE: COUNTER_BYTES}
 
     def statistics(
-        self, problem: Problem, rows: int, name: str, constants: tuple[int | bool | str, ...], *, stream_k: bool = False
+        self, problem: Problem, rows: int, name: str, *lists: str, has_dq_sum: bool = True, stream_k: bool = False
     ) -> PlannedLaunch:
         """The kernel of statistics, with blocks of so many queries."""
+        sizes = {"head_dim": problem.head_dim, "tile_rows": rows, "tile_m": self.tile_m}
+        config = aggregate("RowConfig", **sizes, has_dq_sum=has_dq_sum)
         kernel = Instance(
             name=f"prepare_statistics_{problem.dtype}_d{problem.head_dim}{name}",
             header="backward_wgmma_rows.cuh",
             entry="prepare_statistics",
-            traits=traits_type("StatisticsTraits", problem, problem.head_dim, self.tile_m, ROW_THREADS, *constants),
+            traits=traits_type("StatisticsTraits", problem, config, *lists),
             packed=problem.packing is not None,
             stream_k=stream_k,
             params=WgmmaBackwardParams,
@@ -170,7 +172,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         lists = ("multiattn::Packed",) if is_packed else ("multiattn::StreamK",) if is_divided else ()
         name = f"{'_packed' * is_packed}{'_stream_k' * is_divided}"
         return (
-            self.statistics(problem, ROW_TILE, name, lists, stream_k=is_divided),
+            self.statistics(problem, ROW_TILE, name, *lists, stream_k=is_divided),
             self._gradients(plan, division),
             rows_launch("convert_sums", problem, adds_dq=True, wide=True),
         )
@@ -181,12 +183,22 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         kept = f"{'_kregisters' * self.k_in_registers}{'_vregisters' * self.v_in_registers}{'_halfdq' * self.half_dq}"
         kept += f"{'_tmadq' * self.dq_by_tma}{'_early' * self.early_scores}{'_stream_k' * bool(lists)}"
         columns = self.dq_columns(problem)
-        flags = (self.k_in_registers, self.v_in_registers, self.early_scores, self.dq_by_tma)
-        shape = cpp_list(self.k_stages, self.q_stages, self.dout_stages, columns, *flags)
+        config = aggregate(
+            "WgmmaBackwardConfig",
+            k_stages=self.k_stages,
+            q_stages=self.q_stages,
+            dout_stages=self.dout_stages,
+            dq_columns=columns,
+            keeps_k=self.k_in_registers,
+            keeps_v=self.v_in_registers,
+            early_scores=self.early_scores,
+            dq_by_tma=self.dq_by_tma,
+        )
         kernel = wgmma_kernel(
             plan,
             "WgmmaBackwardTraits",
-            (f"multiattn::WgmmaBackwardShape<{shape}>", *lists),
+            config,
+            *lists,
             entry="backward_wgmma",
             sizes=f"{tiles}{kept}",
             header="backward_wgmma.cuh",

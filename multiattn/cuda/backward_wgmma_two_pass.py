@@ -9,7 +9,7 @@ from typing import Any
 
 from multiattn.cuda.backward_wgmma import STATISTICS, HopperBackwardConfig
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded
-from multiattn.cuda.naming import cpp_list
+from multiattn.cuda.naming import aggregate
 from multiattn.cuda.source import PlannedLaunch, WgmmaBackwardParams
 from multiattn.cuda.wgmma import (
     BARRIER_BYTES,
@@ -122,26 +122,31 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """Statistics, dq, then dk and dv."""
         problem, packed = plan.problem, plan.problem.packing is not None
-        lists = f"multiattn::{'Packed' if packed else 'NoBlockMask'}"
+        lists = ("multiattn::Packed",) if packed else ()
         name = f"_two_pass{'_packed' * packed}"
-        queries = (self.k_stages, self.v_stages, self.dq_ahead, self.dp_late)
-        keys = (self.q_stages, self.dout_stages, self.kv_in_registers, self.ahead)
+        queries: dict[str, Any] = {
+            "k_stages": self.k_stages, "v_stages": self.v_stages, "ahead": self.dq_ahead, "dp_late": self.dp_late,
+        }  # fmt: skip
+        keys: dict[str, Any] = {
+            "q_stages": self.q_stages, "dout_stages": self.dout_stages, "keeps_kv": self.kv_in_registers,
+            "ahead": self.ahead,
+        }  # fmt: skip
         kept_q, kept_kv = "_dplate" * self.dp_late, "_kvregisters" * self.kv_in_registers
         return (
-            self.statistics(problem, QUERY_TILE, name, (lists, QUERY_TILE, False)),
+            self.statistics(problem, QUERY_TILE, name, *lists, has_dq_sum=False),
             self._pass(plan, "queries", queries, f"{kept_q}{'_ahead' * self.dq_ahead}", self.dq_smem_bytes(problem)),
             self._pass(plan, "keys", keys, f"{kept_kv}{'_ahead' * self.ahead}", self.smem_bytes(problem)),
         )
 
-    def _pass(self, plan: Plan, owns: str, numbers: tuple[int | bool, ...], kept: str, smem: int) -> PlannedLaunch:
+    def _pass(self, plan: Plan, owns: str, config: dict[str, Any], kept: str, smem: int) -> PlannedLaunch:
         """The kernel whose blocks own keys, or the one whose blocks own queries."""
-        problem = plan.problem
+        problem, (first, second) = plan.problem, tuple(config.values())[:2]
         kernel = wgmma_kernel(
             plan,
             f"TwoPass{owns.title()}Traits",
-            (f"multiattn::TwoPass{owns.title()}Shape<{cpp_list(*numbers)}>",),
+            aggregate(f"TwoPass{owns.title()}Config", **config),
             entry=f"backward_wgmma_{owns}",
-            sizes=f"s{numbers[0]}_{numbers[1]}{kept}",
+            sizes=f"s{first}_{second}{kept}",
             header=f"backward_wgmma_two_pass_{owns}.cuh",
             params=WgmmaBackwardParams,
             threads=self.threads,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiattn.cuda.family import FP32_BYTES, FamilyConfig
-from multiattn.cuda.naming import traits_type
+from multiattn.cuda.naming import aggregate, enumerator, traits_type
 from multiattn.cuda.source import Instance, PlannedLaunch, SplitParams
 from multiattn.plan.arch import GRID_MAX, WARP_THREADS, Arch
 from multiattn.plan.backend import Plan
@@ -93,14 +93,22 @@ class DecodeConfig(FamilyConfig):
         problem, overlaps, few = plan.problem, overlap(plan.arch), self.splits <= MERGE_FEW
         name, traits = ("merge_few_splits", "MergeFewTraits") if few else ("merge_splits", "MergeTraits")
         threads, parts_max = (MERGE_FEW_THREADS, MERGE_FEW) if few else (MERGE_THREADS, SPLITS_MAX)
-        sizes = (problem.head_dim, *(() if few else (MERGE_COLUMNS,)), threads, parts_max)
         is_packed = problem.has_packed_queries
+        config = aggregate(
+            "MergeConfig",
+            head_dim_v=problem.head_dim,
+            threads=threads,
+            parts_max=parts_max,
+            sinks=problem.has_sinks,
+            packed_queries=is_packed,
+            overlaps=overlaps,
+        )
         options = f"{'_sinks' * problem.has_sinks}{'_packed' * is_packed}{'' if overlaps else '_apart'}"
         kernel = Instance(
             name=f"{name}_{problem.dtype}_d{problem.head_dim}{options}",
             header="merge_splits.cuh",
             entry=name,
-            traits=traits_type(traits, problem, *sizes, problem.has_sinks, is_packed, overlaps),
+            traits=traits_type(traits, problem, config),
             params=SplitParams,
             threads=threads,
             blocks_per_sm=MERGE_RESIDENT_THREADS // threads if overlaps else 1,
@@ -144,6 +152,11 @@ def paging_of(problem: Problem, tile_n: int | None = None) -> str:
     if page is None:
         return "ENTRIES"
     return "ANY" if tile_n is None or page % tile_n else "WHOLE_TILES"
+
+
+def grouped_rows(paging: str, box_rows: int = 0) -> str:
+    """The C++ type of rows of all heads that share keys, which come in boxes of so many, or 0: one by one."""
+    return f"multiattn::Grouped<{enumerator('Paging', paging)}, {box_rows}>"
 
 
 def divisor_of(size: int) -> tuple[int, int]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from multiattn.cuda.decode import DecodeConfig, overlap, paging_of
+from multiattn.cuda.decode import DecodeConfig, grouped_rows, overlap, paging_of
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, NO_FLAGS, padded
-from multiattn.cuda.naming import cpp_list, masked_traits, unaligned_suffix, walking_kernel
+from multiattn.cuda.naming import aggregate, walking_kernel
 from multiattn.cuda.source import Instance, SplitParams
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.backend import Plan, Variant
@@ -118,16 +118,16 @@ class CudaSplitConfig(DecodeConfig):
     def multiplies(self, plan: Plan) -> Instance:
         """Its constants are mask, sinks, pages, and the shape."""
         problem, overlaps, paging = plan.problem, overlap(plan.arch), paging_of(plan.problem, self.tile_n)
-        shape = (self.tile_m, self.tile_n, self.warps, self.row_warps, self.column_warps, self.stages)
+        names = ("tile_m", "tile_n", "warps", "row_warps", "column_warps", "stages")
+        config = aggregate("CudaSplitConfig", **{name: getattr(self, name) for name in names}, overlaps=overlaps)
         sizes = f"{self.tile_m}x{self.tile_n}_w{self.warps}r{self.row_warps}c{self.column_warps}_s{self.stages}"
-        options = f"{unaligned_suffix(problem)}{'_sinks' * problem.has_sinks}{'' if overlaps else '_apart'}"
-        behind = (f"multiattn::Paging::{paging}", overlaps, f"multiattn::SplitShape<{cpp_list(*shape)}>")
         return walking_kernel(
             plan,
             "SplitTraits",
-            (*masked_traits(problem), problem.has_sinks, *behind),
+            config,
             entry="split_keys",
-            sizes=f"{sizes}_o{self.blocks_per_sm}_{paging.lower()}{options}",
+            sizes=f"{sizes}_o{self.blocks_per_sm}_{paging.lower()}{'' if overlaps else '_apart'}",
+            rows=grouped_rows(paging),
             header="split_keys.cuh",
             params=SplitParams,
             threads=self.threads,

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from multiattn.cuda.decode import DecodeConfig, paging_of
+from multiattn.cuda.decode import DecodeConfig, grouped_rows, paging_of
 from multiattn.cuda.family import NO_FLAGS
-from multiattn.cuda.naming import cpp_value
+from multiattn.cuda.naming import aggregate
 from multiattn.cuda.source import Instance, SplitWgmmaParams
 from multiattn.cuda.wgmma import (
     BARRIER_BYTES,
@@ -136,7 +136,7 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
         paging, rows = paging_of(problem), self.keys_of_box(problem)
         keys = {"NONE": "dense", "ENTRIES": "entries", "ANY": "pages"}[paging]
         keys += "_gathered" if self.gathers else str(rows) * (paging == "ANY")
-        config = cpp_value(
+        config = aggregate(
             "WgmmaConfig",
             warpgroups=self.warpgroups,
             tile_n=self.tile_n,
@@ -146,14 +146,14 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
             lazy_max=self.lazy_max,
         )
         options = f"{'_qregisters' * self.q_in_registers}{'_pingpong' * self.pingpong}{'_lazymax' * self.lazy_max}"
-        sizes = f"{self.tile_m}x{self.tile_n}_s{self.stages}_{keys}{options}{'_sinks' * problem.has_sinks}"
+        sizes = f"{self.tile_m}x{self.tile_n}_s{self.stages}_{keys}{options}"
         return wgmma_kernel(
             plan,
             "WgmmaTraits",
-            (problem.has_sinks, config),
+            config,
             entry="forward_wgmma",
             sizes=sizes,
-            rows=f"multiattn::Grouped<multiattn::Paging::{paging}, {rows}>",
+            rows=grouped_rows(paging, rows),
             header="forward_wgmma.cuh",
             params=SplitWgmmaParams,
             threads=self.threads,

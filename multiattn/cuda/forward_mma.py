@@ -10,7 +10,7 @@ from typing import Any
 
 from multiattn.cuda.axes import Axes, why_illegal
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, NO_FLAGS, FamilyConfig, padded, tiles_of
-from multiattn.cuda.naming import cpp_list, masked_traits, unaligned_suffix, walking_kernel
+from multiattn.cuda.naming import aggregate, enumerator, walking_kernel
 from multiattn.cuda.source import ForwardParams, PlannedLaunch
 from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import KIB, WARP_THREADS, Arch
@@ -154,16 +154,19 @@ class CudaConfig(FamilyConfig):
         )
         return failed(checks)
 
-    def constants(self, axes: Axes, problem: Problem) -> tuple[int | bool | str, ...]:
-        """The constants of the kernel, legal or not, but for what changes its scores."""
-        steps = (("Warps", axes.warps), ("Share", axes.share), ("Tiling", axes.tiling), ("QPlace", self.q_place))
-        *flags, place = (f"multiattn::{axis}::{step.upper()}" for axis, step in steps)
-        added = f"multiattn::{'Accumulator' if axes.accumulator == 'fp32' else 'HalfAccumulator'}"
-        point = cpp_list(*flags, *(tensor in axes.swizzle for tensor in "qkv"), added)
-        tiles = (self.tile_m, self.tile_n, self.warps, self.column_warps, self.stages)
-        shape = cpp_list(*tiles, place, self.dim_slice, self.key_slice)
-        behind = f"multiattn::Axes<{point}>", f"multiattn::Shape<{shape}>"
-        return *masked_traits(problem), problem.has_sinks, *behind
+    def constants(self, axes: Axes) -> tuple[str, str]:
+        """The constants of the kernel, legal or not, behind the features of the problem."""
+        point = aggregate(
+            "Axes",
+            warps=enumerator("Warps", axes.warps),
+            share=enumerator("Share", axes.share),
+            tiling=enumerator("Tiling", axes.tiling),
+            **{f"swizzle_{tensor}": tensor in axes.swizzle for tensor in "qkv"},
+            halves=axes.accumulator == "fp16",
+        )
+        sizes = ("tile_m", "tile_n", "warps", "column_warps", "stages", "dim_slice", "key_slice")
+        shape = {name: getattr(self, name) for name in sizes}
+        return point, aggregate("CudaConfig", **shape, q_place=enumerator("QPlace", self.q_place))
 
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """One kernel, with a block for each tile of queries."""
@@ -171,13 +174,12 @@ class CudaConfig(FamilyConfig):
         columns = f"c{self.column_warps}" if self.column_warps > 1 else ""
         slices = f"_{self.dim_slice}d{self.key_slice}k" if axes.tiling != "none" else ""
         tiles = f"{self.tile_m}x{self.tile_n}_w{self.warps}{columns}_s{self.stages}_q{self.q_place}"
-        options = f"_o{self.blocks_per_sm}{unaligned_suffix(problem)}{'_sinks' * problem.has_sinks}"
         kernel = walking_kernel(
             plan,
             "ForwardTraits",
-            self.constants(axes, problem),
+            *self.constants(axes),
             entry="forward",
-            sizes=f"{axes.name.replace('+', '_')}_{tiles}{slices}{options}",
+            sizes=f"{axes.name.replace('+', '_')}_{tiles}{slices}_o{self.blocks_per_sm}",
             header="forward.cuh",
             params=ForwardParams,
             threads=self.threads,

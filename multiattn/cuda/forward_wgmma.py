@@ -8,7 +8,7 @@ from typing import Any
 
 from multiattn.cuda.family import NO_FLAGS, padded, tiles_of
 from multiattn.cuda.forward_mma import forward_numbers
-from multiattn.cuda.naming import cpp_value
+from multiattn.cuda.naming import aggregate, enumerator
 from multiattn.cuda.source import PlannedLaunch, WgmmaParams
 from multiattn.cuda.wgmma import (
     BARRIER_BYTES,
@@ -143,7 +143,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """One kernel."""
         problem = plan.problem
-        config = cpp_value(
+        config = aggregate(
             "WgmmaConfig",
             warpgroups=self.warpgroups,
             cluster=self.cluster,
@@ -154,14 +154,14 @@ class WgmmaConfig(WgmmaFamilyConfig):
             pingpong=self.pingpong,
             lazy_max=self.lazy_max,
             tma_store=self.tma_store,
-            scheduler=f"multiattn::Scheduler::{self.scheduler.upper()}",
+            scheduler=enumerator("Scheduler", self.scheduler),
         )
         kernel = wgmma_kernel(
             plan,
             "WgmmaTraits",
-            (problem.has_sinks, config),
+            config,
             entry="forward_wgmma",
-            sizes=f"{self._name()}{'_sinks' * problem.has_sinks}",
+            sizes=self._name(),
             header="forward_wgmma.cuh",
             params=WgmmaParams,
             threads=self.threads,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from multiattn.cuda.family import config_of
-from multiattn.cuda.naming import cpp_list
 from multiattn.cuda.source import Instance, ListParams, PlannedLaunch
 from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import WARP_THREADS
@@ -35,7 +34,7 @@ def list_launch(packing: Batching, *, overlaps: bool = False) -> PlannedLaunch:
         name=f"list_tiles{'_overlapping' if overlaps else ''}",
         header="list_tiles.cuh",
         entry="list_tiles",
-        traits=f"multiattn::ListTraits<{cpp_list(_LIST_THREADS, overlaps)}>",
+        traits=f"multiattn::ListTraits<{str(overlaps).lower()}>",
         params=ListParams,
         threads=_LIST_THREADS,
         overlaps=overlaps,

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from multiattn.cuda.score import lowered_of, slots_of, text_of
 from multiattn.cuda.source import Instance
-from multiattn.layout import VECTOR_BYTES
 from multiattn.plan.backend import Plan
+from multiattn.plan.features import Features
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore
 
 
 def walking_kernel(
-    plan: Plan,
-    traits: str,
-    constants: Sequence[int | bool | str],
-    *,
-    entry: str,
-    sizes: str,
-    rows: str | None = None,
-    **more: Any,
+    plan: Plan, traits: str, *config: str, entry: str, sizes: str, rows: str | None = None, **more: Any
 ) -> Instance:
     """A kernel that walks over scores. What changes them ends its name, and is the last of its constants.
 
     Args:
         plan: of the launch.
-        traits: the C++ template of its constants, of which dtype is the first.
-        constants: those behind it.
+        traits: the C++ template of its constants, of which dtype and `features_of` are the first.
+        config: those behind them.
         entry: the function template, and how the kernel's name begins.
         sizes: how it goes on behind `what_of`.
         rows: the C++ type of what its rows are; None: queries of one head.
@@ -36,9 +28,9 @@ def walking_kernel(
     """
     problem, score, slots = plan.problem, lowered_of(plan), slots_of(plan)
     return Instance(
-        name=f"{entry}_{what_of(problem)}_{sizes}{suffix_of(problem, score, slots)}",
+        name=f"{entry}_{what_of(problem)}_{sizes}{_suffix_of(plan, score, slots)}",
         entry=entry,
-        traits=traits_type(traits, problem, *constants, *score_traits(problem, score, slots, rows)),
+        traits=traits_type(traits, problem, features_of(plan), *config, *_score_types(problem, score, slots, rows)),
         score=score,
         slots=slots,
         blocks=problem.blocks,
@@ -52,54 +44,55 @@ def what_of(problem: Problem) -> str:
     return f"{problem.dtype}_d{problem.head_dim}_{problem.band.kind}"
 
 
-def masked_traits(problem: Problem) -> tuple[int, str, bool]:
-    """The first constants of a kernel that walks over scores: head_dim, its mask, whether rows are aligned."""
-    return problem.head_dim, band_trait(problem), not unaligned_suffix(problem)
+def features_of(plan: Plan) -> str:
+    """The C++ value of a Plan's features. A backward's kernels know of no sinks."""
+    its = Features.of(plan.problem)
+    return aggregate(
+        "Features",
+        head_dim=its.head_dim,
+        head_dim_v=its.head_dim,
+        band=enumerator("Band", its.mask),
+        sinks=its.sinks and plan.direction == "forward",
+        aligned=its.aligned,
+    )
 
 
-def band_trait(problem: Problem) -> str:
-    """The C++ value of a mask."""
-    kind = problem.band.kind
-    return f"multiattn::Band::{'NONE' if kind == 'full' else kind.upper()}"
-
-
-def score_traits(
-    problem: Problem, score: LoweredScore | None, slots: tuple[int, ...], rows: str | None = None
+def _score_types(
+    problem: Problem, score: LoweredScore | None, slots: tuple[int, ...], rows: str | None
 ) -> tuple[str, ...]:
     """The last constants: the expression that changes scores, then a block mask, a packed batch, or what rows are."""
-    changed = "NoScore" if score is None else text_of(score, slots)[0]
+    changed = f"multiattn::{'NoScore' if score is None else text_of(score, slots)[0]}"
     if (blocks := problem.blocks) is not None:
-        return f"multiattn::{changed}", f"multiattn::BlockMask<{cpp_list(*blocks)}>"
+        return changed, f"multiattn::BlockMask<{aggregate('BlockSpec', **blocks._asdict())}>"
     if problem.packing is not None:
-        return f"multiattn::{changed}", "multiattn::Packed"
+        return changed, "multiattn::Packed"
     if rows is not None:
-        return f"multiattn::{changed}", rows
-    return () if score is None else (f"multiattn::{changed}",)
+        return changed, rows
+    return () if score is None else (changed,)
 
 
-def suffix_of(problem: Problem, score: LoweredScore | None, slots: tuple[int, ...] = ()) -> str:
-    """The end of a kernel's name: its expression, and what lists its tiles."""
-    blocks, name = problem.blocks, "" if score is None else f"_{text_of(score, slots)[0].lower()}"
-    if problem.packing is not None:
+def _suffix_of(plan: Plan, score: LoweredScore | None, slots: tuple[int, ...]) -> str:
+    """The end of a kernel's name: rows that start anywhere, sinks, its expression, and what lists its tiles."""
+    its = Features.of(plan.problem)
+    name = f"{'' if its.aligned else '_unaligned'}{'_sinks' * (its.sinks and plan.direction == 'forward')}"
+    name += "" if score is None else f"_{text_of(score, slots)[0].lower()}"
+    if plan.problem.packing is not None:
         return f"{name}_packed"
+    blocks = its.blocks
     return name if blocks is None else f"{name}_blocks{blocks.queries}x{blocks.keys}{'_full' * blocks.has_full}"
 
 
-def unaligned_suffix(problem: Problem) -> str:
-    """The part of a kernel's name that says that rows start anywhere; empty where they are aligned."""
-    return "_unaligned" if problem.alignment % VECTOR_BYTES else ""
-
-
-def traits_type(template: str, problem: Problem, *arguments: int | bool | str) -> str:
+def traits_type(template: str, problem: Problem, *arguments: str) -> str:
     """The C++ type of a kernel's constants, of which the element is the first."""
-    return f"multiattn::{template}<multiattn::{problem.dtype}, {cpp_list(*arguments)}>"
+    return f"multiattn::{template}<{', '.join((f'multiattn::{problem.dtype}', *arguments))}>"
 
 
-def cpp_value(template: str, **fields: int | bool | str) -> str:
-    """An aggregate of C++ whose fields have names."""
-    return f"multiattn::{template}{{{', '.join(f'.{name} = {cpp_list(it)}' for name, it in fields.items())}}}"
+def aggregate(name: str, **fields: int | bool | str) -> str:
+    """A C++ value whose fields have names: True is true there, a string what it says."""
+    values = {field: str(it).lower() if isinstance(it, bool) else it for field, it in fields.items()}
+    return f"multiattn::{name}{{{', '.join(f'.{field} = {it}' for field, it in values.items())}}}"
 
 
-def cpp_list(*arguments: int | bool | str) -> str:
-    """Template arguments: True is true in C++, a string what it says."""
-    return ", ".join(str(it).lower() if isinstance(it, bool) else str(it) for it in arguments)
+def enumerator(kind: str, name: str) -> str:
+    """The C++ value of one of a few words."""
+    return f"multiattn::{kind}::{name.upper()}"

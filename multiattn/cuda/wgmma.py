@@ -5,12 +5,12 @@ Pure Python: no tensor map is encoded here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from multiattn.cuda.family import FamilyConfig, padded
-from multiattn.cuda.naming import band_trait, walking_kernel
+from multiattn.cuda.naming import walking_kernel
 from multiattn.cuda.source import Instance
 from multiattn.packed import RAGGED_ROWS, ragged
 from multiattn.plan import remedies
@@ -100,10 +100,9 @@ def steps_kept(problem: Problem, room: int) -> int:
     return min(max(room // 4, 0), padded(problem.head_dim) // _DEPTH)
 
 
-def wgmma_kernel(plan: Plan, traits: str, constants: Sequence[int | bool | str], **more: Any) -> Instance:
-    """A `walking_kernel` with wgmma: head_dim and mask are the first of its constants."""
-    first = (plan.problem.head_dim, band_trait(plan.problem))
-    return walking_kernel(plan, traits, (*first, *constants), overlaps=True, arch_features=True, **more)
+def wgmma_kernel(plan: Plan, traits: str, *config: str, **more: Any) -> Instance:
+    """A `walking_kernel` with wgmma."""
+    return walking_kernel(plan, traits, *config, overlaps=True, arch_features=True, **more)
 
 
 def why_not_mapped(tensor_map: TensorMap) -> tuple[Reason, ...]:

@@ -19,17 +19,12 @@
 
 namespace multiattn {
 
-template <class Element, int HEAD_DIM, Band BAND, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_,
-          bool ADDS_DQ_, bool WIDE_, class Score = NoScore, class Blocked = NoBlockMask>
-struct BackwardTraits : Walks<Element, HEAD_DIM, BAND, BackwardParams, Score, Blocked> {
-  static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_, WARPS = WARPS_;
-  static constexpr int STAGES = STAGES_;         // buffers of Q and of dO
-  static constexpr bool ALIGNED = ALIGNED_;      // q, k, v: every row starts at a multiple of 16 bytes
-  static constexpr bool ADDS_DQ = ADDS_DQ_;      // else dq has a kernel of its own
-  static constexpr int THREADS = WARPS * WARP;
-
-  using TileQ = Tile<TILE_M, HEAD_DIM>;          // of Q and dO
-  using TileKV = Tile<TILE_N, HEAD_DIM>;
+template <class Element, Features F, BackwardConfig C, class Score = NoScore, class Blocked = NoBlockMask>
+struct BackwardTraits : ProductTraits<Element, F, C, Score, Blocked> {
+  using Base = ProductTraits<Element, F, C, Score, Blocked>;
+  using Base::TILE_M, Base::TILE_N, Base::WARPS, Base::STAGES;
+  using typename Base::TileQ, typename Base::TileKV;
+  static constexpr bool ADDS_DQ = C.adds_dq;
   using TileDS = Tile<TILE_N, TILE_M>;           // of dS^T
   static constexpr int PAIRS = WARPS / 2;
   static constexpr int WARP_KEYS = TILE_N / PAIRS;
@@ -42,7 +37,7 @@ struct BackwardTraits : Walks<Element, HEAD_DIM, BAND, BackwardParams, Score, Bl
   static constexpr int DQ_ROW_FRAGMENTS = QUERY_FRAGMENTS / DQ_ROW_PARTS;
   static constexpr int DQ_DIM_PARTS = WARPS / DQ_ROW_PARTS;
   static constexpr int DQ_DIM_FRAGMENTS = (DIM_FRAGMENTS + DQ_DIM_PARTS - 1) / DQ_DIM_PARTS;
-  using Sum = DqSum<DIM_FRAGMENTS, WIDE_>;
+  using Sum = DqSum<DIM_FRAGMENTS, C.wide>;
 
   // Partners get Q K^T in fp32 and not weights, where a gradient of a captured tensor needs it.
   static constexpr bool SENDS_RAW = NEEDS_RAW<Score>;
@@ -63,11 +58,9 @@ struct BackwardTraits : Walks<Element, HEAD_DIM, BAND, BackwardParams, Score, Bl
   // Fragments read from shared memory ahead of their use, to cover its latency with tensor core work. A guess.
   static constexpr int AHEAD = HAS_ROOM || KEY_FRAGMENTS == 1 ? 2 : 1;
 
-  static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "head_dim: a multiple of 8 up to 256");
   static_assert(WARPS % 2 == 0 && WARP_KEYS % 16 == 0 && TILE_N == WARP_KEYS * PAIRS, "a pair owns fragments of keys");
   static_assert(TILE_M % 16 == 0 && QUERY_FRAGMENTS % DQ_ROW_PARTS == 0 && WARPS % DQ_ROW_PARTS == 0,
                 "a block of queries is whole fragments, and warps share it evenly");
-  static_assert(STAGES == 1 || STAGES == 2, "stages");
 };
 
 template <class T>

@@ -9,6 +9,24 @@
 
 namespace multiattn {
 
+struct BackwardConfig {
+  int tile_m, tile_n, warps;
+  int stages;            // buffers of what the kernel walks over: of Q and dO, or of K and V
+  bool adds_dq = false;  // beside dk and dv; else dq has a kernel of its own
+  bool wide = false;     // dq is added up 16 bytes at a time
+};
+
+// The constants of a kernel of gradients.
+template <class Element, Features F, BackwardConfig C, class Score, class Blocked>
+struct ProductTraits : Walks<Element, F, BackwardParams, Score, Blocked> {
+  static constexpr int TILE_M = C.tile_m, TILE_N = C.tile_n, WARPS = C.warps, STAGES = C.stages;
+  static constexpr int THREADS = WARPS * WARP;
+  using TileQ = Tile<TILE_M, F.head_dim>;  // of Q and dO
+  using TileKV = Tile<TILE_N, F.head_dim>;
+  static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: a multiple of 8 up to 256");
+  static_assert(STAGES == 1 || STAGES == 2, "stages");
+};
+
 // Where a block's sequence lies in one query head or key/value head: the only place that turns heads into addresses. `head`
 // counts through the batch. `Of` is `Sequence` in a packed batch, else `NoSequence`.
 template <class Of>

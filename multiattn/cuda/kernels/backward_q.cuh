@@ -13,16 +13,11 @@
 
 namespace multiattn {
 
-template <class Element, int HEAD_DIM, Band BAND, bool ALIGNED_, int TILE_M_, int TILE_N_, int WARPS_, int STAGES_,
-          class Score = NoScore, class Blocked = NoBlockMask>
-struct QueryTraits : Walks<Element, HEAD_DIM, BAND, BackwardParams, Score, Blocked> {
-  static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_, WARPS = WARPS_;
-  static constexpr int STAGES = STAGES_;     // buffers of K and of V
-  static constexpr bool ALIGNED = ALIGNED_;  // q, k, v: every row starts at a multiple of 16 bytes
-  static constexpr int THREADS = WARPS * WARP;
-
-  using TileQ = Tile<TILE_M, HEAD_DIM>;      // of Q and dO
-  using TileKV = Tile<TILE_N, HEAD_DIM>;
+template <class Element, Features F, BackwardConfig C, class Score = NoScore, class Blocked = NoBlockMask>
+struct QueryTraits : ProductTraits<Element, F, C, Score, Blocked> {
+  using Base = ProductTraits<Element, F, C, Score, Blocked>;
+  using Base::TILE_M, Base::TILE_N, Base::WARPS, Base::STAGES;
+  using typename Base::TileQ, typename Base::TileKV;
   static constexpr int WARP_ROWS = TILE_M / WARPS;
   static constexpr int ROW_FRAGMENTS = WARP_ROWS / 16;      // per warp
   static constexpr int KEY_FRAGMENTS = TILE_N / 16;
@@ -33,10 +28,8 @@ struct QueryTraits : Walks<Element, HEAD_DIM, BAND, BackwardParams, Score, Block
   // With two fragments of rows there are no registers left to keep addresses across the loop.
   static DEVICE uint32 thread() { return ROW_FRAGMENTS == 1 ? thread_index() : recomputed(thread_index()); }
 
-  static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "head_dim: a multiple of 8 up to 256");
   static_assert(WARP_ROWS % 16 == 0 && TILE_M == WARP_ROWS * WARPS, "a warp owns whole fragments of queries");
   static_assert(TILE_N % 16 == 0, "a block of keys is whole fragments");
-  static_assert(STAGES == 1 || STAGES == 2, "stages");
 };
 
 // lse (log2) and delta of the two rows that a lane shares in each 16-row fragment; rows beyond the end weigh nothing.

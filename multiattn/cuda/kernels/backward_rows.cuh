@@ -5,17 +5,24 @@
 
 namespace multiattn {
 
-template <class Element_, int HEAD_DIM, int TILE_ROWS_, int THREADS_, bool HAS_DQ_SUM_, bool WIDE_,
-          class Blocked_ = NoBlockMask>
+struct RowConfig {
+  int head_dim;
+  int tile_rows = 64;      // queries of a block
+  int tile_m = tile_rows;  // of a tile of the kernel of gradients, where a block owns whole ones
+  bool has_dq_sum;         // dq is added up in the workspace
+  bool wide = true;        // 16 bytes at a time
+};
+
+template <class Element_, RowConfig C, class Blocked_ = NoBlockMask, class PlainParams = BackwardParams>
 struct RowTraits {
   using Element = Element_;
-  static constexpr int TILE_ROWS = TILE_ROWS_, THREADS = THREADS_;
-  static constexpr bool HAS_DQ_SUM = HAS_DQ_SUM_;  // dq is added up in the workspace
-  using Blocked = Blocked_;                        // what lists the tiles that there are
-  using Params = typename WithAux<BackwardParams, NoScore, typename ListsOf<Blocked>::Type>::Type;
-  static constexpr int CHUNKS = HEAD_DIM / CHUNK_ELEMENTS;
-  static constexpr int DIM_FRAGMENTS = (HEAD_DIM + 15) / 16;
-  using Sum = DqSum<DIM_FRAGMENTS, WIDE_>;
+  static constexpr int TILE_ROWS = C.tile_rows, TILE_M = C.tile_m, THREADS = 256;
+  static constexpr bool HAS_DQ_SUM = C.has_dq_sum;
+  using Blocked = Blocked_;  // what lists the tiles that there are
+  using Params = typename WithAux<PlainParams, NoScore, typename ListsOf<Blocked>::Type>::Type;
+  static constexpr int CHUNKS = C.head_dim / CHUNK_ELEMENTS;
+  static constexpr int DIM_FRAGMENTS = (C.head_dim + 15) / 16;
+  using Sum = DqSum<DIM_FRAGMENTS, C.wide>;
   // Neighbouring lanes that share a row, for a sum by shuffles.
   static constexpr int LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : CHUNKS;
   static constexpr int SMEM_BYTES = 0;

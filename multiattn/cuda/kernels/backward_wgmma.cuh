@@ -103,7 +103,7 @@ class KeyWarpgroup {
 
   // The steps of a tile whose queries see none of the warpgroup's keys: their slots go by unread.
   DEVICE void skip_before(const Blocks& own) {
-    if constexpr (T::BAND != Band::NONE && !T::DESCENDS) skip(own.begin - query_blocks<T>(params_, tile()).begin);
+    if constexpr (T::BAND != Band::FULL && !T::DESCENDS) skip(own.begin - query_blocks<T>(params_, tile()).begin);
   }
   DEVICE void skip_behind() {
     if constexpr (T::BAND == Band::TWO_SIDED || T::DESCENDS)

@@ -68,7 +68,7 @@ class DqWarpgroup {
 
   // True if a block of queries sees keys of a warpgroup, which has put dS into shared memory.
   static DEVICE bool sees(const Blocks& of_group, int block) {
-    return T::BAND == Band::NONE || (block >= of_group.begin && block < of_group.end);
+    return T::BAND == Band::FULL || (block >= of_group.begin && block < of_group.end);
   }
 
   // dq[TILE_M, DQ_COLUMNS] = dS K of some of the tile's keys, 16 a step

@@ -6,22 +6,8 @@
 
 namespace multiattn {
 
-template <class Element_, int HEAD_DIM, int TILE_M_, int THREADS_, class Blocked_ = NoBlockMask, int TILE_ROWS_ = TILE_M_,
-          bool HAS_DQ_SUM_ = true>
-struct StatisticsTraits {
-  using Element = Element_;
-  static constexpr int TILE_M = TILE_M_;          // queries of a tile of the kernel of gradients
-  static constexpr int TILE_ROWS = TILE_ROWS_;    // of a block: whole tiles
-  static constexpr bool HAS_DQ_SUM = HAS_DQ_SUM_;  // dq is added up in the workspace; else a kernel of its own has a counter
-  static constexpr int THREADS = THREADS_;
-  using Blocked = Blocked_;                              // what lists the tiles that there are
-  using Params = typename WithAux<WgmmaBackwardParams, NoScore, typename ListsOf<Blocked>::Type>::Type;
-  static constexpr int CHUNKS = HEAD_DIM / CHUNK_ELEMENTS, DIM_FRAGMENTS = (HEAD_DIM + 15) / 16;
-  using Sum = DqSum<DIM_FRAGMENTS, true>;
-  // Neighbouring lanes that share a row, for a sum by shuffles.
-  static constexpr int LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : CHUNKS;
-  static constexpr int SMEM_BYTES = 0;
-};
+template <class Element, RowConfig C, class Blocked = NoBlockMask>
+using StatisticsTraits = RowTraits<Element, C, Blocked, WgmmaBackwardParams>;
 
 // Of a kernel that begins while the one before it ends: nobody touches memory before that has.
 DEVICE void follow_earlier_grids() {
@@ -67,7 +53,7 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
   const BackwardParams& backward = params.backward;
   if (block_index() == 0 && thread_index() == 0) {
     params.next_tile[0] = 0;
-    if constexpr (!T::HAS_DQ_SUM) params.next_tile[1] = 0;
+    if constexpr (!T::HAS_DQ_SUM) params.next_tile[1] = 0;  // of the kernel of dq
   }
   if constexpr (IS_STREAM_K<typename T::Blocked>) clear_key_sums<T>(params);
   const auto [head, place] = Place::of(block_index(), backward.tiles_rows, backward.heads_q_all, 1);

@@ -10,65 +10,66 @@
 
 namespace multiattn {
 
-template <int K_STAGES_, int Q_STAGES_, int DOUT_STAGES_, int DQ_COLUMNS_, bool KEEPS_K_, bool KEEPS_V_, bool EARLY_SCORES_,
-          bool DQ_BY_TMA_>
-struct WgmmaBackwardShape {
-  static constexpr int K_STAGES = K_STAGES_;        // tiles of K in shared memory: with two the next is there in time
-  static constexpr int Q_STAGES = Q_STAGES_;        // tiles of Q in shared memory, with lse and delta of their queries
-  static constexpr int DOUT_STAGES = DOUT_STAGES_;  // tiles of dO
-  static constexpr int DQ_COLUMNS = DQ_COLUMNS_;    // of dQ that are made at a time
-  static constexpr bool KEEPS_K = KEEPS_K_;         // K is read into registers once a tile, for the scores
-  static constexpr bool KEEPS_V = KEEPS_V_;         // so is V
-  static constexpr bool EARLY_SCORES = EARLY_SCORES_;  // of the next step: made while dP is, in registers of their own
-  static constexpr bool DQ_BY_TMA = DQ_BY_TMA_;     // dQ is added to its sums by TMA, by way of shared memory
+struct WgmmaBackwardConfig {
+  int k_stages;       // tiles of K in shared memory: with two the next is there in time
+  int q_stages;       // tiles of Q in shared memory, with lse and delta of their queries
+  int dout_stages;    // tiles of dO
+  int dq_columns;     // of dQ that are made at a time
+  bool keeps_k;       // K is read into registers once a tile, for the scores
+  bool keeps_v;       // so is V
+  bool early_scores;  // of the next step: made while dP is, in registers of their own
+  bool dq_by_tma;     // dQ is added to its sums by TMA, by way of shared memory
 };
 
-template <class Element, int HEAD_DIM, Band BAND, class S, class Score = NoScore, class Blocked = NoBlockMask>
-struct WgmmaBackwardTraits : S, Walks<Element, HEAD_DIM, BAND, WgmmaBackwardParams, Score, Blocked> {
+template <class Element, Features F, WgmmaBackwardConfig C, class Score = NoScore, class Blocked = NoBlockMask>
+struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked> {
+  static constexpr int K_STAGES = C.k_stages, Q_STAGES = C.q_stages, DOUT_STAGES = C.dout_stages;
+  static constexpr int DQ_COLUMNS = C.dq_columns;
+  static constexpr bool KEEPS_K = C.keeps_k, KEEPS_V = C.keeps_v, EARLY_SCORES = C.early_scores, DQ_BY_TMA = C.dq_by_tma;
   // One copy of a step does for the first and the last too: with a mask three are more than the instruction cache holds. Fetches
   // took a quarter of the time at D=64.
-  static constexpr bool IS_COMPACT = BAND != Band::NONE;
+  static constexpr bool IS_COMPACT = F.band != Band::FULL;
   // With a causal mask walks begin with the last queries, which all tiles of keys see: blocks read the same Q and dO at a time,
   // and add to the same dQ. At D=128 3 % faster, at D=64, where threads add and not TMA, 2 % slower.
-  static constexpr bool DESCENDS = BAND == Band::CAUSAL && HEAD_DIM > 64;
+  static constexpr bool DESCENDS = F.band == Band::CAUSAL && F.head_dim > 64;
   static constexpr int WARPGROUPS = 2;       // that own keys; one more makes dQ, and one loads
   static constexpr int WARPGROUP_KEYS = 64;  // rows of one wgmma
   static constexpr int TILE_M = 64, TILE_N = WARPGROUP_KEYS * WARPGROUPS;
   static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 2);
   static constexpr int KEY_WARPS = 4 * WARPGROUPS, DQ_WARPS = 4;
   // Of a thread; the four have 512.
-  static constexpr int KEY_REGISTERS = HEAD_DIM > 96 ? 208 : S::EARLY_SCORES ? 200 : 184;
-  static constexpr int PRODUCER_REGISTERS = HEAD_DIM > 96 ? 24 : 40;
+  static constexpr int KEY_REGISTERS = F.head_dim > 96 ? 208 : EARLY_SCORES ? 200 : 184;
+  static constexpr int PRODUCER_REGISTERS = F.head_dim > 96 ? 24 : 40;
   static constexpr int DQ_REGISTERS = 512 - 2 * KEY_REGISTERS - PRODUCER_REGISTERS;
-  static constexpr int DIM_STEPS = (HEAD_DIM + 15) / 16, QUERY_STEPS = TILE_M / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma
+  static constexpr int DIM_STEPS = (F.head_dim + 15) / 16, QUERY_STEPS = TILE_M / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma
 
-  using TileQ = PanelTile<TILE_M, HEAD_DIM>;   // of Q and dO
-  using TileKV = PanelTile<TILE_N, HEAD_DIM>;
+  using TileQ = PanelTile<TILE_M, F.head_dim>;   // of Q and dO
+  using TileKV = PanelTile<TILE_N, F.head_dim>;
   using TileDS = PanelTile<TILE_N, TILE_M>;    // of dS^T: rows are keys
   using Sum = DqSum<DIM_STEPS, true>;
-  using RingK = Ring<S::K_STAGES>;
-  using RingQ = Ring<S::Q_STAGES>;
-  using RingDout = Ring<S::DOUT_STAGES>;
+  using RingK = Ring<K_STAGES>;
+  using RingQ = Ring<Q_STAGES>;
+  using RingDout = Ring<DOUT_STAGES>;
   static constexpr int DS_STAGES = 2;
   using RingDS = Ring<DS_STAGES>;
   static constexpr int STATISTICS_BYTES = 2 * TILE_M * 4;  // lse and delta
 
   // Shared memory: K, V, stages of Q, of dO, of dS^T, of statistics, dQ, then barriers and what the tile of keys is.
-  static constexpr int V_AT = S::K_STAGES * TileKV::BYTES, Q_AT = V_AT + TileKV::BYTES;
-  static constexpr int DOUT_AT = Q_AT + S::Q_STAGES * TileQ::BYTES;
-  static constexpr int DS_AT = DOUT_AT + S::DOUT_STAGES * TileQ::BYTES;
+  static constexpr int V_AT = K_STAGES * TileKV::BYTES, Q_AT = V_AT + TileKV::BYTES;
+  static constexpr int DOUT_AT = Q_AT + Q_STAGES * TileQ::BYTES;
+  static constexpr int DS_AT = DOUT_AT + DOUT_STAGES * TileQ::BYTES;
   static constexpr int STATISTICS_AT = DS_AT + DS_STAGES * TileDS::BYTES;
-  static constexpr int DQ_AT = STATISTICS_AT + S::Q_STAGES * STATISTICS_BYTES;
-  static constexpr int DQ_BYTES = TILE_M * ((S::DQ_COLUMNS + 15) / 16 * 16) * 4;  // as much of dQ as is made at a time
-  static constexpr int DQ_BUFFERS = S::DQ_BY_TMA ? 2 : 0;
+  static constexpr int DQ_AT = STATISTICS_AT + Q_STAGES * STATISTICS_BYTES;
+  static constexpr int DQ_BYTES = TILE_M * ((DQ_COLUMNS + 15) / 16 * 16) * 4;  // as much of dQ as is made at a time
+  static constexpr int DQ_BUFFERS = DQ_BY_TMA ? 2 : 0;
   static constexpr int BARRIERS_AT = DQ_AT + DQ_BUFFERS * DQ_BYTES;
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
-  static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 128, "head_dim: multiples of 8 up to 128");
-  static_assert(S::K_STAGES == 1 || S::K_STAGES == 2, "k_stages: 1, 2");
-  static_assert(S::DQ_COLUMNS == HEAD_DIM || S::DQ_COLUMNS == 64, "dq_columns: head_dim, or a panel of K");
-  static_assert(S::DQ_COLUMNS / 2 + 40 <= DQ_REGISTERS, "dq_columns: so many accumulators beside all else");
-  static_assert(S::Q_STAGES >= 2 && S::DOUT_STAGES >= 1, "q_stages: 2 and more; dout_stages: 1 and more");
+  static_assert(F.head_dim % 8 == 0 && F.head_dim <= 128, "head_dim: multiples of 8 up to 128");
+  static_assert(K_STAGES == 1 || K_STAGES == 2, "k_stages: 1, 2");
+  static_assert(DQ_COLUMNS == F.head_dim || DQ_COLUMNS == 64, "dq_columns: head_dim, or a panel of K");
+  static_assert(DQ_COLUMNS / 2 + 40 <= DQ_REGISTERS, "dq_columns: so many accumulators beside all else");
+  static_assert(Q_STAGES >= 2 && DOUT_STAGES >= 1, "q_stages: 2 and more; dout_stages: 1 and more");
 };
 
 // A tile of keys: where it starts, its key/value head and the number of its sequence, both through the batch. Without keys, a
@@ -163,7 +164,7 @@ DEVICE int count_steps(const typename T::Params& params, const Blocks& blocks) {
 template <class T>
 DEVICE Blocks group_blocks(const typename T::Params& params, const KeyTile<T>& tile, int group) {
   const Blocks all = query_blocks<T>(params, tile);
-  if (T::BAND == Band::NONE || IS_STREAM_K<typename T::Blocked> || params.backward.group > 1) return all;
+  if (T::BAND == Band::FULL || IS_STREAM_K<typename T::Blocked> || params.backward.group > 1) return all;
   const Mask<T::BAND> mask = mask_of<T::BAND>(params.backward, tile.sequence);
   const int tiles = count_query_tiles<T>(params, tile), first_key = tile.first_key + group * T::WARPGROUP_KEYS;
   Blocks own = in_walk<T>(mask.template queries<T::TILE_M>(first_key, T::WARPGROUP_KEYS, tiles), tiles);

@@ -8,46 +8,46 @@ namespace multiattn {
 
 // ---- dK and dV
 
-template <int Q_STAGES_, int DOUT_STAGES_, bool KEEPS_KV_, bool AHEAD_>
-struct TwoPassKeysShape {
-  static constexpr int K_STAGES = 1;
-  static constexpr int Q_STAGES = Q_STAGES_;        // tiles of Q in shared memory, with lse and delta of their queries
-  static constexpr int DOUT_STAGES = DOUT_STAGES_;  // tiles of dO
-  static constexpr bool KEEPS_KV = KEEPS_KV_;       // K and V are read into registers once a tile
-  static constexpr bool AHEAD = AHEAD_;             // scores of the next step come before the gradients of this one
+struct TwoPassKeysConfig {
+  int q_stages;     // tiles of Q in shared memory, with lse and delta of their queries
+  int dout_stages;  // tiles of dO
+  bool keeps_kv;    // K and V are read into registers once a tile
+  bool ahead;       // scores of the next step come before the gradients of this one
 };
 
-template <class Element, int HEAD_DIM, Band BAND, class S, class Score = NoScore, class Blocked = NoBlockMask>
-struct TwoPassKeysTraits : S, Walks<Element, HEAD_DIM, BAND, WgmmaBackwardParams, Score, Blocked> {
+template <class Element, Features F, TwoPassKeysConfig C, class Score = NoScore, class Blocked = NoBlockMask>
+struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked> {
+  static constexpr int K_STAGES = 1, Q_STAGES = C.q_stages, DOUT_STAGES = C.dout_stages;
+  static constexpr bool KEEPS_KV = C.keeps_kv, AHEAD = C.ahead;
   static constexpr bool DESCENDS = false;  // walks begin with the first queries
   static constexpr int WARPGROUPS = 2;  // of a gradient each; one more loads
   static constexpr int GROUP_WARPS = 4;
   static constexpr int TILE_M = 64, TILE_N = 64;
   static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
   static constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;            // of a thread; the three have 504
-  static constexpr bool IS_CROWDED = S::KEEPS_KV && HEAD_DIM > 160;  // no room for weights before dP is there
-  static constexpr int DIM_STEPS = (HEAD_DIM + 15) / 16, QUERY_STEPS = TILE_M / 16;  // of a wgmma
+  static constexpr bool IS_CROWDED = KEEPS_KV && F.head_dim > 160;  // no room for weights before dP is there
+  static constexpr int DIM_STEPS = (F.head_dim + 15) / 16, QUERY_STEPS = TILE_M / 16;  // of a wgmma
 
-  using TileQ = PanelTile<TILE_M, HEAD_DIM>;  // of Q and dO
-  using TileKV = PanelTile<TILE_N, HEAD_DIM>;
+  using TileQ = PanelTile<TILE_M, F.head_dim>;  // of Q and dO
+  using TileKV = PanelTile<TILE_N, F.head_dim>;
   using RingK = Ring<1>;
-  using RingQ = Ring<S::Q_STAGES>;
-  using RingDout = Ring<S::DOUT_STAGES>;
+  using RingQ = Ring<Q_STAGES>;
+  using RingDout = Ring<DOUT_STAGES>;
   static constexpr int WEIGHT_STAGES = 2, WEIGHT_BYTES = TILE_M * TILE_N * 2;
   using RingDS = Ring<WEIGHT_STAGES>;
   static constexpr int STATISTICS_BYTES = 2 * TILE_M * 4;  // lse and delta
 
   // Shared memory: K, V, stages of Q, of dO, of weights, of statistics, then barriers and what the tile of keys is.
   static constexpr int V_AT = TileKV::BYTES, Q_AT = V_AT + TileKV::BYTES;
-  static constexpr int DOUT_AT = Q_AT + S::Q_STAGES * TileQ::BYTES;
-  static constexpr int WEIGHTS_AT = DOUT_AT + S::DOUT_STAGES * TileQ::BYTES;
+  static constexpr int DOUT_AT = Q_AT + Q_STAGES * TileQ::BYTES;
+  static constexpr int WEIGHTS_AT = DOUT_AT + DOUT_STAGES * TileQ::BYTES;
   static constexpr int STATISTICS_AT = WEIGHTS_AT + WEIGHT_STAGES * WEIGHT_BYTES;
-  static constexpr int BARRIERS_AT = STATISTICS_AT + S::Q_STAGES * STATISTICS_BYTES;
+  static constexpr int BARRIERS_AT = STATISTICS_AT + Q_STAGES * STATISTICS_BYTES;
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
-  static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "head_dim: multiples of 8 up to 256");
-  static_assert(S::Q_STAGES >= 2 && S::DOUT_STAGES >= 2, "q_stages, dout_stages: 2 and more");
-  static_assert(!S::KEEPS_KV || HEAD_DIM <= 192, "kv_in_registers: head_dim up to 192");
+  static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: multiples of 8 up to 256");
+  static_assert(Q_STAGES >= 2 && DOUT_STAGES >= 2, "q_stages, dout_stages: 2 and more");
+  static_assert(!KEEPS_KV || F.head_dim <= 192, "kv_in_registers: head_dim up to 192");
 };
 
 template <class T>
@@ -68,39 +68,40 @@ struct TwoPassKeysShared : BackwardShared<T> {
 
 // ---- dQ
 
-template <int K_STAGES_, int V_STAGES_, bool AHEAD_, bool DP_LATE_>
-struct TwoPassQueriesShape {
-  static constexpr int K_STAGES = K_STAGES_, V_STAGES = V_STAGES_;  // tiles in shared memory
-  static constexpr bool AHEAD = AHEAD_;                             // scores of the next block come before dQ of this one
-  static constexpr bool DP_LATE = DP_LATE_;                         // dP comes behind weights, not beside them
+struct TwoPassQueriesConfig {
+  int k_stages, v_stages;  // tiles in shared memory
+  bool ahead;              // scores of the next block come before dQ of this one
+  bool dp_late;            // dP comes behind weights, not beside them
 };
 
-template <class Element, int HEAD_DIM, Band BAND, class S, class Score = NoScore, class Blocked = NoBlockMask>
-struct TwoPassQueriesTraits : S, Walks<Element, HEAD_DIM, BAND, WgmmaBackwardParams, Score, Blocked> {
+template <class Element, Features F, TwoPassQueriesConfig C, class Score = NoScore, class Blocked = NoBlockMask>
+struct TwoPassQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked> {
+  static constexpr int K_STAGES = C.k_stages, V_STAGES = C.v_stages;
+  static constexpr bool AHEAD = C.ahead, DP_LATE = C.dp_late;
   static constexpr int WARPGROUPS = 2;  // of 64 queries each; one more loads
   static constexpr int GROUP_WARPS = 4;
   static constexpr int TILE_M = 64;  // queries of a warpgroup, and of a tile of statistics
   static constexpr int BLOCK_ROWS = TILE_M * WARPGROUPS, TILE_N = 64;
   static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
   // Of a thread; the three have 504.
-  static constexpr int CONSUMER_REGISTERS = HEAD_DIM > 224 ? 240 : 232, PRODUCER_REGISTERS = HEAD_DIM > 224 ? 24 : 40;
-  static constexpr bool IS_CROWDED = HAS_SCORE<Score> && HEAD_DIM > 224;           // no register to spare
-  static constexpr int DIM_STEPS = (HEAD_DIM + 15) / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma
+  static constexpr int CONSUMER_REGISTERS = F.head_dim > 224 ? 240 : 232, PRODUCER_REGISTERS = F.head_dim > 224 ? 24 : 40;
+  static constexpr bool IS_CROWDED = HAS_SCORE<Score> && F.head_dim > 224;           // no register to spare
+  static constexpr int DIM_STEPS = (F.head_dim + 15) / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma
 
-  using TileQ = PanelTile<TILE_M, HEAD_DIM>;  // of Q and dO
-  using TileKV = PanelTile<TILE_N, HEAD_DIM>;
-  using RingK = Ring<S::K_STAGES>;
-  using RingV = Ring<S::V_STAGES>;
+  using TileQ = PanelTile<TILE_M, F.head_dim>;  // of Q and dO
+  using TileKV = PanelTile<TILE_N, F.head_dim>;
+  using RingK = Ring<K_STAGES>;
+  using RingV = Ring<V_STAGES>;
 
   // Shared memory: Q, then dO, of each warpgroup, stages of K, of V, then barriers and what the tile of queries is.
   static constexpr int DOUT_AT = WARPGROUPS * TileQ::BYTES, K_AT = 2 * DOUT_AT;
-  static constexpr int V_AT = K_AT + S::K_STAGES * TileKV::BYTES;
-  static constexpr int BARRIERS_AT = V_AT + S::V_STAGES * TileKV::BYTES;
+  static constexpr int V_AT = K_AT + K_STAGES * TileKV::BYTES;
+  static constexpr int BARRIERS_AT = V_AT + V_STAGES * TileKV::BYTES;
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
-  static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "head_dim: multiples of 8 up to 256");
-  static_assert(S::K_STAGES >= 2 && S::V_STAGES >= 1, "k_stages: 2 and more; v_stages: 1 and more");
-  static_assert(!S::AHEAD || !S::DP_LATE, "dp_late: without dq_ahead");
+  static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: multiples of 8 up to 256");
+  static_assert(K_STAGES >= 2 && V_STAGES >= 1, "k_stages: 2 and more; v_stages: 1 and more");
+  static_assert(!AHEAD || !DP_LATE, "dp_late: without dq_ahead");
 };
 
 template <class T>

@@ -239,7 +239,7 @@ DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T
           }
         chunk = transpose_in_quad(chunk);
         const int column = T::warp_column() + 16 * d + lane % 4 * CHUNK_ELEMENTS;
-        const bool mine = lane % 4 < 2 * (T::OUT_FRAGMENTS - d) && column < T::HEAD_DIM;
+        const bool mine = lane % 4 < 2 * (T::OUT_FRAGMENTS - d) && column < T::HEAD_DIM_V;
         if (mine && query < it.seq_q())
           store_global_16(tensors.out() + query * it.params.strides_out.seq + column, chunk);
       }

@@ -26,104 +26,112 @@ enum class Tiling {
 };
 enum class QPlace { REGISTERS, SHARED, STREAMED };  // of Q's fragments; STREAMED: loaded again for every block of keys
 
-template <Warps WARPS_, Share SHARE_, Tiling TILING_, bool SWIZZLE_Q_, bool SWIZZLE_K_, bool SWIZZLE_V_, class Sum_>
 struct Axes {
-  static constexpr Warps WARPS = WARPS_;
-  static constexpr Share SHARE = SHARE_;
-  static constexpr Tiling TILING = TILING_;
-  static constexpr bool SWIZZLE_Q = SWIZZLE_Q_, SWIZZLE_K = SWIZZLE_K_, SWIZZLE_V = SWIZZLE_V_;
-  using Sum = Sum_;  // what the tensor core adds up in: Accumulator or HalfAccumulator
+  Warps warps;
+  Share share;
+  Tiling tiling;
+  bool swizzle_q, swizzle_k, swizzle_v;
+  bool halves;  // the tensor core adds up in fp16
 };
 
-template <int TILE_M_, int TILE_N_, int WARPS_, int COLUMN_WARPS_, int STAGES_, QPlace Q_PLACE_, int DIM_SLICE_,
-          int KEY_SLICE_>
-struct Shape {
-  static constexpr int TILE_M = TILE_M_, TILE_N = TILE_N_, WARPS = WARPS_;
-  static constexpr int COLUMN_WARPS = COLUMN_WARPS_;  // that share the keys of a row; 1 with SPLIT_Q
-  static constexpr int STAGES = STAGES_;
-  static constexpr QPlace Q_PLACE = Q_PLACE_;
-  static constexpr int DIM_SLICE = DIM_SLICE_;  // head_dim of a slice of K and Q
-  static constexpr int KEY_SLICE = KEY_SLICE_;  // keys of a slice of V
+struct CudaConfig {
+  int tile_m, tile_n, warps;
+  int column_warps;  // that share the keys of a row; 1 with SPLIT_Q
+  int stages;
+  int dim_slice;  // head_dim of a slice of K and Q
+  int key_slice;  // keys of a slice of V
+  QPlace q_place;
+};
+
+// What the tensor core adds up in.
+template <bool HALVES>
+struct SumOf {
+  using Type = Accumulator;
+};
+template <>
+struct SumOf<true> {
+  using Type = HalfAccumulator;
 };
 
 // Which constants go together, as multiattn/cuda/forward_mma.py has it; shared memory and registers aside.
-template <class Element, int HEAD_DIM_, class A, class S>
+template <class Element, Features F, Axes A, CudaConfig C>
 struct Legality {
-  static constexpr bool SPLIT_KV = A::WARPS == Warps::SPLIT_KV, SLICED = A::TILING != Tiling::NONE;
-  static constexpr int WIDEST = !(SPLIT_KV && SLICED) ? 256 : IS_FP32<typename A::Sum> ? 1024 : 512;
-  static constexpr bool HEAD_DIM = HEAD_DIM_ % 8 == 0 && HEAD_DIM_ <= WIDEST;
-  static constexpr bool WARPS = S::WARPS == 2 || S::WARPS == 4 || S::WARPS == 8 || S::WARPS == 16;
-  static constexpr bool COLUMNS = SPLIT_KV == (S::COLUMN_WARPS > 1) && S::WARPS % S::COLUMN_WARPS == 0;
-  static constexpr int ROW_UNIT = COLUMNS ? 16 * S::WARPS / S::COLUMN_WARPS : 16, KEY_UNIT = 16 * S::COLUMN_WARPS;
-  static constexpr bool ROWS = S::TILE_M >= ROW_UNIT && S::TILE_M % ROW_UNIT == 0;
-  static constexpr bool KEYS = S::TILE_N >= KEY_UNIT && S::TILE_N % KEY_UNIT == 0;
-  static constexpr bool SHARED_Q = A::SHARE != Share::QKV || !SLICED;
-  static constexpr bool PLACE = A::SHARE == Share::QKV ? S::Q_PLACE == QPlace::REGISTERS
-                                : SLICED               ? S::Q_PLACE != QPlace::REGISTERS
-                                                       : S::Q_PLACE != QPlace::STREAMED;
-  static constexpr bool SLICES = (S::DIM_SLICE == 64 || S::DIM_SLICE == 128 || S::DIM_SLICE == 256) &&
-                                 (A::TILING != Tiling::QKV || (S::KEY_SLICE % 16 == 0 && S::TILE_N % S::KEY_SLICE == 0));
-  static constexpr bool RING = S::STAGES >= 1 && S::STAGES <= 4 &&
-                               (A::TILING != Tiling::QK || A::SHARE != Share::NONE ||
-                                S::STAGES - 1 <= (HEAD_DIM_ + S::DIM_SLICE - 1) / S::DIM_SLICE);
-  static constexpr bool SUMS = IS_FP32<typename A::Sum> || IS_FP16<Element>;
+  static constexpr bool SPLIT_KV = A.warps == Warps::SPLIT_KV, SLICED = A.tiling != Tiling::NONE;
+  static constexpr int WIDEST = !(SPLIT_KV && SLICED) ? 256 : !A.halves ? 1024 : 512;
+  static constexpr bool HEAD_DIM = F.head_dim % 8 == 0 && F.head_dim <= WIDEST;
+  static constexpr bool WARPS = C.warps == 2 || C.warps == 4 || C.warps == 8 || C.warps == 16;
+  static constexpr bool COLUMNS = SPLIT_KV == (C.column_warps > 1) && C.warps % C.column_warps == 0;
+  static constexpr int ROW_UNIT = COLUMNS ? 16 * C.warps / C.column_warps : 16, KEY_UNIT = 16 * C.column_warps;
+  static constexpr bool ROWS = C.tile_m >= ROW_UNIT && C.tile_m % ROW_UNIT == 0;
+  static constexpr bool KEYS = C.tile_n >= KEY_UNIT && C.tile_n % KEY_UNIT == 0;
+  static constexpr bool SHARED_Q = A.share != Share::QKV || !SLICED;
+  static constexpr bool PLACE = A.share == Share::QKV ? C.q_place == QPlace::REGISTERS
+                                : SLICED               ? C.q_place != QPlace::REGISTERS
+                                                       : C.q_place != QPlace::STREAMED;
+  static constexpr bool SLICES = (C.dim_slice == 64 || C.dim_slice == 128 || C.dim_slice == 256) &&
+                                 (A.tiling != Tiling::QKV || (C.key_slice % 16 == 0 && C.tile_n % C.key_slice == 0));
+  static constexpr bool RING = C.stages >= 1 && C.stages <= 4 &&
+                               (A.tiling != Tiling::QK || A.share != Share::NONE ||
+                                C.stages - 1 <= (F.head_dim + C.dim_slice - 1) / C.dim_slice);
+  static constexpr bool SUMS = !A.halves || IS_FP16<Element>;
   static constexpr bool ALL = HEAD_DIM && WARPS && COLUMNS && ROWS && KEYS && SHARED_Q && PLACE && SLICES && RING && SUMS;
 };
 
-template <class Element, int HEAD_DIM, Band BAND, bool ALIGNED_, bool HAS_SINKS_, class A, class S, class Score = NoScore,
-          class Blocked = NoBlockMask>
-struct ForwardTraits : A, S, Walks<Element, HEAD_DIM, BAND, ForwardParams, Score, Blocked> {
-  static constexpr bool ALIGNED = ALIGNED_;  // q, k, v: every row starts at a multiple of 16 bytes
-  static constexpr bool HAS_SINKS = HAS_SINKS_;  // each head has one more key, without a value
-  static constexpr int THREADS = S::WARPS * WARP;
-  static constexpr bool SPLIT_KV = A::WARPS == Warps::SPLIT_KV;
-  static constexpr bool SLICED_K = A::TILING != Tiling::NONE, SLICED_V = A::TILING == Tiling::QKV;
+template <class Element, Features F, Axes A, CudaConfig C, class Score = NoScore, class Blocked = NoBlockMask>
+struct ForwardTraits : Walks<Element, F, ForwardParams, Score, Blocked> {
+  static constexpr int TILE_M = C.tile_m, TILE_N = C.tile_n, STAGES = C.stages, COLUMN_WARPS = C.column_warps;
+  static constexpr Share SHARE = A.share;
+  static constexpr QPlace Q_PLACE = C.q_place;
+  using Sum = typename SumOf<A.halves>::Type;
+  static constexpr int THREADS = C.warps * WARP;
+  static constexpr bool SPLIT_KV = A.warps == Warps::SPLIT_KV;
+  static constexpr bool SLICED_K = A.tiling != Tiling::NONE, SLICED_V = A.tiling == Tiling::QKV;
 
   // ---- what a warp owns: rows of the tile, and of them keys of the scores and columns of the output
-  static constexpr int ROW_WARPS = S::WARPS / S::COLUMN_WARPS;
-  static constexpr int WARP_ROWS = S::TILE_M / ROW_WARPS, WARP_KEYS = S::TILE_N / S::COLUMN_WARPS;
-  static constexpr int OUT_WIDTH = round_up(HEAD_DIM, 16 * S::COLUMN_WARPS);
+  static constexpr int ROW_WARPS = C.warps / C.column_warps;
+  static constexpr int WARP_ROWS = C.tile_m / ROW_WARPS, WARP_KEYS = C.tile_n / C.column_warps;
+  static constexpr int OUT_WIDTH = round_up(F.head_dim_v, 16 * C.column_warps);
   static constexpr int ROW_FRAGMENTS = WARP_ROWS / 16, KEY_FRAGMENTS = WARP_KEYS / 16;
-  static constexpr int OUT_FRAGMENTS = OUT_WIDTH / 16 / S::COLUMN_WARPS;
+  static constexpr int OUT_FRAGMENTS = OUT_WIDTH / 16 / C.column_warps;
 
-  static DEVICE int column_warp(int thread = thread_index()) { return thread / WARP % S::COLUMN_WARPS; }
-  static DEVICE int warp_row(int thread = thread_index()) { return thread / WARP / S::COLUMN_WARPS * WARP_ROWS; }
+  static DEVICE int column_warp(int thread = thread_index()) { return thread / WARP % C.column_warps; }
+  static DEVICE int warp_row(int thread = thread_index()) { return thread / WARP / C.column_warps * WARP_ROWS; }
   static DEVICE int warp_key(int thread = thread_index()) { return column_warp(thread) * WARP_KEYS; }
   static DEVICE int warp_column() { return column_warp() * OUT_FRAGMENTS * 16; }
 
   // ---- tiles in shared memory. A piece is what one load brings: K, Q with it, or V, whole or a slice.
-  static constexpr int DOT_WIDTH = SLICED_K ? round_up(HEAD_DIM, S::DIM_SLICE) : round_up(HEAD_DIM, 16);
-  static constexpr int K_WIDTH = SLICED_K ? S::DIM_SLICE : DOT_WIDTH;
-  static constexpr int V_ROWS = SLICED_V ? S::KEY_SLICE : S::TILE_N;
-  using TileQ = Tile<S::TILE_M, HEAD_DIM, A::SWIZZLE_Q, DOT_WIDTH>;
-  using PieceQ = Tile<S::TILE_M, SLICED_K ? K_WIDTH : HEAD_DIM, A::SWIZZLE_Q>;
-  static constexpr bool STREAMED = S::Q_PLACE == QPlace::STREAMED;
+  static constexpr int DOT_WIDTH = SLICED_K ? round_up(F.head_dim, C.dim_slice) : round_up(F.head_dim, 16);
+  static constexpr int K_WIDTH = SLICED_K ? C.dim_slice : DOT_WIDTH;
+  static constexpr int V_ROWS = SLICED_V ? C.key_slice : C.tile_n;
+  using TileQ = Tile<C.tile_m, F.head_dim, A.swizzle_q, DOT_WIDTH>;
+  using PieceQ = Tile<C.tile_m, SLICED_K ? K_WIDTH : F.head_dim, A.swizzle_q>;
+  static constexpr bool STREAMED = C.q_place == QPlace::STREAMED;
   // Fragments of Q are read from this: PieceQ or TileQ.
-  using SourceQ = Tile<S::TILE_M, STREAMED ? K_WIDTH : HEAD_DIM, A::SWIZZLE_Q, STREAMED ? K_WIDTH : DOT_WIDTH>;
-  using PieceK = Tile<S::TILE_N, SLICED_K ? K_WIDTH : HEAD_DIM, A::SWIZZLE_K>;
-  using PieceV = Tile<V_ROWS, HEAD_DIM, A::SWIZZLE_V, OUT_WIDTH>;
-  using TileP = Tile<S::TILE_M, S::TILE_N>;  // weights, with SPLIT_KV
-  static constexpr int K_PIECES = DOT_WIDTH / K_WIDTH, V_PIECES = S::TILE_N / V_ROWS;
+  using SourceQ = Tile<C.tile_m, STREAMED ? K_WIDTH : F.head_dim, A.swizzle_q, STREAMED ? K_WIDTH : DOT_WIDTH>;
+  using PieceK = Tile<C.tile_n, SLICED_K ? K_WIDTH : F.head_dim, A.swizzle_k>;
+  using PieceV = Tile<V_ROWS, F.head_dim_v, A.swizzle_v, OUT_WIDTH>;
+  using TileP = Tile<C.tile_m, C.tile_n>;  // weights, with SPLIT_KV
+  static constexpr int K_PIECES = DOT_WIDTH / K_WIDTH, V_PIECES = C.tile_n / V_ROWS;
   static constexpr int DOT_FRAGMENTS = K_WIDTH / 16, VALUE_FRAGMENTS = V_ROWS / 16;  // of one piece
 
   // ---- the stream of pieces
-  static constexpr bool SHARED_RING = A::SHARE != Share::NONE;  // K's and V's pieces go through the same slots
+  static constexpr bool SHARED_RING = A.share != Share::NONE;  // K's and V's pieces go through the same slots
   // K and V of a block arrive together, and cost one barrier.
-  static constexpr bool JOINT = !SHARED_RING && !SLICED_K && S::STAGES > 1;
+  static constexpr bool JOINT = !SHARED_RING && !SLICED_K && C.stages > 1;
   static constexpr int PIECES = JOINT ? 1 : K_PIECES + V_PIECES;  // of a block of keys
   // Pieces under way while one is used. With a buffer of its own V is loaded while K is used, even with one stage.
-  static constexpr int AHEAD = !SHARED_RING && !SLICED_K && S::STAGES == 1 ? 1 : S::STAGES - 1;
+  static constexpr int AHEAD = !SHARED_RING && !SLICED_K && C.stages == 1 ? 1 : C.stages - 1;
   static constexpr int K_SLOT = PieceK::BYTES + (STREAMED ? PieceQ::BYTES : 0);
   static constexpr int SLOT = SHARED_RING && PieceV::BYTES > K_SLOT ? PieceV::BYTES : K_SLOT;
-  static constexpr int V_SLOTS = A::TILING == Tiling::QK ? 1 : S::STAGES;  // where V has its own
+  static constexpr int V_SLOTS = A.tiling == Tiling::QK ? 1 : C.stages;  // where V has its own
 
   // ---- shared memory: Q, the slots, what warps exchange
-  static constexpr bool KEEPS_Q_TILE = !STREAMED && A::SHARE != Share::QKV;
-  static constexpr int RING_BYTES = S::STAGES * SLOT + (SHARED_RING ? 0 : V_SLOTS * PieceV::BYTES);
+  static constexpr bool KEEPS_Q_TILE = !STREAMED && A.share != Share::QKV;
+  static constexpr int RING_BYTES = C.stages * SLOT + (SHARED_RING ? 0 : V_SLOTS * PieceV::BYTES);
   static constexpr int RING_AT = KEEPS_Q_TILE ? TileQ::BYTES : 0;
   static constexpr int EXCHANGE_AT =
-      RING_AT + (A::SHARE == Share::QKV && TileQ::BYTES > RING_BYTES ? TileQ::BYTES : RING_BYTES);
-  static constexpr int SMEM_BYTES = EXCHANGE_AT + (SPLIT_KV ? TileP::BYTES + S::COLUMN_WARPS * S::TILE_M * 4 : 0);
+      RING_AT + (A.share == Share::QKV && TileQ::BYTES > RING_BYTES ? TileQ::BYTES : RING_BYTES);
+  static constexpr int SMEM_BYTES = EXCHANGE_AT + (SPLIT_KV ? TileP::BYTES + C.column_warps * C.tile_m * 4 : 0);
 
   // Fragments read from shared memory ahead of their use, to cover its latency with tensor core work: what registers
   // leave room for. H200, 2026-11-21, D=512 split_kv, B1 H48 N8192: 3 give 335 TFLOPS in fp16 and 345 in bf16, 2 give 323
@@ -131,14 +139,14 @@ struct ForwardTraits : A, S, Walks<Element, HEAD_DIM, BAND, ForwardParams, Score
   static constexpr int READ_AHEAD = SPLIT_KV || ROW_FRAGMENTS == 1 ? 3 : 2;
   static constexpr int REGISTERS =  // that hold scores, output and kept Q; the rest comes on top
       WARP_ROWS * (WARP_KEYS + OUT_FRAGMENTS * 16) / WARP +
-      (S::Q_PLACE == QPlace::REGISTERS ? WARP_ROWS * DOT_WIDTH / (2 * WARP) : 0);
+      (C.q_place == QPlace::REGISTERS ? WARP_ROWS * DOT_WIDTH / (2 * WARP) : 0);
 
   // Where registers are scarce addresses are made anew for every block of keys. sm90, D=128, masked, 128x64: without it
   // ten spills in the loops.
   static constexpr bool CROWDED = REGISTERS >= 192;
   static DEVICE uint32 address_thread() { return CROWDED ? recomputed(thread_index()) : thread_index(); }
 
-  using Legal = Legality<Element, HEAD_DIM, A, S>;
+  using Legal = Legality<Element, F, A, C>;
   static_assert(Legal::HEAD_DIM, "head_dim: multiples of 8 up to 1024; above 256 split_kv with tiling, above 512 fp32");
   static_assert(Legal::WARPS, "warps: 2, 4, 8, 16");
   static_assert(Legal::COLUMNS, "column_warps: 1 with split_q; with split_kv a divisor of warps from 2 on");

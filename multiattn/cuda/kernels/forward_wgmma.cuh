@@ -24,7 +24,9 @@ class Consumer {
   using Rows = typename RowsOf<T>::Type;
   using Owned = typename RowsOf<T>::Owned;
   using TileQ = typename T::TileQ;
-  using TileKV = typename T::TileKV;
+  using TileOut = typename T::TileOut;
+  using TileK = typename T::TileK;
+  using TileV = typename T::TileV;
   static constexpr bool ALL_KEPT = T::KEPT_STEPS == T::DOT_STEPS;  // nothing of Q is read from shared memory again
   static constexpr bool RELEASES_Q = !T::TMA_STORE && !T::GROUPED;  // before outputs leave
   static constexpr bool HAS_LOWER_EDGE = T::BAND == Band::TWO_SIDED;
@@ -82,7 +84,7 @@ class Consumer {
   DEVICE void attend(const Rows& rows) {
     state_ = RowState::empty();
 #pragma unroll
-    for (int i = 0; i < T::HEAD_DIM / 2; ++i) out_[i] = 0.0f;
+    for (int i = 0; i < T::HEAD_DIM_V / 2; ++i) out_[i] = 0.0f;
     // Blocks that only others of the tile, or of the cluster, see. The ring has K of the first, then V of each and K of the
     // next: two tiles are skipped for one turn.
     const int skipped = rows.above();
@@ -251,7 +253,7 @@ class Consumer {
   DEVICE void decay_output(const float (&decay)[2]) {
     if (!any_in_warp(decay[0] != 1.0f || decay[1] != 1.0f)) return;
 #pragma unroll
-    for (int i = 0; i < T::HEAD_DIM / 2; ++i) out_[i] *= decay[i / 2 % 2];
+    for (int i = 0; i < T::HEAD_DIM_V / 2; ++i) out_[i] *= decay[i / 2 % 2];
   }
 
   // A maximum has outgrown the weights: the warp makes its scores once more, by mma.sync and while the others go on, and
@@ -259,7 +261,7 @@ class Consumer {
   template <Part PART>
   DEVICE void redo(const Rows& rows, int block, float (&sum)[2], float (&decay)[2]) {
     const auto reader_q = FragmentReader<PanelQ<T>>::down();
-    const auto reader_k = FragmentReader<Tile<TileKV::ROWS, TileKV::PANEL_COLUMNS>>::right();
+    const auto reader_k = FragmentReader<Tile<TileK::ROWS, TileK::PANEL_COLUMNS>>::right();
 #pragma unroll
     for (int n = 0; n < T::KEY_STEPS; ++n) {
       Accumulator pair[2] = {};
@@ -271,7 +273,7 @@ class Consumer {
           q = kept_q_[step];
         else
           q = reader_q.load(queries(rows.slot) + panel * TileQ::PANEL_BYTES, warp_row(), column);
-        mma_pair<E>(pair, q, reader_k.load(Shared::kv(k_slot_) + panel * TileKV::PANEL_BYTES, 16 * n, column));
+        mma_pair<E>(pair, q, reader_k.load(Shared::kv(k_slot_) + panel * TileK::PANEL_BYTES, 16 * n, column));
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) scores_[8 * n + i] = pair[i / 4].value[i % 4];
@@ -290,7 +292,7 @@ class Consumer {
     Shared::ring_kv().await_full(kv_);
     const Descriptor q(queries(slot), 16), k(Shared::kv(kv_.slot), 16);
     wgmma_fence();
-    const auto keys = [&](int step) { return k.at(step / 4 * TileKV::PANEL_BYTES + step % 4 * 32); };
+    const auto keys = [&](int step) { return k.at(step / 4 * TileK::PANEL_BYTES + step % 4 * 32); };
 #pragma unroll
     for (int step = 0; step < T::KEPT_STEPS; ++step)
       wgmma_rs<E, T::TILE_N>(scores_, kept_q_[step].reg, keys(step), step > 0);
@@ -302,14 +304,14 @@ class Consumer {
     kv_.advance();
   }
 
-  // out[64, HEAD_DIM] += weights V
+  // out[64, HEAD_DIM_V] += weights V
   DEVICE void add_values() {
     Shared::ring_kv().await_full(kv_);
-    const Descriptor v(Shared::kv(kv_.slot), TileKV::PANEL_BYTES);
+    const Descriptor v(Shared::kv(kv_.slot), TileV::PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < T::KEY_STEPS; ++step)
-      wgmma_rs_mn<E, T::HEAD_DIM>(out_, weights_[step], v.at(step * 16 * TileKV::ROW_BYTES), true);
+      wgmma_rs_mn<E, T::HEAD_DIM_V>(out_, weights_[step], v.at(step * 16 * TileV::ROW_BYTES), true);
     wgmma_commit();
     kv_.advance();
   }
@@ -355,8 +357,8 @@ class Consumer {
     // A store that begins before its tensor is an illegal instruction; a load is not.
     if (thread_index() % WARPGROUP == 0 && rows.first_query >= 0) {
 #pragma unroll
-      for (int panel = 0; panel < TileQ::PANELS; ++panel)
-        store_box(params_.map_out, queries(rows.slot) + panel * TileQ::PANEL_BYTES, panel * TileQ::PANEL_COLUMNS,
+      for (int panel = 0; panel < TileOut::PANELS; ++panel)
+        store_box(params_.map_out, queries(rows.slot) + panel * TileOut::PANEL_BYTES, panel * TileOut::PANEL_COLUMNS,
                   rows.first_query, tile.head, queries_of(tile));
       tma_store_commit();
     }
@@ -398,7 +400,7 @@ class Consumer {
 
   WarpgroupScores<T> scores_;  // [64, TILE_N]; then weights
   uint32 weights_[T::KEY_STEPS][4];
-  float out_[T::HEAD_DIM / 2];  // [64, HEAD_DIM]
+  float out_[T::HEAD_DIM_V / 2];  // [64, HEAD_DIM_V]
   Fragment kept_q_[T::KEPT_STEPS ? T::KEPT_STEPS : 1];
   RowState state_;
   float inverse_[2];  // of the tile's sums

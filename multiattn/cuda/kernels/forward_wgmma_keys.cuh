@@ -28,7 +28,6 @@ template <class T>
 class BoxLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
   using Freed = FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>;
   using Shared = SharedLayout<T>;
-  using TileKV = typename T::TileKV;
   static constexpr int BOXES_OF_PANEL = T::TILE_N / T::BOX_ROWS;
 
  public:
@@ -41,8 +40,8 @@ class BoxLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
     if (!T::IS_PAGED || key >= owned_.len_kv || is_freed_box(key)) return 0;
     return owned_.page_of(key);
   }
-  DEVICE void load_k(int block, int page) { load(params_.map_k, block, page); }
-  DEVICE void load_v(int block, int page) { load(params_.map_v, block, page); }
+  DEVICE void load_k(int block, int page) { load<typename T::TileK>(params_.map_k, block, page); }
+  DEVICE void load_v(int block, int page) { load<typename T::TileV>(params_.map_v, block, page); }
   DEVICE void finish() {}
 
  private:
@@ -51,18 +50,19 @@ class BoxLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
   // Of a box by its first key.
   DEVICE bool is_freed_box(int key) const { return Freed::is_freed(key + T::BOX_ROWS - 1); }
 
+  template <class Tile>
   DEVICE void load(const TensorMap& map, int block, int page) {
     const auto ring = Shared::ring_kv();
     const int first_key = block * T::TILE_N, key = first_key + row_of_tile(), panel = lane() / BOXES_OF_PANEL;
     const int end = min((owned_.len_kv - first_key - 1) / T::BOX_ROWS + 1, BOXES_OF_PANEL);
-    const int boxes = (end - Freed::before(first_key) / T::BOX_ROWS) * TileKV::PANELS;
+    const int boxes = (end - Freed::before(first_key) / T::BOX_ROWS) * Tile::PANELS;
     ring.await_empty(place_);
-    if (lane() == 0) mbarrier_arrive_expect(ring.full(place_.slot), boxes * T::BOX_ROWS * TileKV::ROW_BYTES);
+    if (lane() == 0) mbarrier_arrive_expect(ring.full(place_.slot), boxes * T::BOX_ROWS * Tile::ROW_BYTES);
     sync_warp();  // the phase expects its bytes before they come
-    if (panel < TileKV::PANELS && key < owned_.len_kv && !is_freed_box(key)) {
+    if (panel < Tile::PANELS && key < owned_.len_kv && !is_freed_box(key)) {
       const int entry = T::IS_PAGED ? page : owned_.sequence, row = T::IS_PAGED ? PlaceOfKey::of(params_.forward, key).row : key;
-      tma_load(Shared::kv(place_.slot) + panel * TileKV::PANEL_BYTES + row_of_tile() * TileKV::ROW_BYTES, map,
-               ring.full(place_.slot), panel * TileKV::PANEL_COLUMNS, row, owned_.head_kv, entry);
+      tma_load(Shared::kv(place_.slot) + panel * Tile::PANEL_BYTES + row_of_tile() * Tile::ROW_BYTES, map,
+               ring.full(place_.slot), panel * Tile::PANEL_COLUMNS, row, owned_.head_kv, entry);
     }
     sync_warp();
     place_.advance();
@@ -80,8 +80,7 @@ template <class T>
 class GatherLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
   using Freed = FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>;
   using Shared = SharedLayout<T>;
-  using TileKV = typename T::TileKV;
-  using Panel = Tile<TileKV::ROWS, TileKV::PANEL_COLUMNS>;
+  using Panel = Tile<T::TILE_N, T::TileK::PANEL_COLUMNS>;
   static constexpr int KEYS = T::TILE_N / T::LOADING_WARPS;  // of a warp
   static constexpr int CHUNKS = 8, KEYS_OF_PASS = WARP / CHUNKS;
   // Two tiles are used together, K of a block and V of the one after it, and must both be told of: no more than STAGES - 2. Half
@@ -98,8 +97,8 @@ class GatherLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
     if (!T::IS_PAGED || key >= owned_.len_kv || Freed::is_freed(key)) return 0;
     return owned_.page_of(key);
   }
-  DEVICE void load_k(int block, int page) { load(params_.k, params_.strides_k, block, page); }
-  DEVICE void load_v(int block, int page) { load(params_.v, params_.strides_v, block, page); }
+  DEVICE void load_k(int block, int page) { load<T::HEAD_DIM>(params_.k, params_.strides_k, block, page); }
+  DEVICE void load_v(int block, int page) { load<T::HEAD_DIM_V>(params_.v, params_.strides_v, block, page); }
   DEVICE void finish() {
     while (loaded_-- > 0) tell<0>();
   }
@@ -109,8 +108,10 @@ class GatherLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
   static DEVICE int first_row() { return thread_index() % WARPGROUP / WARP * KEYS; }
   static DEVICE int first_key(int block) { return block * T::TILE_N + first_row(); }
 
-  // Keys beyond the last, or freed, and columns beyond head_dim become zeros.
+  // Keys beyond the last, or freed, and columns beyond COLUMNS become zeros.
+  template <int COLUMNS>
   DEVICE void load(const void* tensor, const Strides& strides, int block, int page) {
+    using Panels = PanelTile<T::TILE_N, COLUMNS>;
     const int first = first_key(block), own = first + lane() % KEYS, chunk = lane() % CHUNKS;
     const int64 entry = T::IS_PAGED ? page : owned_.sequence, row = T::IS_PAGED ? PlaceOfKey::of(params_, own).row : own;
     const uint64 offset = static_cast<uint64>(entry * strides.batch + row * strides.seq);  // of the lane's key
@@ -124,11 +125,11 @@ class GatherLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
       const uint64 low = shuffle(static_cast<uint32>(offset), key), high = shuffle(static_cast<uint32>(offset >> 32), key);
       const uint16* source = head + static_cast<int64>(high << 32 | low);
 #pragma unroll
-      for (int panel = 0; panel < TileKV::PANELS; ++panel) {
+      for (int panel = 0; panel < Panels::PANELS; ++panel) {
         const bool is_key = first + key < owned_.len_kv && !Freed::is_freed(first + key);
-        const bool valid = is_key && panel * CHUNKS + chunk < T::HEAD_DIM / CHUNK_ELEMENTS;
-        cp_async_16(Panel::chunk(tile + panel * TileKV::PANEL_BYTES, first_row() + key, chunk),
-                    source + panel * TileKV::PANEL_COLUMNS, valid);
+        const bool valid = is_key && panel * CHUNKS + chunk < COLUMNS / CHUNK_ELEMENTS;
+        cp_async_16(Panel::chunk(tile + panel * Panels::PANEL_BYTES, first_row() + key, chunk),
+                    source + panel * Panels::PANEL_COLUMNS, valid);
       }
     }
     cp_async_commit();
@@ -158,12 +159,12 @@ class GatherLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
 // a tile of V become zeros.
 template <class T>
 DEVICE void clear_values(SharedAddress v, int first, int count) {
-  using TileKV = typename T::TileKV;
-  constexpr int CHUNKS = 8 * TileKV::PANELS, CONSUMERS = T::CONSUMER_WARPS * WARP;
+  using TileV = typename T::TileV;
+  constexpr int CHUNKS = 8 * TileV::PANELS, CONSUMERS = T::CONSUMER_WARPS * WARP;
 #pragma unroll 1
   for (int i = thread_index(); i < count * CHUNKS; i += CONSUMERS) {
     const int row = first + i / CHUNKS, chunk = i % CHUNKS;
-    store_shared_16(v + chunk / 8 * TileKV::PANEL_BYTES + row * TileKV::ROW_BYTES + chunk % 8 * CHUNK_BYTES, Chunk{});
+    store_shared_16(v + chunk / 8 * TileV::PANEL_BYTES + row * TileV::ROW_BYTES + chunk % 8 * CHUNK_BYTES, Chunk{});
   }
   fence_async_shared();
   sync_warp();                                   // whole again for the barrier

@@ -75,7 +75,7 @@ struct GroupPlaces {
 template <class T, class Places>
 struct WarpOutput {
   using E = typename T::Element;
-  static constexpr int CHUNKS = T::HEAD_DIM / 8;  // of a row
+  static constexpr int CHUNKS = T::HEAD_DIM_V / 8;  // of a row
   Places places;
   SharedAddress staged;  // the warp's row 0 of a panel of Q
 
@@ -101,7 +101,7 @@ struct WarpOutput {
     store_global_4_if(half < 2 && places.is_there(row), places.lse() + place, half == 0 ? lse[0] : lse[1]);
   }
 
-  // values[16, HEAD_DIM] in accumulators, each row times its `inverse`.
+  // values[16, HEAD_DIM_V] in accumulators, each row times its `inverse`.
   DEVICE void write(const float (&values)[4 * CHUNKS], const float (&inverse)[2]) const {
     const auto pair = [&](int chunk, int half) {  // a thread's two elements of a row
       const int i = 4 * chunk + 2 * half;
@@ -132,7 +132,7 @@ struct WarpOutput {
         matrix[2] = pair(chunk + 1, 0);
         matrix[3] = pair(chunk + 1, 1);
       }
-      stmatrix_x4(fragments.address(staged + chunk / 8 * T::TileQ::PANEL_BYTES, 0, chunk % 8 * CHUNK_ELEMENTS), matrix);
+      stmatrix_x4(fragments.address(staged + chunk / 8 * T::TileOut::PANEL_BYTES, 0, chunk % 8 * CHUNK_ELEMENTS), matrix);
     }
   }
 
@@ -163,7 +163,7 @@ struct WarpOutput {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const auto row = places[accumulator_row(2 * half)];
-      float* const target = places.owned.params.partial_out + places.place(row) * T::HEAD_DIM + column;
+      float* const target = places.owned.params.partial_out + places.place(row) * T::HEAD_DIM_V + column;
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
         float even[2], odd[2];  // of this chunk and of the next

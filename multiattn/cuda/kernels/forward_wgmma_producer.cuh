@@ -116,12 +116,13 @@ DEVICE void produce(const typename T::Params& params) {
   RingPlace<T::Q_SLOTS> q;
   RingPlace<T::STAGES> kv;
 
-  const auto load = [&](const TensorMap& map, const QueryTile<T>& tile, int head_kv, int block) {
+  const auto load = [&]<class Tile>(Tile, const TensorMap& map, const QueryTile<T>& tile, int head_kv, int block) {
     ring_kv.await_empty(kv);
-    load_panels<typename T::TileKV, T::CLUSTER>(Shared::kv(kv.slot), map, ring_kv.full(kv.slot), block * T::TILE_N, head_kv,
-                                                keys_of(tile));
+    load_panels<Tile, T::CLUSTER>(Shared::kv(kv.slot), map, ring_kv.full(kv.slot), block * T::TILE_N, head_kv, keys_of(tile));
     kv.advance();
   };
+  constexpr typename T::TileK K{};
+  constexpr typename T::TileV V{};
 
   admit_next_grid();
   await_earlier_grids();  // tensors and the counter are touched only after this
@@ -139,16 +140,16 @@ DEVICE void produce(const typename T::Params& params) {
     const Blocks blocks = loaded_blocks<T>(mask, first_query);
     QueryTile<T> own{first_query, head, batch, blocks.end - blocks.begin, listed.sequence};
     if constexpr (IS_PACKED<typename T::Blocked>) own.number = listed.number;
-    if (blocks.end > blocks.begin) load(params.map_k, own, head_kv, blocks.end - 1);
+    if (blocks.end > blocks.begin) load(K, params.map_k, own, head_kv, blocks.end - 1);
     ring_q.await_empty(q);
     store_tile<T>(Shared::tile_place(q.slot), own);
     load_queries<T>(Shared::q(q.slot), params.map_q, ring_q.full(q.slot), own);
     q.advance();
     for (int block = blocks.end - 1; block > blocks.begin; --block) {
-      load(params.map_k, own, head_kv, block - 1);
-      load(params.map_v, own, head_kv, block);
+      load(K, params.map_k, own, head_kv, block - 1);
+      load(V, params.map_v, own, head_kv, block);
     }
-    if (blocks.end > blocks.begin) load(params.map_v, own, head_kv, blocks.begin);
+    if (blocks.end > blocks.begin) load(V, params.map_v, own, head_kv, blocks.begin);
   }
   ring_q.await_empty(q);
   store_tile<T>(Shared::tile_place(q.slot), {0, 0, 0, NO_TILE, {}});

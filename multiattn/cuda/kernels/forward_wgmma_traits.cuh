@@ -41,10 +41,8 @@ struct PlainParams<true> {
   using Type = SplitWgmmaParams;
 };
 
-template <class Element, int HEAD_DIM, Band BAND, bool HAS_SINKS_, WgmmaConfig C, class Score = NoScore,
-          class Blocked = NoBlockMask>
-struct WgmmaTraits : Walks<Element, HEAD_DIM, BAND, typename PlainParams<IS_GROUPED<Blocked>>::Type, Score, Blocked> {
-  static constexpr bool HAS_SINKS = HAS_SINKS_;  // each head has one more key, without a value
+template <class Element, Features F, WgmmaConfig C, class Score = NoScore, class Blocked = NoBlockMask>
+struct WgmmaTraits : Walks<Element, F, typename PlainParams<IS_GROUPED<Blocked>>::Type, Score, Blocked> {
   static constexpr int WARPGROUPS = C.warpgroups, CLUSTER = C.cluster, TILE_N = C.tile_n, STAGES = C.stages;
   static constexpr int Q_SLOTS = C.q_slots, KEPT_STEPS = C.kept_steps;
   static constexpr bool PINGPONG = C.pingpong, LAZY_MAX = C.lazy_max, TMA_STORE = C.tma_store;
@@ -55,7 +53,7 @@ struct WgmmaTraits : Walks<Element, HEAD_DIM, BAND, typename PlainParams<IS_GROU
   static constexpr int TILE_M = WARPGROUP_ROWS * WARPGROUPS;
   static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
   static constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
-  static constexpr int DOT_STEPS = (HEAD_DIM + 15) / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma's 16
+  static constexpr int DOT_STEPS = (F.head_dim + 15) / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma's 16
 
   static constexpr Paging PAGING = PAGING_OF<Blocked>;
   static constexpr bool IS_PAGED = PAGING == Paging::ANY;
@@ -68,13 +66,18 @@ struct WgmmaTraits : Walks<Element, HEAD_DIM, BAND, typename PlainParams<IS_GROU
   static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : GATHERS ? 56 : 40;
   static constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : GATHERS ? 224 : 232;
 
-  using TileQ = PanelTile<TILE_M, HEAD_DIM>;
-  using TileKV = PanelTile<TILE_N, HEAD_DIM>;
-  static constexpr int KV_AT = Q_SLOTS * TileQ::BYTES;
-  static constexpr int BARRIERS_AT = KV_AT + STAGES * TileKV::BYTES;
+  using TileQ = PanelTile<TILE_M, F.head_dim>;
+  using TileOut = PanelTile<TILE_M, F.head_dim_v>;  // in the place of Q
+  using TileK = PanelTile<TILE_N, F.head_dim>;
+  using TileV = PanelTile<TILE_N, F.head_dim_v>;
+  static constexpr int Q_BYTES = TileQ::BYTES > TileOut::BYTES || !TMA_STORE ? TileQ::BYTES : TileOut::BYTES;
+  static constexpr int KV_BYTES = TileK::BYTES > TileV::BYTES ? TileK::BYTES : TileV::BYTES;
+  static constexpr int KV_AT = Q_SLOTS * Q_BYTES;
+  static constexpr int BARRIERS_AT = KV_AT + STAGES * KV_BYTES;
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
-  static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 256, "head_dim: multiples of 8 up to 256");
+  static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: multiples of 8 up to 256");
+  static_assert(F.head_dim_v % 8 == 0 && F.head_dim_v <= 256, "head_dim of v: multiples of 8 up to 256");
   static_assert(WARPGROUPS >= (GROUPED ? 1 : 2) && WARPGROUPS <= 3, "tile_m: 128, 192, of groups also 64");
   static_assert(CLUSTER == 1 || CLUSTER == 2, "cluster: 1, 2");
   static_assert(BOX_ROWS % 8 == 0, "a block loads whole groups of 8 rows, in which the swizzle repeats");
@@ -89,7 +92,7 @@ struct WgmmaTraits : Walks<Element, HEAD_DIM, BAND, typename PlainParams<IS_GROU
   static_assert(!GROUPED || (CLUSTER == 1 && Q_SLOTS == 1 && !TMA_STORE && SCHEDULER == Scheduler::ONE_TILE),
                 "rows of groups are no box, and a block has one tile of them");
   static_assert(!GATHERS || (WARPGROUPS < 3 && TILE_N <= WARPGROUP), "gathers: for two warpgroups, a lane for each key");
-  static_assert(!CLEARS || TILE_N * TileKV::PANELS <= WARP * BOX_ROWS, "a lane for each box of a tile");
+  static_assert(!CLEARS || KV_BYTES <= WARP * BOX_ROWS * TileK::ROW_BYTES, "a lane for each box of a tile");
 };
 
 // A tile of queries: where it starts (negative: it has rows without a query), its head, the number of its batch entry or
@@ -126,8 +129,8 @@ struct SharedLayout {
   using RingQ = Ring<T::Q_SLOTS>;
   using RingKV = Ring<T::STAGES, T::CLUSTER>;
 
-  static DEVICE SharedAddress q(int slot) { return shared_base() + slot * T::TileQ::BYTES; }
-  static DEVICE SharedAddress kv(int slot) { return shared_base() + T::KV_AT + slot * T::TileKV::BYTES; }
+  static DEVICE SharedAddress q(int slot) { return shared_base() + slot * T::Q_BYTES; }
+  static DEVICE SharedAddress kv(int slot) { return shared_base() + T::KV_AT + slot * T::KV_BYTES; }
   static DEVICE RingQ ring_q() { return {shared_base() + T::BARRIERS_AT}; }
   static DEVICE RingKV ring_kv() { return {shared_base() + T::BARRIERS_AT + RingQ::BYTES}; }
   static DEVICE SharedAddress tile_place(int slot) {

@@ -13,12 +13,11 @@
 
 namespace multiattn {
 
-template <int THREADS_, bool OVERLAPS_>
+template <bool OVERLAPS_>
 struct ListTraits {
-  static constexpr int THREADS = THREADS_;
+  static constexpr int THREADS = 256;
   static constexpr bool OVERLAPS = OVERLAPS_;  // it begins while the grid before it ends, and lets the next one do so
   static constexpr int SMEM_BYTES = 0;
-  static_assert(THREADS % WARP == 0, "whole warps");
 };
 
 // Rows of q, or of k.

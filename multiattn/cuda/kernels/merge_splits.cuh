@@ -6,22 +6,32 @@
 
 namespace multiattn {
 
-template <class Element_, int HEAD_DIM_, int COLUMNS_, int THREADS_, int SPLITS_MAX_, bool HAS_SINKS_, bool IS_PACKED_,
-          bool OVERLAPS_>
-struct MergeTraits {
+struct MergeConfig {
+  int head_dim_v, threads;
+  int parts_max;        // of a row
+  bool sinks;           // each head has one more key, without a value
+  bool packed_queries;  // rows may be before the first sequence
+  bool overlaps;        // it begins while the grid before it ends, and lets the next one do so
+};
+
+template <class Element_, MergeConfig C>
+struct AnyMergeTraits {
   using Element = Element_;
-  static constexpr bool HAS_PACKED_QUERIES = IS_PACKED_;
-  static constexpr int HEAD_DIM = HEAD_DIM_, THREADS = THREADS_, SPLITS_MAX = SPLITS_MAX_;
-  static constexpr bool HAS_SINKS = HAS_SINKS_, OVERLAPS = OVERLAPS_;
-  static constexpr int COLUMNS = COLUMNS_;                 // of a block: a lane's each, when it writes
-  static constexpr int COLUMN_BLOCKS = (HEAD_DIM + COLUMNS - 1) / COLUMNS;
-  static constexpr int LANES = COLUMNS / CHUNK_ELEMENTS;   // threads that read a part of a row, a chunk of columns each
-  static constexpr int SLOTS = THREADS / LANES;            // parts that are read at a time
-  static constexpr int AHEAD = 4;                          // of them by a thread
+  static constexpr int HEAD_DIM_V = C.head_dim_v, THREADS = C.threads, PARTS_MAX = C.parts_max;
+  static constexpr bool HAS_SINKS = C.sinks, HAS_PACKED_QUERIES = C.packed_queries, OVERLAPS = C.overlaps;
+  static constexpr int AHEAD = 4;  // parts that a thread reads at a time
+};
+
+template <class Element, MergeConfig C>
+struct MergeTraits : AnyMergeTraits<Element, C> {
+  static constexpr int COLUMNS = WARP;  // of a block: a lane's each, when it writes
+  static constexpr int COLUMN_BLOCKS = (C.head_dim_v + COLUMNS - 1) / COLUMNS;
+  static constexpr int LANES = COLUMNS / CHUNK_ELEMENTS;  // threads that read a part of a row, a chunk of columns each
+  static constexpr int SLOTS = C.threads / LANES;         // parts that are read at a time
   // A weight for each part of each of the block's rows, and sums: a thread's own of its columns.
-  static constexpr int SUMS_AT = SPLITS_MAX * 4, SUMS_PITCH = COLUMNS + 4;  // fp32
+  static constexpr int SUMS_AT = C.parts_max * 4, SUMS_PITCH = COLUMNS + 4;  // fp32
   static constexpr int SMEM_BYTES = SUMS_AT + SLOTS * SUMS_PITCH * 4;
-  static_assert(COLUMNS == WARP && SLOTS <= SPLITS_MAX, "a lane for each column, room for all weights");
+  static_assert(SLOTS <= C.parts_max, "room for all weights");
 };
 
 // The place of a row of lse. It is computed without memory, and so before the wait for other grids.
@@ -60,7 +70,7 @@ DEVICE float finish_row(const SplitParams& params, int row, const PlaceOfRow& pl
 // A warp finds the weight of each part of a row, the row's lse on the way. A part without keys weighs nothing.
 template <class T>
 DEVICE void weigh(const SplitParams& params, int row, const PlaceOfRow& place, SharedAddress weights, bool writes_lse) {
-  constexpr int PARTS = T::SPLITS_MAX / WARP;  // of a lane
+  constexpr int PARTS = T::PARTS_MAX / WARP;  // of a lane
   const int lane = thread_index() % WARP;
   const int64 rows = rows_of(params);
   float part[PARTS];  // its lse in the log2 domain, then its weight: two arrays would spill
@@ -122,9 +132,9 @@ DEVICE void merge_splits(const SplitParams& params) {
   // A slot takes every slots_of_row-th part of its row.
   const int slot = thread / T::LANES, column = thread % T::LANES * CHUNK_ELEMENTS;  // of the block's
   const int row = slot / slots_of_row, first = slot % slots_of_row, step = T::AHEAD * slots_of_row;
-  const bool has_row = row < own_rows && first_column + column < T::HEAD_DIM;
-  const float* parts = params.partial_out + static_cast<int64>(first_row + row) * T::HEAD_DIM + first_column + column;
-  const int64 pitch = static_cast<int64>(rows) * T::HEAD_DIM;
+  const bool has_row = row < own_rows && first_column + column < T::HEAD_DIM_V;
+  const float* parts = params.partial_out + static_cast<int64>(first_row + row) * T::HEAD_DIM_V + first_column + column;
+  const int64 pitch = static_cast<int64>(rows) * T::HEAD_DIM_V;
   if constexpr (T::OVERLAPS) {
     admit_next_grid();
     if (thread_index() == 0) await_earlier_grids();
@@ -164,21 +174,15 @@ DEVICE void merge_splits(const SplitParams& params) {
   for (int other = warp * slots_of_row; other < (warp + 1) * slots_of_row; ++other)
     sum += load_shared_4(sums + (other * T::SUMS_PITCH + lane) * 4);
   const float next = shuffle_xor(sum, 1);
-  if (lane % 2 != 0 || first_column + lane >= T::HEAD_DIM) return;
+  if (lane % 2 != 0 || first_column + lane >= T::HEAD_DIM_V) return;
   store_global_pair(place_of_warp.out(params) + first_column + lane, pack<typename T::Element>(sum, next));
 }
 
-template <class Element_, int HEAD_DIM_, int THREADS_, int PARTS_MAX_, bool HAS_SINKS_, bool IS_PACKED_, bool OVERLAPS_>
-struct MergeFewTraits {
-  using Element = Element_;
-  static constexpr bool HAS_PACKED_QUERIES = IS_PACKED_;
-  static constexpr int HEAD_DIM = HEAD_DIM_, THREADS = THREADS_;
-  static constexpr int PARTS_MAX = PARTS_MAX_;  // of a row
-  static constexpr bool HAS_SINKS = HAS_SINKS_, OVERLAPS = OVERLAPS_;
-  static constexpr int CHUNKS = HEAD_DIM / CHUNK_ELEMENTS, ROWS = THREADS / CHUNKS;  // of a row; of a block
-  static constexpr int AHEAD = 4;                                                    // parts that a thread reads at a time
+template <class Element, MergeConfig C>
+struct MergeFewTraits : AnyMergeTraits<Element, C> {
+  static constexpr int CHUNKS = C.head_dim_v / CHUNK_ELEMENTS, ROWS = C.threads / CHUNKS;  // of a row; of a block
   static constexpr int SMEM_BYTES = 0;
-  static_assert(PARTS_MAX % AHEAD == 0 && ROWS > 0, "whole steps, a row or more");
+  static_assert(C.parts_max % MergeFewTraits::AHEAD == 0 && ROWS > 0, "whole steps, a row or more");
 };
 
 // The same for few parts, of which there are many rows. A thread has a chunk of a row's columns, and needs no other thread.
@@ -188,8 +192,8 @@ DEVICE void merge_few_splits(const SplitParams& params) {
   const int row = static_cast<int>(block_index()) * T::ROWS + thread_index() / T::CHUNKS;
   const int column = thread_index() % T::CHUNKS * CHUNK_ELEMENTS;
   const PlaceOfRow place = PlaceOfRow::of(params, row);
-  const float* parts = params.partial_out + static_cast<int64>(row) * T::HEAD_DIM + column;
-  const int64 pitch = static_cast<int64>(rows) * T::HEAD_DIM;
+  const float* parts = params.partial_out + static_cast<int64>(row) * T::HEAD_DIM_V + column;
+  const int64 pitch = static_cast<int64>(rows) * T::HEAD_DIM_V;
   if constexpr (T::OVERLAPS) {
     admit_next_grid();
     if (thread_index() == 0) await_earlier_grids();

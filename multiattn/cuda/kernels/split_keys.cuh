@@ -76,7 +76,7 @@ struct SplitWalk {
 template <class T>
 DEVICE void compute_scores(Scores<T>& scores, const SplitWalk<T>& it, SharedAddress k, int first_key) {
   constexpr int AHEAD = 3;
-  const auto reader = FragmentReader<typename T::TileKV>::right();
+  const auto reader = FragmentReader<typename T::TileK>::right();
   const auto load = [&](int step) { return reader.load(k, step % T::KEY_FRAGMENTS * 16, step / T::KEY_FRAGMENTS * 16); };
   const auto load_q = [&](typename SplitQueries<T>::Column& column, int d) { it.queries.load(column, d); };
   clear(scores);
@@ -103,7 +103,7 @@ DEVICE void mask_scores(Scores<T>& scores, const SplitWalk<T>& it, int first_key
 template <class T>
 DEVICE void accumulate(Outputs<T>& out, const Scores<T>& weights, SharedAddress v) {
   constexpr int AHEAD = 3, D = T::OUT_FRAGMENTS;
-  const auto reader = FragmentReader<typename T::TileKV>::down();
+  const auto reader = FragmentReader<typename T::TileV>::down();
   const auto load = [&](int step) { return reader.load_transposed(v, step / D * 16, T::warp_column() + step % D * 16); };
   Fragment left[T::ROW_FRAGMENTS][T::KEY_FRAGMENTS];
   round_to_operand<typename T::Element>(left, weights);
@@ -132,7 +132,7 @@ DEVICE void attend_to_tile(Outputs<T>& out, RowState (&state)[T::ROW_FRAGMENTS],
   if (any_in_warp(decays))
     for_each<T::ROW_FRAGMENTS, T::OUT_FRAGMENTS, 2, 4>(
         [&](int m, int d, int side, int e) { out[m][d][side].value[e] *= decay[m][e / 2]; });
-  accumulate<T>(out, scores, k + T::TileKV::BYTES);
+  accumulate<T>(out, scores, k + T::TileK::BYTES);
 }
 
 // The results of teams for each row, in shared memory: outputs, then maxima (log2) and sums.
@@ -205,8 +205,9 @@ template <class T>
 DEVICE void store(const Owned<T>& owned) {
   const auto& params = owned.params;
   const bool is_part = params.splits > 1;
-  for (int i = thread_index(); i < T::TILE_M * T::TileQ::VALID_CHUNKS; i += T::THREADS) {
-    const int row_of_tile = i / T::TileQ::VALID_CHUNKS, column = i % T::TileQ::VALID_CHUNKS * CHUNK_ELEMENTS;
+  constexpr int CHUNKS = T::HEAD_DIM_V / CHUNK_ELEMENTS;  // of a row
+  for (int i = thread_index(); i < T::TILE_M * CHUNKS; i += T::THREADS) {
+    const int row_of_tile = i / CHUNKS, column = i % CHUNKS * CHUNK_ELEMENTS;
     const Row row = owned.row(row_of_tile);
     if (row.query >= owned.len_q) break;
     auto [max, sum] = total_of<T>(row_of_tile);
@@ -223,7 +224,7 @@ DEVICE void store(const Owned<T>& owned) {
     float value[CHUNK_ELEMENTS];
     add_up<T>(value, row_of_tile, column, max_of_keys, empty ? 0.0f : decay / sum);
     if (is_part) {
-      float* target = params.partial_out + place * T::HEAD_DIM + column;
+      float* target = params.partial_out + place * T::HEAD_DIM_V + column;
 #pragma unroll
       for (int part = 0; part < 2; ++part)
         store_global_16(target + 4 * part, Chunk{{float_bits(value[4 * part]), float_bits(value[4 * part + 1]),

@@ -18,7 +18,7 @@ DEVICE void sync_team() {
 template <class T>
 class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
   using Freed = FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>;
-  static constexpr int SPAN = T::TileKV::Layout::SPAN;
+  static constexpr int SPAN = T::TileK::Layout::SPAN;
   static constexpr int ROWS_PER_PASS = T::TEAM_THREADS / SPAN;
   static constexpr int PASSES = (T::TILE_N + ROWS_PER_PASS - 1) / ROWS_PER_PASS;
   static constexpr int LOOKUPS = T::PAGING == Paging::ANY ? PASSES : 1;
@@ -30,7 +30,7 @@ class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
         v_(static_cast<const uint16*>(params_.v) + owned.head_kv * params_.strides_v.head) {}
 
   DEVICE SharedAddress k(int step) const { return ring_ + step % T::STAGES * T::SLOT; }
-  DEVICE SharedAddress v(int step) const { return k(step) + T::TileKV::BYTES; }
+  DEVICE SharedAddress v(int step) const { return k(step) + T::TileK::BYTES; }
 
   // The pages of the thread's rows of a tile, or of all of them.
   struct Pages {
@@ -63,12 +63,10 @@ class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
       if (T::TILE_N % ROWS_PER_PASS != 0 && row >= T::TILE_N) break;
       if constexpr (T::PAGING == Paging::ANY) rows = sources(key, pages.number[pass]);
 #pragma unroll
-      for (int step_of_row = 0; step_of_row < T::TileKV::CHUNKS; step_of_row += SPAN) {
-        const int chunk = step_of_row + first_chunk();
-        const bool valid = key < len_ && !Freed::is_freed(key) && chunk < T::TileKV::VALID_CHUNKS;
-        const SharedAddress place = T::TileKV::chunk(target, row, chunk);
-        copy_chunk<T::ALIGNED>(place, rows.k + step_of_row * CHUNK_ELEMENTS, valid);
-        copy_chunk<T::ALIGNED>(place + T::TileKV::BYTES, rows.v + step_of_row * CHUNK_ELEMENTS, valid);
+      for (int column = 0; column < CHUNKS; column += SPAN) {
+        const bool is_there = key < len_ && !Freed::is_freed(key);
+        copy<typename T::TileK, 0>(target, row, column, rows.k, is_there);
+        copy<typename T::TileV, T::TileK::BYTES>(target, row, column, rows.v, is_there);
       }
       rows.k += ROWS_PER_PASS * params_.strides_k.seq;
       rows.v += ROWS_PER_PASS * params_.strides_v.seq;
@@ -76,6 +74,17 @@ class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
   }
 
  private:
+  static constexpr int CHUNKS = T::TileK::CHUNKS > T::TileV::CHUNKS ? T::TileK::CHUNKS : T::TileV::CHUNKS;
+
+  // The thread's chunk from a column of a row on, if the tile has it, which lies so many bytes behind the slot's start.
+  template <class Tile, int BYTES_BEFORE>
+  DEVICE void copy(SharedAddress slot, int row, int column, const uint16* source, bool is_there) const {
+    const int chunk = column + first_chunk();
+    if (column < Tile::CHUNKS)
+      copy_chunk<T::ALIGNED>(Tile::chunk(slot, row, chunk) + BYTES_BEFORE, source + column * CHUNK_ELEMENTS,
+                             is_there && chunk < Tile::VALID_CHUNKS);
+  }
+
   // Where a thread reads: its first chunk of a row of K, and of V.
   struct Sources {
     const uint16 *k, *v;

@@ -10,10 +10,14 @@ struct NoBlockMask {};  // a band alone says which tiles are seen
 
 // Sizes of a block, and whether lists name full ones. Full blocks are seen whole, partial ones where the expression's mask
 // says so, both only as far as there are keys and queries and as a band goes; others not at all.
-template <int QUERIES_, int KEYS_, bool HAS_FULL_>
+struct BlockSpec {
+  int queries, keys;
+  bool has_full;
+};
+template <BlockSpec SPEC>
 struct BlockMask {
-  static constexpr int QUERIES = QUERIES_, KEYS = KEYS_;
-  static constexpr bool HAS_FULL = HAS_FULL_;
+  static constexpr int QUERIES = SPEC.queries, KEYS = SPEC.keys;
+  static constexpr bool HAS_FULL = SPEC.has_full;
 };
 
 template <class Blocked>

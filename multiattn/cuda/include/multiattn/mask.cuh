@@ -7,7 +7,7 @@
 namespace multiattn {
 
 enum class Band {
-  NONE,       // every key is visible
+  FULL,       // every key is visible
   CAUSAL,     // up to the one that is level with the query
   TWO_SIDED,  // from `left` before that one to `right` after it
 };
@@ -47,7 +47,7 @@ struct Mask : private Reach<BAND> {
   // The band is aligned bottom-right, which keeps every query below seq_q from keys at seq_kv and beyond; unless there is one
   // to its right.
   DEVICE bool visible(int query, int key) const {
-    if constexpr (BAND == Band::NONE) return key < seq_kv;
+    if constexpr (BAND == Band::FULL) return key < seq_kv;
     if constexpr (BAND == Band::CAUSAL) return key <= query + (seq_kv - seq_q);
     return key >= first_key(query) && key <= last_key(query);
   }
@@ -55,7 +55,7 @@ struct Mask : private Reach<BAND> {
   // The first key that a query sees, of a band with two sides, which may be negative; and the last, of any band.
   DEVICE int first_key(int query) const { return query + (seq_kv - seq_q) - left; }
   DEVICE int last_key(int query) const {
-    if constexpr (BAND == Band::NONE) return seq_kv - 1;
+    if constexpr (BAND == Band::FULL) return seq_kv - 1;
     return min(query + (seq_kv - seq_q) + right, seq_kv - 1);
   }
 
@@ -71,7 +71,7 @@ struct Mask : private Reach<BAND> {
   DEVICE Blocks keys(int first_query, int tile_m) const {
     const int offset = seq_kv - seq_q, last_query = min(first_query + tile_m, seq_q) - 1;
     int end_of_all = seq_kv, end_of_any = seq_kv;
-    if constexpr (BAND != Band::NONE) {
+    if constexpr (BAND != Band::FULL) {
       end_of_all = max(first_query + offset + right + 1, 0);
       end_of_any = max(last_query + offset + right + 1, 0);
     }
@@ -87,7 +87,7 @@ struct Mask : private Reach<BAND> {
   DEVICE Blocks queries(int first_key, int tile_n, int tiles) const {
     const int offset = seq_kv - seq_q, last_key = first_key + tile_n - 1;
     int first_of_any = 0, first_of_all = 0;
-    if constexpr (BAND != Band::NONE) {
+    if constexpr (BAND != Band::FULL) {
       first_of_any = max(first_key - offset - right, 0);
       first_of_all = max(last_key - offset - right, 0);
     }

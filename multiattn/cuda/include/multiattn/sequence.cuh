@@ -47,12 +47,22 @@ struct KeyWalk<Packed, TILE> {
   using Type = Blocks;
 };
 
+// The part of a problem that code depends on, as multiattn/plan/features.py has it, but for what is a type here.
+struct Features {
+  int head_dim;    // of q and k
+  int head_dim_v;  // of v and out
+  Band band;
+  bool sinks = false;   // each head has one more key, without a value
+  bool aligned = true;  // every row of q, k and v starts at a multiple of 16 bytes
+};
+
 // The constants of every kernel that walks over scores.
-template <class Element_, int HEAD_DIM_, Band BAND_, class PlainParams, class Score_, class Blocked_>
+template <class Element_, Features F, class PlainParams, class Score_, class Blocked_>
 struct Walks {
   using Element = Element_;
-  static constexpr int HEAD_DIM = HEAD_DIM_;
-  static constexpr Band BAND = BAND_;
+  static constexpr int HEAD_DIM = F.head_dim, HEAD_DIM_V = F.head_dim_v;
+  static constexpr Band BAND = F.band;
+  static constexpr bool HAS_SINKS = F.sinks, ALIGNED = F.aligned;
   using Score = Score_;      // what changes scores
   using Blocked = Blocked_;  // what lists the tiles that are seen, or those that there are; or what rows are
   using Params = typename WithAux<PlainParams, Score, typename ListsOf<Blocked>::Type>::Type;
