@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import subprocess
 from dataclasses import asdict, replace
 
@@ -15,7 +14,7 @@ from multiattn import explain, fmha
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import ACCUMULATOR, POINTS, SHARE, SPLIT_Q, TILED, TILING, WARPS, Axes
 from multiattn.cuda.forward_mma import CudaConfig
-from multiattn.cuda.naming import traits_type
+from multiattn.cuda.naming import features_of, traits_type
 from multiattn.cuda.variants import SPANNING, VARIANTS
 from multiattn.plan.arch import ARCHS, CPU, GPU_ARCHS
 from multiattn.plan.backend import Plan, find_variant, ladder, make_plan, plan_variant
@@ -137,8 +136,7 @@ def test_python_and_static_asserts_agree_on_every_point_and_config(tmp_path):
     lines = []
     for axes, config, (dtype, head_dim) in asked:
         problem = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim, dtype=dtype)
-        traits = traits_of(axes, config, problem)  # a mask and alignment go with everything
-        lines.append(re.sub(r"ForwardTraits<(\S+, \d+), [\w:]+, \w+, \w+, (.*)", r"Legality<\1, \2::ALL", traits))
+        lines.append(traits_of(axes, config, problem, template="Legality") + "::ALL")
     source = '#include "forward_traits.cuh"\n#include <cstdio>\nconst bool legal[] = {' + ",\n".join(lines) + "};\n"
     source += "int main() { for (bool it : legal) std::putchar(it ? '1' : '0'); }\n"
     program = tmp_path / "legality"
@@ -154,8 +152,8 @@ def test_python_and_static_asserts_agree_on_every_point_and_config(tmp_path):
     assert not wrong, f"{len(wrong)} of {len(asked)}: {wrong[:5]}"
 
 
-def traits_of(axes: Axes, config: CudaConfig, problem: Problem) -> str:
-    return traits_type("ForwardTraits", problem, *config.constants(axes, problem))
+def traits_of(axes: Axes, config: CudaConfig, problem: Problem, template: str = "ForwardTraits") -> str:
+    return traits_type(template, problem, features_of(problem, "forward"), *config.constants(axes))
 
 
 def _is_refused(axes: Axes, config: CudaConfig, problem: Problem) -> bool:

@@ -39,7 +39,7 @@ void ask(const Sizes& sizes, int* visible, int* all, int* keys, int* queries) {{
   for (int j = 0; j < columns; ++j) put(queries, mask.template queries<{TILE}>(j * {TILE}, {TILE}, rows));
 }}
 
-extern "C" void ask_full(const Sizes* it, int* a, int* b, int* c, int* d) {{ ask<Band::NONE>(*it, a, b, c, d); }}
+extern "C" void ask_full(const Sizes* it, int* a, int* b, int* c, int* d) {{ ask<Band::FULL>(*it, a, b, c, d); }}
 extern "C" void ask_causal(const Sizes* it, int* a, int* b, int* c, int* d) {{ ask<Band::CAUSAL>(*it, a, b, c, d); }}
 extern "C" void ask_two_sided(const Sizes* it, int* a, int* b, int* c, int* d) {{
   ask<Band::TWO_SIDED>(*it, a, b, c, d);

@@ -6,7 +6,7 @@ from typing import Any
 
 from multiattn.cuda.score import lowered_of, slots_of, text_of
 from multiattn.cuda.source import Instance
-from multiattn.plan.backend import Plan
+from multiattn.plan.backend import Direction, Plan
 from multiattn.plan.features import Features
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore
@@ -27,10 +27,11 @@ def walking_kernel(
         more: further fields of the Instance.
     """
     problem, score, slots = plan.problem, lowered_of(plan), slots_of(plan)
+    last = _score_types(problem, score, slots, rows)
     return Instance(
         name=f"{entry}_{what_of(problem)}_{sizes}{_suffix_of(plan, score, slots)}",
         entry=entry,
-        traits=traits_type(traits, problem, features_of(plan), *config, *_score_types(problem, score, slots, rows)),
+        traits=traits_type(traits, problem, features_of(problem, plan.direction), *config, *last),
         score=score,
         slots=slots,
         blocks=problem.blocks,
@@ -44,15 +45,15 @@ def what_of(problem: Problem) -> str:
     return f"{problem.dtype}_d{problem.head_dim}_{problem.band.kind}"
 
 
-def features_of(plan: Plan) -> str:
-    """The C++ value of a Plan's features. A backward's kernels know of no sinks."""
-    its = Features.of(plan.problem)
+def features_of(problem: Problem, direction: Direction) -> str:
+    """The C++ value of a problem's features. A backward's kernels know of no sinks."""
+    its = Features.of(problem)
     return aggregate(
         "Features",
         head_dim=its.head_dim,
         head_dim_v=its.head_dim,
         band=enumerator("Band", its.mask),
-        sinks=its.sinks and plan.direction == "forward",
+        sinks=its.sinks and direction == "forward",
         aligned=its.aligned,
     )
 
