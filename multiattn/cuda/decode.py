@@ -56,8 +56,8 @@ class DecodeConfig(FamilyConfig):
         """Blocks of the kernel that merges: one for some rows, of many parts one for some columns of some rows."""
         rows = problem.batch * problem.heads_q * problem.seq_q
         if self.splits <= MERGE_FEW:
-            return -(-rows // (MERGE_FEW_THREADS // (problem.head_dim // CHUNK_COLUMNS)))
-        return -(-rows // self.merged_rows) * -(-problem.head_dim // MERGE_COLUMNS)
+            return -(-rows // (MERGE_FEW_THREADS // (problem.head_dim_v // CHUNK_COLUMNS)))
+        return -(-rows // self.merged_rows) * -(-problem.head_dim_v // MERGE_COLUMNS)
 
     def blocks(self, problem: Problem) -> int:
         """Blocks of a launch: one for each split of each tile of rows."""
@@ -67,7 +67,7 @@ class DecodeConfig(FamilyConfig):
         """Partial sums that parts leave: none with one split."""
         if self.splits <= 1:
             return {}
-        sizes = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
+        sizes = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
         return {name: layout.size_bytes for name, layout in area_layouts(self.splits, *sizes).items()}
 
     def rows_checks(self, problem: Problem) -> tuple[Check, ...]:
@@ -96,7 +96,7 @@ class DecodeConfig(FamilyConfig):
         is_packed = problem.has_packed_queries
         config = aggregate(
             "MergeConfig",
-            head_dim_v=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
             threads=threads,
             parts_max=parts_max,
             sinks=problem.has_sinks,
@@ -105,7 +105,7 @@ class DecodeConfig(FamilyConfig):
         )
         options = f"{'_sinks' * problem.has_sinks}{'_packed' * is_packed}{'' if overlaps else '_apart'}"
         kernel = Instance(
-            name=f"{name}_{problem.dtype}_d{problem.head_dim}{options}",
+            name=f"{name}_{problem.dtype}_d{problem.head_dim_v}{options}",
             header="merge_splits.cuh",
             entry=name,
             traits=traits_type(traits, problem, config),

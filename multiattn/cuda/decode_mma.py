@@ -95,9 +95,10 @@ class CudaSplitConfig(DecodeConfig):
 
         Every kernel asserts at compile time that it needs just this.
         """
-        width = padded(problem.head_dim, FRAGMENT_ROWS * self.column_warps)
-        rings = self.teams * self.stages * 2 * self.tile_n * width * ELEMENT_BYTES
-        found = self.teams * self.tile_m * (width + _FOUND_PADDING + 2) * FP32_BYTES
+        unit = FRAGMENT_ROWS * self.column_warps
+        width, width_v = padded(problem.head_dim, unit), padded(problem.head_dim_v, unit)
+        rings = self.teams * self.stages * self.tile_n * (width + width_v) * ELEMENT_BYTES
+        found = self.teams * self.tile_m * (width_v + _FOUND_PADDING + 2) * FP32_BYTES
         return self.tile_m * width * ELEMENT_BYTES + max(rings, found)
 
     def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:

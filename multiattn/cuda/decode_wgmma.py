@@ -158,7 +158,7 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
             params=SplitWgmmaParams,
             threads=self.threads,
             smem_bytes=self.smem_bytes(problem),
-            wgmma_columns=(self.tile_n, problem.head_dim),
+            wgmma_columns=(self.tile_n, problem.head_dim_v),
         )
 
     @classmethod

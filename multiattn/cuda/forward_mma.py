@@ -229,7 +229,7 @@ class Pieces:
             k_width=k_width,
             k_pieces=q_width // k_width,
             v_rows=config.key_slice if axes.tiling == "qkv" else config.tile_n,
-            v_width=padded(problem.head_dim, FRAGMENT_ROWS * config.column_warps),
+            v_width=padded(problem.head_dim_v, FRAGMENT_ROWS * config.column_warps),
         )
 
 

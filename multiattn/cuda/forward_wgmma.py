@@ -167,7 +167,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
             threads=self.threads,
             smem_bytes=self.smem_bytes(problem),
             cluster=self.cluster,
-            wgmma_columns=(self.tile_n, problem.head_dim),
+            wgmma_columns=(self.tile_n, problem.head_dim_v),
         )
         blocks = self.grid_blocks(problem)
         return (PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=self.is_persistent),)

@@ -51,7 +51,7 @@ def features_of(problem: Problem, direction: Direction) -> str:
     return aggregate(
         "Features",
         head_dim=its.head_dim,
-        head_dim_v=its.head_dim,
+        head_dim_v=its.head_dim_v,
         band=enumerator("Band", its.mask),
         sinks=its.sinks and direction == "forward",
         aligned=its.aligned,

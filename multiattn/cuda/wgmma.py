@@ -75,8 +75,8 @@ class WgmmaFamilyConfig(FamilyConfig):
 
 
 def panels_of(problem: Problem) -> int:
-    """The panels of head_dim."""
-    return -(-problem.head_dim // BOX_COLUMNS)
+    """The panels of the wider of a row of q or k and one of v or out: they take turns in their places."""
+    return -(-max(problem.head_dim, problem.head_dim_v) // BOX_COLUMNS)
 
 
 def row_bytes(problem: Problem) -> int:
@@ -92,7 +92,7 @@ def packed_check(problem: Problem) -> Check:
 
 def forward_registers(problem: Problem, tile_n: int) -> int:
     """32-bit registers that a forward's thread needs for output, scores and weights."""
-    return padded(problem.head_dim, 8) // 2 + tile_n // 2 + tile_n // 4
+    return padded(problem.head_dim_v, 8) // 2 + tile_n // 2 + tile_n // 4
 
 
 def steps_kept(problem: Problem, room: int) -> int:

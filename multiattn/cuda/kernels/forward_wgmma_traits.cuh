@@ -70,7 +70,7 @@ struct WgmmaTraits : Walks<Element, F, typename PlainParams<IS_GROUPED<Blocked>>
   using TileOut = PanelTile<TILE_M, F.head_dim_v>;  // in the place of Q
   using TileK = PanelTile<TILE_N, F.head_dim>;
   using TileV = PanelTile<TILE_N, F.head_dim_v>;
-  static constexpr int Q_BYTES = TileQ::BYTES > TileOut::BYTES || !TMA_STORE ? TileQ::BYTES : TileOut::BYTES;
+  static constexpr int Q_BYTES = TileQ::BYTES > TileOut::BYTES ? TileQ::BYTES : TileOut::BYTES;
   static constexpr int KV_BYTES = TileK::BYTES > TileV::BYTES ? TileK::BYTES : TileV::BYTES;
   static constexpr int KV_AT = Q_SLOTS * Q_BYTES;
   static constexpr int BARRIERS_AT = KV_AT + STAGES * KV_BYTES;
