@@ -290,7 +290,7 @@ DEVICE void add_dq(const typename T::Params& params, const TileOf<T>& tile, Shar
       for (int m = 0; m < T::DQ_ROW_FRAGMENTS; ++m) mma_pair<E>(dq[m][d], left[m], right);
     }
   }
-  float* sums = dq_sums<T>(params, head, tile, first_query);
+  float* sums = dq_sums<T>(params, head, tile.number, tile.sequence, first_query);
 #pragma unroll
   for (int m = 0; m < T::DQ_ROW_FRAGMENTS; ++m) {
     if (first_query + 16 * (first_row + m) >= count_queries(params, tile.sequence)) break;
@@ -299,15 +299,6 @@ DEVICE void add_dq(const typename T::Params& params, const TileOf<T>& tile, Shar
       if (owns(d))
         T::Sum::add(sums + ((first_row + m) * T::DIM_FRAGMENTS + first_dim + d) * T::Sum::FRAGMENT, dq[m][d]);
   }
-}
-
-// The keys of a block, in their sequence.
-template <class T>
-DEVICE TileOf<T> tile_of_keys(const typename T::Params& params, int place) {
-  if constexpr (IS_PACKED<typename T::Blocked>)
-    return find_sequence(params.lists.key_list, place);
-  else
-    return {place * T::TILE_N, {}};
 }
 
 // The tiles of queries that cover the sequence.
@@ -324,7 +315,7 @@ DEVICE void backward_keys(const typename T::Params& params) {
   using E = typename T::Element;
   using TileKV = typename T::TileKV;
   const auto [head_kv, place] = Place::of(block_index(), params.tiles_kv, params.heads_kv_all, params.sections_kv);
-  const TileOf<T> tile = tile_of_keys<T>(params, place);
+  const TileOf<T> tile = tile_at<T>(params, &TileLists::key_list, place, place * T::TILE_N);
   if (tile.is_none()) return;
   const int first_key = tile.first_row;
   const KeySequence<SequenceOf<T>> keys{params, head_kv, tile.sequence};

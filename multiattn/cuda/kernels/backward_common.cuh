@@ -97,9 +97,9 @@ struct DqSum {
   static DEVICE int row_fragments(const BackwardParams& params) { return (params.seq_q + 15) / 16; }
 
   // The same of a packed batch.
-  static DEVICE float* rows(const BackwardParams& params, const TileLists& lists, int head, const ListedTile& tile,
-                            int first_query) {
-    const int fragment = tile.sequence.offset_q / 16 + tile.number + first_query / 16;
+  static DEVICE float* rows(const BackwardParams& params, const TileLists& lists, int head, int number,
+                            const Sequence& sequence, int first_query) {
+    const int fragment = sequence.offset_q / 16 + number + first_query / 16;
     return fragments(params, head, row_fragments(params, lists), fragment);
   }
   static DEVICE int row_fragments(const BackwardParams& params, const TileLists& lists) {
@@ -134,13 +134,16 @@ struct DqSum {
   }
 };
 
-// The rows of that sum from `first_query` of a tile's sequence on.
+DEVICE const BackwardParams& plain_of(const BackwardParams& params) { return params; }
+DEVICE const BackwardParams& plain_of(const WgmmaBackwardParams& params) { return params.backward; }
+
+// The rows of that sum from `first_query` on of the sequence of that number.
 template <class T>
-DEVICE float* dq_sums(const typename T::Params& params, int head, const TileOf<T>& tile, int first_query) {
+DEVICE float* dq_sums(const typename T::Params& params, int head, int number, const SequenceOf<T>& sequence, int first_query) {
   if constexpr (IS_PACKED<typename T::Blocked>)
-    return T::Sum::rows(params, params.lists, head, tile, first_query);
+    return T::Sum::rows(plain_of(params), params.lists, head, number, sequence, first_query);
   else
-    return T::Sum::rows(params, head, first_query);
+    return T::Sum::rows(plain_of(params), head, first_query);
 }
 
 }  // namespace multiattn

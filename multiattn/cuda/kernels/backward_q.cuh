@@ -96,22 +96,14 @@ DEVICE void load_keys(const BackwardParams& params, const KeySequence<SequenceOf
   cp_async_commit();
 }
 
-// The queries of a block, in their sequence; longest first.
-template <class T>
-DEVICE TileOf<T> tile_of_queries(const typename T::Params& params, int place) {
-  if constexpr (IS_PACKED<typename T::Blocked>)
-    return find_sequence(params.lists.query_list, place);
-  else
-    return {(params.tiles_q_own - 1 - place) * T::TILE_M, {}};
-}
-
 template <class T>
 DEVICE void backward_queries(const typename T::Params& params) {
   using E = typename T::Element;
   using TileQ = typename T::TileQ;
   using TileKV = typename T::TileKV;
   const auto [head, place] = Place::of(block_index(), params.tiles_q_own, params.heads_q_all, params.sections_q);
-  const TileOf<T> own = tile_of_queries<T>(params, place);
+  const int longest_first = (params.tiles_q_own - 1 - place) * T::TILE_M;
+  const TileOf<T> own = tile_at<T>(params, &TileLists::query_list, place, longest_first);
   if (own.is_none()) return;
   const int first_query = own.first_row;
   const QuerySequence<SequenceOf<T>> queries{params, head, own.sequence};

@@ -45,21 +45,32 @@ DEVICE DqFragments fragments_from(const typename T::Params& params, int head, in
   }
 }
 
-// The queries of a block whose gradient it converts, in their sequence.
-template <class T>
-DEVICE TileOf<T> tile_of_rows(const typename T::Params& params, int place) {
-  if constexpr (IS_PACKED<typename T::Blocked>)
-    return find_sequence(params.lists.query_list, place);
-  else
-    return {place * T::TILE_ROWS, {}};
-}
-
 // True if the workspace has a place for a tile. It has none for rows before the first sequence of a packed batch, which no
 // gradient goes through: that of another sequence may be where theirs would be.
 template <class T>
 DEVICE bool has_place(const typename T::Params& params, const TileOf<T>& tile) {
   if constexpr (IS_PACKED<typename T::Blocked>) return tile.number <= params.lists.sequences;
   else return true;
+}
+
+// The dot product of a chunk of `out` and of `dout`.
+template <class E>
+DEVICE float dot(const Chunk& out, const Chunk& dout) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    sum = fmaf(unpack_low<E>(out.word[w]), unpack_low<E>(dout.word[w]), sum);
+    sum = fmaf(unpack_high<E>(out.word[w]), unpack_high<E>(dout.word[w]), sum);
+  }
+  return sum;
+}
+
+// Of so many neighbours, a power of two.
+template <int LANES>
+DEVICE float sum_of_lanes(float sum) {
+#pragma unroll
+  for (int mask = LANES / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
+  return sum;
 }
 
 // delta = rowsum(dout * out) - dlse (Dao, "FlashAttention-2", Algorithm 2, line 4; dlse as d lse / d score = p). A block
@@ -71,22 +82,15 @@ DEVICE void prepare_rows(const typename T::Params& params) {
   const int first_query = tile * T::TILE_ROWS;
   const QuerySequence<NoSequence> sequence{params, head, {}};
   const int lane = thread_index() % T::LANES;
-  using E = typename T::Element;
 
   for (int row = thread_index() / T::LANES; row < T::TILE_ROWS; row += T::THREADS / T::LANES) {
     const int query = first_query + row;
     float sum = 0.0f;
     if (query < params.seq_q && lane < T::CHUNKS) {
       const int64 place = query * params.strides_out.seq + lane * CHUNK_ELEMENTS;
-      const Chunk out = load_global_16(sequence.out() + place), dout = load_global_16(sequence.dout() + place);
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        sum = fmaf(unpack_low<E>(out.word[w]), unpack_low<E>(dout.word[w]), sum);
-        sum = fmaf(unpack_high<E>(out.word[w]), unpack_high<E>(dout.word[w]), sum);
-      }
+      sum = dot<typename T::Element>(load_global_16(sequence.out() + place), load_global_16(sequence.dout() + place));
     }
-#pragma unroll
-    for (int mask = T::LANES / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
+    sum = sum_of_lanes<T::LANES>(sum);
     if (query < params.seq_q && lane == 0)
       store_global_4(sequence.delta() + query, params.dlse ? sum - load_global_4(sequence.dlse() + query) : sum);
   }
@@ -103,10 +107,10 @@ DEVICE void prepare_rows(const typename T::Params& params) {
 template <class T>
 DEVICE void convert_dq(const typename T::Params& params) {
   const auto [head, place] = Place::of(block_index(), params.tiles_rows, params.heads_q_all, 1);
-  const TileOf<T> tile = tile_of_rows<T>(params, place);
+  const TileOf<T> tile = tile_at<T>(params, &TileLists::query_list, place, place * T::TILE_ROWS);
   if (tile.is_none()) return;
   const int first_query = tile.first_row;
-  const float* sums = dq_sums<T>(params, head, tile, first_query);
+  const float* sums = dq_sums<T>(params, head, tile.number, tile.sequence, first_query);
   uint16* rows = QuerySequence<SequenceOf<T>>{params, head, tile.sequence}.dq() + first_query * params.strides_out.seq;
 
   for (int i = thread_index(); i < T::TILE_ROWS * T::CHUNKS; i += T::THREADS) {

@@ -43,7 +43,7 @@ class DqWarpgroup {
     for (int head = first_head + at.head; head < end_head; ++head) {
       int row = query_block<T>(params_, tile, at.block) * T::TILE_M + warp_row(), end = blocks.end;
       if constexpr (IS_STREAM_K<typename T::Blocked>) end = min(end, at.block + steps_left);
-      float* sums = dq_sums_of<T>(params_, head, tile.number, tile.sequence, row);
+      float* sums = dq_sums<T>(params_, head, tile.number, tile.sequence, row);
       for (int block = at.block; block < end; ++block) {
         const auto place = DsPlace::of(steps_++);
         Shared::ring_ds().await_full(place);

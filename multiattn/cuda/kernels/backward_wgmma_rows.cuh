@@ -18,24 +18,6 @@ DEVICE void follow_earlier_grids() {
   sync_block();
 }
 
-// rowsum(dout * out) of a row, of which each of LANES neighbours has a chunk; `is_there` false: 0.
-template <class T>
-DEVICE float dot_of_row(const uint16* out, const uint16* dout, bool is_there) {
-  using E = typename T::Element;
-  float sum = 0.0f;
-  if (is_there) {
-    const Chunk left = load_global_16(out), right = load_global_16(dout);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      sum = fmaf(unpack_low<E>(left.word[w]), unpack_low<E>(right.word[w]), sum);
-      sum = fmaf(unpack_high<E>(left.word[w]), unpack_high<E>(right.word[w]), sum);
-    }
-  }
-#pragma unroll
-  for (int mask = T::LANES / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
-  return sum;
-}
-
 // Empties the sums of divided tiles, all blocks together.
 template <class T>
 DEVICE void clear_key_sums(const typename T::Params& params) {
@@ -57,13 +39,11 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
   }
   if constexpr (IS_STREAM_K<typename T::Blocked>) clear_key_sums<T>(params);
   const auto [head, place] = Place::of(block_index(), backward.tiles_rows, backward.heads_q_all, 1);
-  const TileOf<T> tile = tile_of_rows<T>(params, place);
+  const TileOf<T> tile = tile_at<T>(params, &TileLists::query_list, place, place * T::TILE_ROWS);
   if (tile.is_none()) return;
   const QuerySequence<SequenceOf<T>> queries{backward, head, tile.sequence};
   const int rows = count_queries(backward, tile.sequence) - tile.first_row, lane = thread_index() % T::LANES;
-  int number = 0;
-  if constexpr (IS_PACKED<typename T::Blocked>) number = tile.number;
-  float* const lse = statistics_of<T>(params, head, number, tile.sequence, tile.first_row / T::TILE_M);
+  float* const lse = statistics_of<T>(params, head, tile.number, tile.sequence, tile.first_row / T::TILE_M);
   float* const delta = lse + T::TILE_M;
   const auto store = [&](int row, float of_lse, float of_delta) {
     const int at = row / T::TILE_M * (2 * T::TILE_M) + statistic_place(row % T::TILE_M);
@@ -76,7 +56,10 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
     const int row = first + thread_index() / T::LANES, query = tile.first_row + row;
     const bool is_there = row < min(rows, T::TILE_ROWS);
     const int64 at = query * backward.strides_out.seq + lane * CHUNK_ELEMENTS;
-    float sum = dot_of_row<T>(queries.out() + at, queries.dout() + at, is_there && lane < T::CHUNKS);
+    const uint16 *out = queries.out() + at, *dout = queries.dout() + at;
+    float sum = 0.0f;
+    if (is_there && lane < T::CHUNKS) sum = dot<typename T::Element>(load_global_16(out), load_global_16(dout));
+    sum = sum_of_lanes<T::LANES>(sum);
     if (lane > 0 || row >= min(round_up(rows, T::TILE_M), T::TILE_ROWS)) continue;
     float of_query = infinity();
     if (is_there) {
@@ -89,7 +72,7 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
   }
   if (!has_place<T>(params, tile)) return;
   if constexpr (T::HAS_DQ_SUM) {
-    float* const sums = dq_sums_of<T>(params, head, number, tile.sequence, tile.first_row);
+    float* const sums = dq_sums<T>(params, head, tile.number, tile.sequence, tile.first_row);
     const int floats = (min(rows, T::TILE_ROWS) + 15) / 16 * T::DIM_FRAGMENTS * T::Sum::FRAGMENT;
     for (int i = thread_index(); i < floats / 4; i += T::THREADS) store_global_16(sums + 4 * i, Chunk{});
   }

@@ -188,16 +188,6 @@ DEVICE float* statistics_of(const typename T::Params& params, int head, int numb
   return params.statistics + place * (2 * T::TILE_M);
 }
 
-// The sums of dq from `first_query` of a sequence on.
-template <class T>
-DEVICE float* dq_sums_of(const typename T::Params& params, int head, int number, const SequenceOf<T>& sequence,
-                         int first_query) {
-  if constexpr (IS_PACKED<typename T::Blocked>)
-    return T::Sum::rows(params.backward, params.lists, head, {number, 0, sequence, 0}, first_query);
-  else
-    return T::Sum::rows(params.backward, head, first_query);
-}
-
 template <class T>
 struct BackwardShared {
   static DEVICE SharedAddress k(int slot) { return shared_base() + slot * T::TileKV::BYTES; }

@@ -81,15 +81,6 @@ DEVICE void load_queries(SharedAddress target, const TensorMap& map, SharedAddre
   }
 }
 
-// The tile that has this place among those of a head.
-template <class T>
-DEVICE TileOf<T> listed_tile(const typename T::Params& params, int place) {
-  if constexpr (IS_PACKED<typename T::Blocked>)
-    return find_sequence(params.lists.query_list, place);
-  else
-    return {};
-}
-
 // Where it begins. A list counts from query 0 on, but the last tile ends where the queries do here, too.
 template <class T>
 DEVICE int first_query_of(const WgmmaParams& params, const TileOf<T>& listed, int tile, int place) {
@@ -134,7 +125,7 @@ DEVICE void produce(const typename T::Params& params) {
     const auto [any_head, place] = scheduled_place<T::BAND>(tile / T::CLUSTER, count.of_head(params) / T::CLUSTER,
                                                             forward.heads, forward.heads_per_section);
     const int batch = any_head / forward.heads_q, head = any_head % forward.heads_q, head_kv = head / forward.group;
-    const TileOf<T> listed = listed_tile<T>(params, place);
+    const TileOf<T> listed = tile_at<T>(params, &TileLists::query_list, place, 0);
     const int first_query = first_query_of<T>(params, listed, tile, place);
     if constexpr (IS_PACKED<typename T::Blocked>) mask = mask_of<T::BAND>(forward, listed.sequence);
     const Blocks blocks = loaded_blocks<T>(mask, first_query);

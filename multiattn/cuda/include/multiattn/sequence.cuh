@@ -108,6 +108,7 @@ struct UnlistedTile {
   int32 first_row;
   NoSequence sequence;
 
+  static constexpr int number = 0;
   static constexpr DEVICE bool is_none() { return false; }
 };
 
@@ -130,6 +131,15 @@ template <class T>
 using TileOf = typename TileKind<typename T::Blocked>::Tile;
 template <class T>
 using SequenceOf = typename TileKind<typename T::Blocked>::Sequence;
+
+// The tile of a place in one of the lists, or without lists the one that starts with this row.
+template <class T>
+DEVICE TileOf<T> tile_at(const typename T::Params& params, const int32* TileLists::*list, int place, int first_row) {
+  if constexpr (IS_PACKED<typename T::Blocked>)
+    return find_sequence(params.lists.*list, place);
+  else
+    return {first_row, {}};
+}
 
 // The queries and keys of a block's sequence.
 template <class Params>
