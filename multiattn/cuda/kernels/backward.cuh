@@ -137,9 +137,7 @@ class Mailbox {
   DEVICE Chunk get(int m, int n) const { return load_shared_16(slot(m, n)); }
 
   DEVICE void put_raw(int m, int n, int side, const Accumulator& raw) const {
-    const float(&value)[4] = raw.value;
-    store_shared_16(slot(2 * m + side, n),
-                    Chunk{{float_bits(value[0]), float_bits(value[1]), float_bits(value[2]), float_bits(value[3])}});
+    store_shared_16(slot(2 * m + side, n), chunk_of(raw.value));
   }
   DEVICE Chunk get_raw(int m, int n, int side) const { return load_shared_16(slot(2 * m + side, n)); }
 

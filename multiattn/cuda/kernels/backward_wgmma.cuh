@@ -12,8 +12,8 @@
 #include "backward_wgmma_output.cuh"
 #include "backward_wgmma_parts.cuh"
 #include "backward_wgmma_producer.cuh"
-#include "backward_wgmma_products.cuh"
 #include "backward_wgmma_scores.cuh"
+#include "wgmma_products.cuh"
 
 namespace multiattn {
 
@@ -53,7 +53,7 @@ class KeyWarpgroup {
       Shared::ring_k().release_apart(k_.slot);
       k_.advance();
       if constexpr (IS_STREAM_K<typename T::Blocked>)
-        if (!gather_parts<T>(params_, done, GROUP * 4 + warp_row() / 16, dk_, dv_)) continue;
+        if (!gather_parts<T>(params_, done, GROUP * 4 + warp_row_again() / 16, dk_, dv_)) continue;
       write_gradients<T>(params_, done, first_key(done), dk_, dv_);
     }
   }
@@ -63,7 +63,7 @@ class KeyWarpgroup {
   DEVICE void begin() {
     Shared::ring_k().await_full(k_);
     if constexpr (T::KEEPS_K)
-      if (!tile().is_none()) read_rows(kept_k_, Shared::k(k_.slot));
+      if (!tile().is_none()) read_rows<TileKV>(kept_k_, Shared::k(k_.slot), own_row);
   }
 
   // Read again wherever it is asked for, as registers are scarce.
@@ -86,7 +86,7 @@ class KeyWarpgroup {
     weigh<0>(steps_);
     pack_operand<E>(weights(), scores());
     Shared::ring_v().await_full(v_);
-    if constexpr (T::KEEPS_V) read_rows(kept_v_, Shared::v());
+    if constexpr (T::KEEPS_V) read_rows<TileKV>(kept_v_, Shared::v(), own_row);
     if constexpr (!T::IS_COMPACT) {
       if (steps == 1) {
         step(true, true);
@@ -185,12 +185,11 @@ class KeyWarpgroup {
   // dS^T to shared memory.
   DEVICE void store_ds() {
     Shared::ring_ds().await_empty(DsPlace::of(steps_));
-    const auto fragments = FragmentReader<Tile<T::TILE_N, T::TileDS::PANEL_COLUMNS>>::down();
+    const auto fragments = FragmentReader<typename T::TileDS::Panel>::down();
     const SharedAddress rows = recomputed(Shared::ds(DsPlace::of(steps_).slot));
 #pragma unroll
     for (int i = 0; i < T::QUERY_STEPS; ++i)
-      stmatrix_x4(fragments.address(rows + i / 4 * T::TileDS::PANEL_BYTES, GROUP * T::WARPGROUP_KEYS + warp_row(),
-                                    i % 4 * 16),
+      stmatrix_x4(fragments.address(rows + i / 4 * T::TileDS::PANEL_BYTES, own_row(), i % 4 * 16),
                   ds()[i]);
   }
 
@@ -227,15 +226,8 @@ class KeyWarpgroup {
   // sums[64, TILE_M] = the warpgroup's rows of K or V times those of Q or dO
   template <bool KEPT>
   DEVICE void multiply(Scores& sums, const Fragment (&kept)[T::DIM_STEPS], SharedAddress keys, SharedAddress queries) {
-    multiply_rows<E, T::TILE_M, TileKV, TileQ, KEPT>(sums, kept, keys + GROUP * T::WARPGROUP_KEYS * TileKV::ROW_BYTES, queries);
-  }
-
-  // The warpgroup's rows of K or V, as operand A.
-  DEVICE void read_rows(Fragment (&kept)[T::DIM_STEPS], SharedAddress tile) const {
-    const auto reader = FragmentReader<Tile<TileKV::ROWS, TileKV::PANEL_COLUMNS>>::down();
-#pragma unroll
-    for (int i = 0; i < T::DIM_STEPS; ++i)
-      kept[i] = reader.load(tile + i / 4 * TileKV::PANEL_BYTES, GROUP * T::WARPGROUP_KEYS + warp_row(), i % 4 * 16);
+    const SharedAddress own = recomputed(keys + GROUP * T::WARPGROUP_KEYS * TileKV::ROW_BYTES);
+    multiply_rows<E, T::TILE_M, TileKV, TileQ, KEPT ? T::DIM_STEPS : 0, T::DIM_STEPS>(sums, kept, own, queries);
   }
 
   static DEVICE void clear(float (&gradient)[T::HEAD_DIM / 2]) {
@@ -243,9 +235,9 @@ class KeyWarpgroup {
     for (float& element : gradient) element = 0.0f;
   }
 
-  static DEVICE int warp_row() { return recomputed(thread_index()) / WARP % 4 * 16; }
-  // The first of this warp's keys.
-  static DEVICE int first_key(const KeyTile<T>& tile) { return tile.first_key + GROUP * T::WARPGROUP_KEYS + warp_row(); }
+  // The first of this warp's keys, in the tile and in the sequence.
+  static DEVICE int own_row() { return GROUP * T::WARPGROUP_KEYS + warp_row_again(); }
+  static DEVICE int first_key(const KeyTile<T>& tile) { return tile.first_key + own_row(); }
 
   // Where scores of the next step are made early they, and the weights, are not where dP and dS are.
   DEVICE Scores& scores() { return products_[0]; }

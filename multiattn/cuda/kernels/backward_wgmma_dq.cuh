@@ -109,9 +109,7 @@ class DqWarpgroup {
 #pragma unroll
     for (int i = 0; i < T::DQ_COLUMNS / 8; ++i)
       if (column + 8 * i < T::HEAD_DIM)
-        store_shared_16(own + (i * SIDE + lane() * 4) * 4,
-                        Chunk{{float_bits(dq_[4 * i]), float_bits(dq_[4 * i + 1]), float_bits(dq_[4 * i + 2]),
-                               float_bits(dq_[4 * i + 3])}});
+        store_shared_16(own + (i * SIDE + lane() * 4) * 4, chunk_of(dq_ + 4 * i));
     fence_async_shared();
     sync_warp();  // all lanes have written
     if (lane() == 0) {
@@ -123,7 +121,6 @@ class DqWarpgroup {
   static constexpr int ROW_FLOATS = T::DIM_STEPS * T::Sum::FRAGMENT;  // of 16 queries
   static constexpr int SIDE = T::Sum::FRAGMENT / 2;                    // of these, 8 columns
   static DEVICE int lane() { return thread_index() % WARP; }
-  static DEVICE int warp_row() { return thread_index() / WARP % 4 * 16; }
 
   const typename T::Params& params_;
   RingPlace<T::K_STAGES> k_;

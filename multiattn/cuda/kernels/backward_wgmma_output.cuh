@@ -1,30 +1,20 @@
 // dK and dV of a warp's 16 keys, from registers to memory.
 #pragma once
 #include "backward_wgmma_traits.cuh"
+#include "wgmma_products.cuh"
 
 namespace multiattn {
 
-// A gradient[16, D] times `factor`, to rows `stride` elements apart, of which the first `rows` are there. Quads of lanes gather
-// 16 bytes a lane.
+// A gradient[16, D] times `factor`, to rows `stride` elements apart, of which the first `rows` are there.
 template <class T>
 DEVICE void write_rows(uint16* target, int64 stride, int rows, const float (&gradient)[T::HEAD_DIM / 2], float factor) {
-  constexpr int CHUNKS = T::HEAD_DIM / CHUNK_ELEMENTS;
-  const int lane = thread_index() % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = accumulator_row(2 * half);
-    uint16* const own = target + row * stride + lane * CHUNK_ELEMENTS;
-#pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; chunk += 4) {
-      Chunk mine = {};
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const int i = 4 * (chunk + w) + 2 * half;
-        if (chunk + w < CHUNKS)
-          mine.word[w] = pack<typename T::Element>(gradient[i] * factor, gradient[i + 1] * factor);
-      }
-      store_global_16_if(chunk + lane < CHUNKS && row < rows, own + chunk * CHUNK_ELEMENTS, transpose_in_quad(mine));
-    }
+    store_in_quad<T::HEAD_DIM / CHUNK_ELEMENTS>(target + row * stride, row < rows, [&](int chunk) {
+      const int i = 4 * chunk + 2 * half;
+      return pack<typename T::Element>(gradient[i] * factor, gradient[i + 1] * factor);
+    });
   }
 }
 

@@ -62,12 +62,6 @@ DEVICE void mask_transposed(TransposedScores<T>& weights, const Mask<T::BAND>& m
 template <class T>
 using TransposedOperand = uint32[T::QUERY_STEPS][4];
 
-template <class E, int N>
-DEVICE void pack_operand(uint32 (&packed)[N][4], const float (&values)[8 * N]) {
-#pragma unroll
-  for (int i = 0; i < 4 * N; ++i) packed[i / 4][i % 4] = pack<E>(values[2 * i], values[2 * i + 1]);
-}
-
 // dS^T = P^T * (dP^T - delta); it may take the place of P^T.
 template <class T>
 DEVICE void make_ds(TransposedOperand<T>& ds, const TransposedOperand<T>& weights, const TransposedScores<T>& dp,

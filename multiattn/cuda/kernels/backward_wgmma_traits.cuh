@@ -221,4 +221,18 @@ struct BackwardShared {
   }
 };
 
+// Its barriers are there, and its maps on their way, by the thread that loads. The number of the thread's warpgroup.
+template <class Shared, class Params>
+DEVICE int begin_block(const Params& params, int loading_thread) {
+  if (thread_index() == 0) Shared::init();
+  if (thread_index() == loading_thread) {
+    prefetch_map(params.map_q);
+    prefetch_map(params.map_k);
+    prefetch_map(params.map_v);
+    prefetch_map(params.map_dout);
+  }
+  sync_block();  // barriers are there
+  return static_cast<int>(uniform(thread_index() / WARPGROUP));
+}
+
 }  // namespace multiattn

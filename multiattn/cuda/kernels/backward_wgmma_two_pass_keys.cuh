@@ -8,9 +8,9 @@
 #pragma once
 #include "backward_wgmma_output.cuh"
 #include "backward_wgmma_producer.cuh"
-#include "backward_wgmma_products.cuh"
 #include "backward_wgmma_scores.cuh"
 #include "backward_wgmma_two_pass_traits.cuh"
+#include "wgmma_products.cuh"
 
 namespace multiattn {
 
@@ -52,14 +52,14 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
     Shared::ring_k().await_full(place_);
     tile_ = load_key_tile<T>(Shared::tile_place(0));
     if (tile_.is_none()) return;
-    if constexpr (OF_V && T::KEEPS_KV) read_rows(Shared::k(0));
+    if constexpr (OF_V && T::KEEPS_KV) read_rows<TileKV>(kept_, Shared::k(0), warp_row_again);
     if constexpr (!OF_V || T::KEEPS_KV) Shared::ring_k().release_apart(0);  // of dK: only the tile was read
   }
 
   DEVICE void await_v() {
     Shared::ring_v().await_full(place_);
     if constexpr (T::KEEPS_KV) {
-      read_rows(Shared::v());
+      read_rows<TileKV>(kept_, Shared::v(), warp_row_again);
       Shared::ring_v().release_apart(0);
     }
   }
@@ -237,7 +237,8 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
   }
 
   DEVICE void multiply(SharedAddress keys, SharedAddress queries) {
-    multiply_rows<E, T::TILE_M, TileKV, TileQ, T::KEEPS_KV>(products_, kept_, keys, queries);
+    constexpr int KEPT = T::KEEPS_KV ? T::DIM_STEPS : 0;
+    multiply_rows<E, T::TILE_M, TileKV, TileQ, KEPT, T::DIM_STEPS>(products_, kept_, recomputed(keys), queries);
   }
 
   // dV[64, D] += P^T dO, or dK += dS^T Q, of this step
@@ -250,15 +251,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
     } else {
       queries = Shared::q(PlaceQ::of(steps_).slot);
     }
-    add_product<E, T::HEAD_DIM, TileQ>(gradient_, operand_, queries, false);
-  }
-
-  // The rows of K or V, as operand A.
-  DEVICE void read_rows(SharedAddress tile) {
-    const auto reader = FragmentReader<Tile<TileKV::ROWS, TileKV::PANEL_COLUMNS>>::down();
-#pragma unroll
-    for (int i = 0; i < T::DIM_STEPS; ++i)
-      kept_[i] = reader.load(tile + i / 4 * TileKV::PANEL_BYTES, warp_row(), i % 4 * 16);
+    add_product<E, T::HEAD_DIM, TileQ>(gradient_, operand_, queries);
   }
 
   // The gradient of the warp's keys.
@@ -271,9 +264,8 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
     write_rows<T>(target, stride, rows, gradient_, OF_V ? 1.0f : backward.grad_factor);
   }
 
-  static DEVICE int warp_row() { return recomputed(thread_index()) / WARP % 4 * 16; }
   // The first of this warp's keys.
-  DEVICE int first_key() const { return tile_.first_key + warp_row(); }
+  DEVICE int first_key() const { return tile_.first_key + warp_row_again(); }
 
   const typename T::Params& params_;
   KeyTile<T> tile_;
@@ -288,17 +280,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
 
 template <class T>
 DEVICE void backward_wgmma_keys(const typename T::Params& params) {
-  const int warpgroup = begin_block<TwoPassKeysShared<T>>(params, T::WARPGROUPS * WARPGROUP);
-  if (warpgroup == 0) {
-    raise_registers<T::CONSUMER_REGISTERS>();
-    GradientWarpgroup<T, true>(params).run();
-  } else if (warpgroup == 1) {
-    raise_registers<T::CONSUMER_REGISTERS>();
-    GradientWarpgroup<T, false>(params).run();
-  } else {
-    lower_registers<T::PRODUCER_REGISTERS>();
-    if (thread_index() % WARPGROUP == 0) BackwardProducer<T>(params).run();
-  }
+  run_pass<T, TwoPassKeysShared<T>, GradientWarpgroup<T, true>, GradientWarpgroup<T, false>, BackwardProducer<T>>(params);
 }
 
 }  // namespace multiattn

@@ -7,10 +7,10 @@
 #pragma once
 #include "backward_wgmma_output.cuh"
 #include "backward_wgmma_producer.cuh"
-#include "backward_wgmma_products.cuh"
 #include "backward_wgmma_scores.cuh"
 #include "backward_wgmma_two_pass_traits.cuh"
 #include "multiattn/softmax.cuh"
+#include "wgmma_products.cuh"
 
 namespace multiattn {
 
@@ -163,7 +163,7 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
     const float* const list = statistics_of<T>(params_, tile_.head, tile_.number, tile_.sequence, first / T::TILE_M);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = warp_row() + accumulator_row(2 * half);
+      const int row = warp_row_again() + accumulator_row(2 * half);
       const float* const place = list + statistic_place(row);
       lse_[half] = row < rows ? load_global_4(place) : infinity();
       delta_[half] = row < rows ? load_global_4(place + T::TILE_M) : 0.0f;
@@ -263,7 +263,7 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
     const BackwardParams& backward = params_.backward;
     const HeadScores<typename T::Score> head(params_.aux, count_queries(backward, tile_.sequence),
                                              count_keys(backward, tile_.sequence), tile_.number, this->head);
-    const int first_query = first_of_group() + warp_row();
+    const int first_query = first_of_group() + warp_row_again();
     const int first_key = block_ * T::TILE_N + accumulator_column(0);
 #pragma unroll
     for (int i = 0; i < T::TILE_N / 2; ++i) {
@@ -286,7 +286,7 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
   // 0 in place of what the mask hides.
   DEVICE void mask(float (&values)[T::TILE_N / 2]) const {
     const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, tile_.sequence);
-    int first_query = first_of_group() + warp_row();
+    int first_query = first_of_group() + warp_row_again();
     if (T::IS_CROWDED) first_query = recomputed(first_query);  // or ptxas keeps what a row is compared with, and spills
 #pragma unroll
     for (int i = 0; i < T::TILE_N / 2; ++i) {
@@ -301,43 +301,36 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void make_scores(uint32 step) {
     const auto place = PlaceK::of(step);
     Shared::ring_k().await_full(place);
-    multiply_rows(scores_, Shared::q(GROUP), Shared::k(place.slot));
+    multiply(scores_, Shared::q(GROUP), Shared::k(place.slot));
   }
 
   // dP[64, TILE_N] = dO V^T
   DEVICE void make_dp(uint32 step) {
     const auto place = PlaceV::of(step);
     Shared::ring_v().await_full(place);
-    multiply_rows(dp_, Shared::dout(GROUP), Shared::v(place.slot));
+    multiply(dp_, Shared::dout(GROUP), Shared::v(place.slot));
   }
 
   // sums[64, TILE_N] = rows of Q or dO times those of K or V
-  static DEVICE void multiply_rows(float (&sums)[T::TILE_N / 2], SharedAddress queries, SharedAddress keys) {
-    const Descriptor a(recomputed(queries), 16), b(keys, 16);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < T::DIM_STEPS; ++i)
-      wgmma_ss<E, T::TILE_N>(sums, a.at(i / 4 * TileQ::PANEL_BYTES + i % 4 * 32),
-                             b.at(i / 4 * TileKV::PANEL_BYTES + i % 4 * 32), i > 0);
-    wgmma_commit();
+  static DEVICE void multiply(float (&sums)[T::TILE_N / 2], SharedAddress queries, SharedAddress keys) {
+    multiply_rows<E, T::TILE_N, TileQ, TileKV, 0, T::DIM_STEPS>(sums, {{}}, recomputed(queries), keys);
   }
 
   // dQ[64, D] += dS K, of this step
   DEVICE void add_dq() {
-    add_product<E, T::HEAD_DIM, TileKV>(dq_, operand_, Shared::k(PlaceK::of(steps_).slot), false);
+    add_product<E, T::HEAD_DIM, TileKV>(dq_, operand_, Shared::k(PlaceK::of(steps_).slot));
   }
 
   // The gradient of the warp's queries.
   DEVICE void write() const {
     const BackwardParams& backward = params_.backward;
-    const int first = first_of_group() + warp_row();
+    const int first = first_of_group() + warp_row_again();
     const int64 stride = backward.strides_out.seq;
     const QuerySequence<SequenceOf<T>> queries{backward, tile_.head, tile_.sequence};
     write_rows<T>(queries.dq() + first * stride, stride, count_queries(backward, tile_.sequence) - first, dq_,
                   backward.grad_factor);
   }
 
-  static DEVICE int warp_row() { return recomputed(thread_index()) / WARP % 4 * 16; }
   DEVICE int first_of_group() const { return tile_.first_query + GROUP * T::TILE_M; }
 
   const typename T::Params& params_;
@@ -353,17 +346,7 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
 
 template <class T>
 DEVICE void backward_wgmma_queries(const typename T::Params& params) {
-  const int warpgroup = begin_block<TwoPassQueriesShared<T>>(params, T::WARPGROUPS * WARPGROUP);
-  if (warpgroup == 0) {
-    raise_registers<T::CONSUMER_REGISTERS>();
-    QueryWarpgroup<T, 0>(params).run();
-  } else if (warpgroup == 1) {
-    raise_registers<T::CONSUMER_REGISTERS>();
-    QueryWarpgroup<T, 1>(params).run();
-  } else {
-    lower_registers<T::PRODUCER_REGISTERS>();
-    if (thread_index() % WARPGROUP == 0) TwoPassQueriesProducer<T>(params).run();
-  }
+  run_pass<T, TwoPassQueriesShared<T>, QueryWarpgroup<T, 0>, QueryWarpgroup<T, 1>, TwoPassQueriesProducer<T>>(params);
 }
 
 }  // namespace multiattn

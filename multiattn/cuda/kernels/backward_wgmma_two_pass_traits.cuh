@@ -131,4 +131,20 @@ struct TwoPassQueriesShared {
   }
 };
 
+// A block of either kernel: two warpgroups compute, a thread of the third loads.
+template <class T, class Shared, class First, class Second, class Producer>
+DEVICE void run_pass(const typename T::Params& params) {
+  const int warpgroup = begin_block<Shared>(params, T::WARPGROUPS * WARPGROUP);
+  if (warpgroup == 0) {
+    raise_registers<T::CONSUMER_REGISTERS>();
+    First(params).run();
+  } else if (warpgroup == 1) {
+    raise_registers<T::CONSUMER_REGISTERS>();
+    Second(params).run();
+  } else {
+    lower_registers<T::PRODUCER_REGISTERS>();
+    if (thread_index() % WARPGROUP == 0) Producer(params).run();
+  }
+}
+
 }  // namespace multiattn

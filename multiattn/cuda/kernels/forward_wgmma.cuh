@@ -13,7 +13,7 @@
 #include "forward_wgmma_output.cuh"
 #include "forward_wgmma_producer.cuh"
 #include "forward_wgmma_softmax.cuh"
-#include "multiattn/wgmma.cuh"
+#include "wgmma_products.cuh"
 
 namespace multiattn {
 
@@ -156,7 +156,7 @@ class Consumer {
       fence_async_shared();
       await_warpgroup();  // Q is rewritten before anybody reads it
     }
-    const auto reader = FragmentReader<PanelQ<T>>::down();
+    const auto reader = FragmentReader<typename TileQ::Panel>::down();
 #pragma unroll
     for (int step = 0; step < T::KEPT_STEPS; ++step)
       kept_q_[step] = reader.load(queries(slot) + step / 4 * TileQ::PANEL_BYTES, warp_row(), step % 4 * 16);
@@ -215,7 +215,7 @@ class Consumer {
       wgmma_wait<0>();
       release_v();
     }
-    pack_weights<T>(weights_, scores_);
+    pack_operand<E>(weights_, scores_);
     if constexpr (!EXACT) {
       if (any_in_warp(outgrown<E>(weights_))) redo<PART>(rows, block, sum, decay);
     }
@@ -260,8 +260,8 @@ class Consumer {
   // takes their maxima first.
   template <Part PART>
   DEVICE void redo(const Rows& rows, int block, float (&sum)[2], float (&decay)[2]) {
-    const auto reader_q = FragmentReader<PanelQ<T>>::down();
-    const auto reader_k = FragmentReader<Tile<TileK::ROWS, TileK::PANEL_COLUMNS>>::right();
+    const auto reader_q = FragmentReader<typename TileQ::Panel>::down();
+    const auto reader_k = FragmentReader<typename TileK::Panel>::right();
 #pragma unroll
     for (int n = 0; n < T::KEY_STEPS; ++n) {
       Accumulator pair[2] = {};
@@ -282,7 +282,7 @@ class Consumer {
     float base[2];
     settle_max(decay, base);
     exponentiate<T>(scores_, base, scale_log2(), sum);
-    pack_weights<T>(weights_, scores_);
+    pack_operand<E>(weights_, scores_);
     decay_output(decay);
   }
 
@@ -290,16 +290,8 @@ class Consumer {
   // scores[64, TILE_N] = Q K^T of the next block
   DEVICE void make_scores(int slot) {
     Shared::ring_kv().await_full(kv_);
-    const Descriptor q(queries(slot), 16), k(Shared::kv(kv_.slot), 16);
-    wgmma_fence();
-    const auto keys = [&](int step) { return k.at(step / 4 * TileK::PANEL_BYTES + step % 4 * 32); };
-#pragma unroll
-    for (int step = 0; step < T::KEPT_STEPS; ++step)
-      wgmma_rs<E, T::TILE_N>(scores_, kept_q_[step].reg, keys(step), step > 0);
-#pragma unroll
-    for (int step = T::KEPT_STEPS; step < T::DOT_STEPS; ++step)
-      wgmma_ss<E, T::TILE_N>(scores_, q.at(step / 4 * TileQ::PANEL_BYTES + step % 4 * 32), keys(step), step > 0);
-    wgmma_commit();
+    multiply_rows<E, T::TILE_N, TileQ, TileK, T::KEPT_STEPS, T::DOT_STEPS>(scores_, kept_q_, queries(slot),
+                                                                           Shared::kv(kv_.slot));
     k_slot_ = kv_.slot;
     kv_.advance();
   }
@@ -307,12 +299,7 @@ class Consumer {
   // out[64, HEAD_DIM_V] += weights V
   DEVICE void add_values() {
     Shared::ring_kv().await_full(kv_);
-    const Descriptor v(Shared::kv(kv_.slot), TileV::PANEL_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < T::KEY_STEPS; ++step)
-      wgmma_rs_mn<E, T::HEAD_DIM_V>(out_, weights_[step], v.at(step * 16 * TileV::ROW_BYTES), true);
-    wgmma_commit();
+    add_product<E, T::HEAD_DIM_V, TileV>(out_, weights_, Shared::kv(kv_.slot));
     kv_.advance();
   }
 

@@ -80,7 +80,7 @@ template <class T>
 class GatherLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
   using Freed = FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>;
   using Shared = SharedLayout<T>;
-  using Panel = Tile<T::TILE_N, T::TileK::PANEL_COLUMNS>;
+  using Panel = typename T::TileK::Panel;
   static constexpr int KEYS = T::TILE_N / T::LOADING_WARPS;  // of a warp
   static constexpr int CHUNKS = 8, KEYS_OF_PASS = WARP / CHUNKS;
   // Two tiles are used together, K of a block and V of the one after it, and must both be told of: no more than STAGES - 2. Half

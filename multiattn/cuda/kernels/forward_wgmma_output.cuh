@@ -3,12 +3,9 @@
 #pragma once
 #include "forward_wgmma_traits.cuh"
 #include "multiattn/softmax.cuh"
+#include "wgmma_products.cuh"
 
 namespace multiattn {
-
-// A panel as ldmatrix and stores see it: a tile of 64 columns.
-template <class T>
-using PanelQ = Tile<T::TileQ::ROWS, T::TileQ::PANEL_COLUMNS>;
 
 // log2 of a row's sum, which is normal, inf or NaN: that of the mantissa within 2^-22, whatever the exponent, which is added.
 DEVICE float log2_of_sum(float sum) {
@@ -124,7 +121,7 @@ struct WarpOutput {
   DEVICE void stage(Pair pair) const {
     // stmatrix takes two chunks of 16 rows, as ldmatrix has read them from here for Q. The panel has a second chunk also
     // where the tensor ends with an odd one.
-    const auto fragments = FragmentReader<PanelQ<T>>::down(recomputed(thread_index()));
+    const auto fragments = FragmentReader<typename T::TileOut::Panel>::down(recomputed(thread_index()));
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
       uint32 matrix[4] = {pair(chunk, 0), pair(chunk, 1)};
@@ -136,24 +133,13 @@ struct WarpOutput {
     }
   }
 
-  // Quads of lanes gather 16 bytes a lane: eight columns of one chunk each.
   template <class Pair>
   DEVICE void store(Pair pair) const {
     uint16* const out = places.outputs();
-    const int lane = thread_index() % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const auto row = places[accumulator_row(2 * half)];
-      uint16* const target = out + places.offset(row) + lane * CHUNK_ELEMENTS;
-#pragma unroll
-      for (int chunk = 0; chunk < CHUNKS; chunk += 4) {
-        Chunk mine = {};
-#pragma unroll
-        for (int w = 0; w < 4; ++w)
-          if (chunk + w < CHUNKS) mine.word[w] = pair(chunk + w, half);
-        const bool is_there = chunk + lane < CHUNKS;
-        store_global_16_if(is_there && places.is_there(row), target + chunk * CHUNK_ELEMENTS, transpose_in_quad(mine));
-      }
+      store_in_quad<CHUNKS>(out + places.offset(row), places.is_there(row), [&](int chunk) { return pair(chunk, half); });
     }
   }
 

@@ -6,9 +6,6 @@
 
 namespace multiattn {
 
-// Of the block that a warp is in: its first row among the warpgroup's.
-DEVICE int warp_row() { return thread_index() / WARP % 4 * 16; }
-
 // Blocks of keys at a band's lower edge: the first that a warpgroup sees in full, the first that it sees, and the first that
 // is loaded for its tile. A band without that edge begins with block 0.
 template <Band>
@@ -138,7 +135,7 @@ struct GroupRows {
   // The warpgroup's rows of Q, gathered into panels as TMA would write them. Rows that are none, and columns beyond head_dim, become
   // zeros.
   DEVICE void gather(SharedAddress tile, int warpgroup) const {
-    using PanelQ = Tile<T::TileQ::ROWS, T::TileQ::PANEL_COLUMNS>;
+    using PanelQ = typename T::TileQ::Panel;
     constexpr int CHUNKS = 2 * T::DOT_STEPS;
 #pragma unroll 4
     for (int i = thread_index() % WARPGROUP; i < T::WARPGROUP_ROWS * CHUNKS; i += WARPGROUP) {

@@ -121,12 +121,4 @@ DEVICE void raise_max(RowState& state, const float (&top)[2], int headroom, floa
   }
 }
 
-// Weights as operand A of wgmma_rs: 16 keys in four registers.
-template <class T>
-DEVICE void pack_weights(uint32 (&packed)[T::KEY_STEPS][4], const WarpgroupScores<T>& weights) {
-#pragma unroll
-  for (int i = 0; i < T::TILE_N / 4; ++i)
-    packed[i / 4][i % 4] = pack<typename T::Element>(weights[2 * i], weights[2 * i + 1]);
-}
-
 }  // namespace multiattn

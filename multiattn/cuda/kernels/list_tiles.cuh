@@ -7,7 +7,7 @@
 // Nothing is taken on trust: whatever cu_seqlens has, a list names rows that there are, and has as many entries as it has room for.
 #pragma once
 #include "multiattn/params.h"
-#include "multiattn/ptx_sm90.cuh"
+#include "grids.cuh"
 #include "multiattn/sequence.cuh"
 #include "multiattn/tile.cuh"
 
@@ -117,11 +117,7 @@ struct TileList {
 // Where grids overlap, the earlier ones may still write what it reads, and read what it writes.
 template <class T>
 DEVICE void list_tiles(const ListParams& params) {
-  if constexpr (T::OVERLAPS) {
-    admit_next_grid();
-    if (thread_index() == 0) await_earlier_grids();
-    sync_block();
-  }
+  follow_earlier_grids<T::OVERLAPS>();
   const int per_list = params.sequences + 3;  // and the rows on either side of them, and the entries behind those
   if (params.next_tile && block_index() == 0 && thread_index() == 0) *params.next_tile = 0;
   const int item = static_cast<int>(block_index()) * (T::THREADS / WARP) + thread_index() / WARP;

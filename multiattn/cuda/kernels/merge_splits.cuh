@@ -1,6 +1,6 @@
 // Merges the parts of each row that the blocks of split_keys.cuh leave: out = sum of w_s out_s with w_s = exp(lse_s - lse).
 #pragma once
-#include "multiattn/ptx_sm90.cuh"
+#include "grids.cuh"
 #include "multiattn/softmax.cuh"
 #include "split_keys_traits.cuh"
 
@@ -135,11 +135,7 @@ DEVICE void merge_splits(const SplitParams& params) {
   const bool has_row = row < own_rows && first_column + column < T::HEAD_DIM_V;
   const float* parts = params.partial_out + static_cast<int64>(first_row + row) * T::HEAD_DIM_V + first_column + column;
   const int64 pitch = static_cast<int64>(rows) * T::HEAD_DIM_V;
-  if constexpr (T::OVERLAPS) {
-    admit_next_grid();
-    if (thread_index() == 0) await_earlier_grids();
-    sync_block();
-  }
+  follow_earlier_grids<T::OVERLAPS>();
 
   PartColumns<T> columns;  // on their way while their weights are found
   if (has_row) columns.load(parts, pitch, first, slots_of_row, params.splits);
@@ -161,8 +157,7 @@ DEVICE void merge_splits(const SplitParams& params) {
     const SharedAddress place = sums + (slot * T::SUMS_PITCH + column) * 4;
 #pragma unroll
     for (int side = 0; side < 2; ++side)
-      store_shared_16(place + 16 * side, Chunk{{float_bits(sum[4 * side]), float_bits(sum[4 * side + 1]),
-                                                float_bits(sum[4 * side + 2]), float_bits(sum[4 * side + 3])}});
+      store_shared_16(place + 16 * side, chunk_of(sum + 4 * side));
   }
   sync_block();  // every slot's sum is there
 
@@ -194,11 +189,7 @@ DEVICE void merge_few_splits(const SplitParams& params) {
   const PlaceOfRow place = PlaceOfRow::of(params, row);
   const float* parts = params.partial_out + static_cast<int64>(row) * T::HEAD_DIM_V + column;
   const int64 pitch = static_cast<int64>(rows) * T::HEAD_DIM_V;
-  if constexpr (T::OVERLAPS) {
-    admit_next_grid();
-    if (thread_index() == 0) await_earlier_grids();
-    sync_block();
-  }
+  follow_earlier_grids<T::OVERLAPS>();
   if (row >= rows || thread_index() >= T::ROWS * T::CHUNKS) return;
 
   PartColumns<T> columns;  // on their way while their weights are found

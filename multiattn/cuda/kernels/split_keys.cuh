@@ -227,8 +227,7 @@ DEVICE void store(const Owned<T>& owned) {
       float* target = params.partial_out + place * T::HEAD_DIM_V + column;
 #pragma unroll
       for (int part = 0; part < 2; ++part)
-        store_global_16(target + 4 * part, Chunk{{float_bits(value[4 * part]), float_bits(value[4 * part + 1]),
-                                                  float_bits(value[4 * part + 2]), float_bits(value[4 * part + 3])}});
+        store_global_16(target + 4 * part, chunk_of(value + 4 * part));
     } else {
       Chunk chunk;
 #pragma unroll
@@ -241,11 +240,7 @@ DEVICE void store(const Owned<T>& owned) {
 template <class T>
 DEVICE void split_keys(const typename T::Params& params) {
   Owned<T> owned = Owned<T>::of(params);
-  if constexpr (T::OVERLAPS) {
-    admit_next_grid();
-    if (thread_index() == 0) await_earlier_grids();
-    sync_block();
-  }
+  follow_earlier_grids<T::OVERLAPS>();
   owned.find_lengths();
   if (owned.first_row >= owned.len_q * params.group) return;
   load_queries<T>(owned);

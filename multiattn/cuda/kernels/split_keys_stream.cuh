@@ -1,6 +1,6 @@
 // Tiles of K and V on their way from a cache to a team's ring, with cp.async.
 #pragma once
-#include "multiattn/ptx_sm90.cuh"
+#include "grids.cuh"
 #include "split_keys_traits.cuh"
 
 namespace multiattn {

@@ -8,6 +8,10 @@ namespace multiattn {
 constexpr int WARPGROUP = 4 * WARP;
 constexpr int NO_TILE = -1;  // a schedule is done
 
+// Of the block that a warp is in: its first row among the warpgroup's. `again`: no register keeps it.
+DEVICE int warp_row() { return thread_index() / WARP % 4 * 16; }
+DEVICE int warp_row_again() { return recomputed(thread_index()) / WARP % 4 * 16; }
+
 // Where a role is in a ring: the slot, and the parity of the phase that it waits for.
 template <int SLOTS>
 struct RingPlace {

@@ -14,6 +14,7 @@ struct PanelTile {
   static constexpr int PANEL_COLUMNS = 64, ROW_BYTES = 128;
   static constexpr int PANELS = (HEAD_DIM + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
   static constexpr int PANEL_BYTES = ROWS * ROW_BYTES, BYTES = PANELS * PANEL_BYTES;
+  using Panel = Tile<ROWS, PANEL_COLUMNS>;  // as ldmatrix and stores see it
 };
 
 // A matrix descriptor (PTX ISA, "Matrix Descriptor Format"), for the 128-byte swizzle: groups of 8 rows are 1024 bytes

@@ -191,6 +191,11 @@ DEVICE Fragment as_operand(const Accumulator (&pair)[2]) {
            pack<E>(right[0], right[1]), pack<E>(right[2], right[3])}};
 }
 
+// Four floats as a chunk.
+DEVICE Chunk chunk_of(const float* four) {
+  return {{float_bits(four[0]), float_bits(four[1]), float_bits(four[2]), float_bits(four[3])}};
+}
+
 // Four words of each lane of a quad, turned: lane i gets word i of all four. What were pairs of columns in four 8-column
 // chunks become a chunk for each lane.
 DEVICE Chunk transpose_in_quad(Chunk mine) {
