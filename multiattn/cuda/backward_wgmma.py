@@ -10,7 +10,7 @@ from typing import Any
 from multiattn.cuda import stream_k
 from multiattn.cuda.backward_mma import ROW_THREADS, ROW_TILE, backward_numbers, dq_sum_bytes, rows_launch
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded, tiles_of
-from multiattn.cuda.naming import aggregate, traits_type
+from multiattn.cuda.naming import aggregate, aggregate_of, traits_type
 from multiattn.cuda.source import Instance, PlannedLaunch, WgmmaBackwardParams
 from multiattn.cuda.stream_k import Divided
 from multiattn.cuda.wgmma import (
@@ -183,17 +183,8 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         kept = f"{'_kregisters' * self.k_in_registers}{'_vregisters' * self.v_in_registers}{'_halfdq' * self.half_dq}"
         kept += f"{'_tmadq' * self.dq_by_tma}{'_early' * self.early_scores}{'_stream_k' * bool(lists)}"
         columns = self.dq_columns(problem)
-        config = aggregate(
-            "WgmmaBackwardConfig",
-            k_stages=self.k_stages,
-            q_stages=self.q_stages,
-            dout_stages=self.dout_stages,
-            dq_columns=columns,
-            keeps_k=self.k_in_registers,
-            keeps_v=self.v_in_registers,
-            early_scores=self.early_scores,
-            dq_by_tma=self.dq_by_tma,
-        )
+        kept_fields = ("k_in_registers", "v_in_registers", "early_scores", "dq_by_tma")
+        config = aggregate_of(self, "k_stages", "q_stages", "dout_stages", *kept_fields, dq_columns=columns)
         kernel = wgmma_kernel(
             plan,
             "WgmmaBackwardTraits",

@@ -127,10 +127,8 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
         queries: dict[str, Any] = {
             "k_stages": self.k_stages, "v_stages": self.v_stages, "ahead": self.dq_ahead, "dp_late": self.dp_late,
         }  # fmt: skip
-        keys: dict[str, Any] = {
-            "q_stages": self.q_stages, "dout_stages": self.dout_stages, "keeps_kv": self.kv_in_registers,
-            "ahead": self.ahead,
-        }  # fmt: skip
+        names = ("q_stages", "dout_stages", "kv_in_registers", "ahead")
+        keys: dict[str, Any] = {name: getattr(self, name) for name in names}
         kept_q, kept_kv = "_dplate" * self.dp_late, "_kvregisters" * self.kv_in_registers
         return (
             self.statistics(problem, QUERY_TILE, name, *lists, has_dq_sum=False),

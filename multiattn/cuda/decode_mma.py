@@ -9,7 +9,7 @@ from typing import Any
 
 from multiattn.cuda.decode import DecodeConfig, grouped_rows, overlap, paging_of
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, NO_FLAGS, padded
-from multiattn.cuda.naming import aggregate, walking_kernel
+from multiattn.cuda.naming import aggregate_of, walking_kernel
 from multiattn.cuda.source import Instance, SplitParams
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.backend import Plan, Variant
@@ -120,7 +120,7 @@ class CudaSplitConfig(DecodeConfig):
         """Its constants are mask, sinks, pages, and the shape."""
         problem, overlaps, paging = plan.problem, overlap(plan.arch), paging_of(plan.problem, self.tile_n)
         names = ("tile_m", "tile_n", "warps", "row_warps", "column_warps", "stages")
-        config = aggregate("CudaSplitConfig", **{name: getattr(self, name) for name in names}, overlaps=overlaps)
+        config = aggregate_of(self, *names, overlaps=overlaps)
         sizes = f"{self.tile_m}x{self.tile_n}_w{self.warps}r{self.row_warps}c{self.column_warps}_s{self.stages}"
         return walking_kernel(
             plan,

@@ -136,23 +136,16 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
         paging, rows = paging_of(problem), self.keys_of_box(problem)
         keys = {"NONE": "dense", "ENTRIES": "entries", "ANY": "pages"}[paging]
         keys += "_gathered" if self.gathers else str(rows) * (paging == "ANY")
-        config = aggregate(
-            "WgmmaConfig",
-            warpgroups=self.warpgroups,
-            tile_n=self.tile_n,
-            stages=self.stages,
-            kept_steps=self.kept_steps(problem),
-            pingpong=self.pingpong,
-            lazy_max=self.lazy_max,
-        )
+        sizes = {name: getattr(self, name) for name in ("warpgroups", "tile_n", "stages", "pingpong", "lazy_max")}
+        config = aggregate("WgmmaConfig", **sizes, kept_steps=self.kept_steps(problem))
         options = f"{'_qregisters' * self.q_in_registers}{'_pingpong' * self.pingpong}{'_lazymax' * self.lazy_max}"
-        sizes = f"{self.tile_m}x{self.tile_n}_s{self.stages}_{keys}{options}"
+        tiles = f"{self.tile_m}x{self.tile_n}_s{self.stages}_{keys}{options}"
         return wgmma_kernel(
             plan,
             "WgmmaTraits",
             config,
             entry="forward_wgmma",
-            sizes=sizes,
+            sizes=tiles,
             rows=grouped_rows(paging, rows),
             header="forward_wgmma.cuh",
             params=SplitWgmmaParams,

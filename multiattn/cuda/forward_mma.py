@@ -10,7 +10,7 @@ from typing import Any
 
 from multiattn.cuda.axes import Axes, why_illegal
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, NO_FLAGS, FamilyConfig, padded, tiles_of
-from multiattn.cuda.naming import aggregate, enumerator, walking_kernel
+from multiattn.cuda.naming import aggregate, aggregate_of, enumerator, walking_kernel
 from multiattn.cuda.source import ForwardParams, PlannedLaunch
 from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import KIB, WARP_THREADS, Arch
@@ -164,9 +164,8 @@ class CudaConfig(FamilyConfig):
             **{f"swizzle_{tensor}": tensor in axes.swizzle for tensor in "qkv"},
             halves=axes.accumulator == "fp16",
         )
-        sizes = ("tile_m", "tile_n", "warps", "column_warps", "stages", "dim_slice", "key_slice")
-        shape = {name: getattr(self, name) for name in sizes}
-        return point, aggregate("CudaConfig", **shape, q_place=enumerator("QPlace", self.q_place))
+        names = ("tile_m", "tile_n", "warps", "column_warps", "stages", "dim_slice", "key_slice")
+        return point, aggregate_of(self, *names, q_place=enumerator("QPlace", self.q_place))
 
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """One kernel, with a block for each tile of queries."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from multiattn.cuda.family import NO_FLAGS, padded, tiles_of
 from multiattn.cuda.forward_mma import forward_numbers
-from multiattn.cuda.naming import aggregate, enumerator
+from multiattn.cuda.naming import aggregate_of, enumerator
 from multiattn.cuda.source import PlannedLaunch, WgmmaParams
 from multiattn.cuda.wgmma import (
     BARRIER_BYTES,
@@ -143,19 +143,9 @@ class WgmmaConfig(WgmmaFamilyConfig):
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """One kernel."""
         problem = plan.problem
-        config = aggregate(
-            "WgmmaConfig",
-            warpgroups=self.warpgroups,
-            cluster=self.cluster,
-            tile_n=self.tile_n,
-            stages=self.stages,
-            q_slots=self.q_slots,
-            kept_steps=self.kept_steps(problem),
-            pingpong=self.pingpong,
-            lazy_max=self.lazy_max,
-            tma_store=self.tma_store,
-            scheduler=enumerator("Scheduler", self.scheduler),
-        )
+        names = ("warpgroups", "cluster", "tile_n", "stages", "q_slots", "pingpong", "lazy_max", "tma_store")
+        scheduler = enumerator("Scheduler", self.scheduler)
+        config = aggregate_of(self, *names, scheduler=scheduler, kept_steps=self.kept_steps(problem))
         kernel = wgmma_kernel(
             plan,
             "WgmmaTraits",

@@ -7,6 +7,7 @@ from typing import Any
 from multiattn.cuda.score import lowered_of, slots_of, text_of
 from multiattn.cuda.source import Instance
 from multiattn.plan.backend import Direction, Plan
+from multiattn.plan.config import Config
 from multiattn.plan.features import Features
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore
@@ -92,6 +93,11 @@ def aggregate(name: str, **fields: int | bool | str) -> str:
     """A C++ value whose fields have names: True is true there, a string what it says."""
     values = {field: str(it).lower() if isinstance(it, bool) else it for field, it in fields.items()}
     return f"multiattn::{name}{{{', '.join(f'.{field} = {it}' for field, it in values.items())}}}"
+
+
+def aggregate_of(config: Config, *names: str, **more: int | bool | str) -> str:
+    """The aggregate of a config's class, of those of its fields that code depends on, and more."""
+    return aggregate(type(config).__name__, **{name: getattr(config, name) for name in names}, **more)
 
 
 def enumerator(kind: str, name: str) -> str:

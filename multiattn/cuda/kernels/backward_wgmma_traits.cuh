@@ -14,18 +14,19 @@ struct WgmmaBackwardConfig {
   int k_stages;       // tiles of K in shared memory: with two the next is there in time
   int q_stages;       // tiles of Q in shared memory, with lse and delta of their queries
   int dout_stages;    // tiles of dO
-  int dq_columns;     // of dQ that are made at a time
-  bool keeps_k;       // K is read into registers once a tile, for the scores
-  bool keeps_v;       // so is V
-  bool early_scores;  // of the next step: made while dP is, in registers of their own
-  bool dq_by_tma;     // dQ is added to its sums by TMA, by way of shared memory
+  bool k_in_registers;  // K is read into registers once a tile, for the scores
+  bool v_in_registers;  // so is V
+  bool early_scores;    // of the next step: made while dP is, in registers of their own
+  bool dq_by_tma;       // dQ is added to its sums by TMA, by way of shared memory
+  int dq_columns;       // of dQ that are made at a time
 };
 
 template <class Element, Features F, WgmmaBackwardConfig C, class Score = NoScore, class Blocked = NoBlockMask>
 struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked> {
   static constexpr int K_STAGES = C.k_stages, Q_STAGES = C.q_stages, DOUT_STAGES = C.dout_stages;
   static constexpr int DQ_COLUMNS = C.dq_columns;
-  static constexpr bool KEEPS_K = C.keeps_k, KEEPS_V = C.keeps_v, EARLY_SCORES = C.early_scores, DQ_BY_TMA = C.dq_by_tma;
+  static constexpr bool KEEPS_K = C.k_in_registers, KEEPS_V = C.v_in_registers;
+  static constexpr bool EARLY_SCORES = C.early_scores, DQ_BY_TMA = C.dq_by_tma;
   // One copy of a step does for the first and the last too: with a mask three are more than the instruction cache holds. Fetches
   // took a quarter of the time at D=64.
   static constexpr bool IS_COMPACT = F.band != Band::FULL;

@@ -11,14 +11,14 @@ namespace multiattn {
 struct TwoPassKeysConfig {
   int q_stages;     // tiles of Q in shared memory, with lse and delta of their queries
   int dout_stages;  // tiles of dO
-  bool keeps_kv;    // K and V are read into registers once a tile
-  bool ahead;       // scores of the next step come before the gradients of this one
+  bool kv_in_registers;  // once a tile
+  bool ahead;            // scores of the next step come before the gradients of this one
 };
 
 template <class Element, Features F, TwoPassKeysConfig C, class Score = NoScore, class Blocked = NoBlockMask>
 struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked> {
   static constexpr int K_STAGES = 1, Q_STAGES = C.q_stages, DOUT_STAGES = C.dout_stages;
-  static constexpr bool KEEPS_KV = C.keeps_kv, AHEAD = C.ahead;
+  static constexpr bool KEEPS_KV = C.kv_in_registers, AHEAD = C.ahead;
   static constexpr bool DESCENDS = false;  // walks begin with the first queries
   static constexpr int WARPGROUPS = 2;  // of a gradient each; one more loads
   static constexpr int GROUP_WARPS = 4;

@@ -25,11 +25,11 @@ struct WgmmaConfig {
   int tile_n;
   int stages;       // tiles of K and V in shared memory, together
   int q_slots = 1;  // tiles of Q
-  int kept_steps;   // of a wgmma's 16 columns of Q, from the first on: read into registers once
   bool pingpong;    // warpgroups take turns at the tensor cores
   bool lazy_max;    // weights before the maximum is known; see forward_wgmma_softmax.cuh
   bool tma_store = false;  // the output leaves through Q's tile
   Scheduler scheduler = Scheduler::ONE_TILE;
+  int kept_steps;  // of a wgmma's 16 columns of Q, from the first on: read into registers once
 };
 
 template <bool GROUPED>

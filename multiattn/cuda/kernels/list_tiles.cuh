@@ -6,8 +6,8 @@
 //
 // Nothing is taken on trust: whatever cu_seqlens has, a list names rows that there are, and has as many entries as it has room for.
 #pragma once
-#include "multiattn/params.h"
 #include "grids.cuh"
+#include "multiattn/params.h"
 #include "multiattn/sequence.cuh"
 #include "multiattn/tile.cuh"
 
