@@ -235,11 +235,6 @@ class Problem:
         return self.scale if self.scale_sign else 0.0
 
     @property
-    def head_dim_v(self) -> int:
-        """The head_dim of v and out: that of q and k."""
-        return self.head_dim
-
-    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of q, k, v and out."""
         return DTYPES[self.dtype]
