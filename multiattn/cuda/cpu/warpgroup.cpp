@@ -27,14 +27,17 @@ struct Matrix {
     return nullptr;
   }
 
-  // Elements 8 * half to 8 * half + 7 of a row's 16.
-  std::uint32_t k_major(int row, int half) const {
-    return swizzled(start + row % ROWS_OF_GROUP * LINE_BYTES + row / ROWS_OF_GROUP * stride + half * CHUNK_BYTES);
-  }
-  // Columns 8 * chunk to 8 * chunk + 7 of row k; 64 columns are a panel.
-  std::uint32_t mn_major(int k, int chunk) const {
-    return swizzled(start + chunk / 8 * lead + chunk % 8 * CHUNK_BYTES + k % ROWS_OF_GROUP * LINE_BYTES +
-                    k / ROWS_OF_GROUP * stride);
+  // Calls visit(address, row, k) for each chunk of a K-major [rows, 16], of eight elements from k on, or of an MN-major
+  // [16, rows], of eight rows from `row` on, of which 64 are a panel.
+  template <class Visit>
+  void for_each_chunk(int rows, bool mn_major, Visit visit) const {
+    const int lines = mn_major ? WGMMA_DEPTH : rows, chunks = (mn_major ? rows : WGMMA_DEPTH) / 8;
+    for (int line = 0; line < lines; ++line)
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        const std::uint32_t address = start + line % ROWS_OF_GROUP * LINE_BYTES + line / ROWS_OF_GROUP * stride +
+                                      chunk / 8 * lead + chunk % 8 * CHUNK_BYTES;
+        visit(swizzled(address), mn_major ? 8 * chunk : line, mn_major ? line : 8 * chunk);
+      }
   }
 
  private:
@@ -50,34 +53,19 @@ struct Operands {
   alignas(32) float a[WGMMA_ROWS][WGMMA_DEPTH], b[WGMMA_DEPTH][WGMMA_COLUMNS_MAX];
 };
 
-// Fills operands with what 16-bit elements are worth.
+// Reads what 16-bit elements are worth.
 struct Reader {
   SharedMemory& smem;
   const bool bf16;
 
-  void read_a_k_major(Operands& operands, const Matrix& matrix) const {
-    for (int row = 0; row < WGMMA_ROWS; ++row)
-      for (int half = 0; half < 2; ++half) widen_chunk(matrix.k_major(row, half), &operands.a[row][8 * half]);
-  }
-  void read_a_mn_major(Operands& operands, const Matrix& matrix) const {
-    for (int k = 0; k < WGMMA_DEPTH; ++k)
-      for (int chunk = 0; chunk < WGMMA_ROWS / 8; ++chunk) {
-        float element[8];
-        widen_chunk(matrix.mn_major(k, chunk), element);
-        for (int i = 0; i < 8; ++i) operands.a[8 * chunk + i][k] = element[i];
-      }
-  }
-  void read_b_k_major(Operands& operands, const Matrix& matrix, int columns) const {
-    for (int column = 0; column < columns; ++column) {
-      float element[WGMMA_DEPTH];
-      for (int half = 0; half < 2; ++half) widen_chunk(matrix.k_major(column, half), &element[8 * half]);
-      for (int k = 0; k < WGMMA_DEPTH; ++k) operands.b[k][column] = element[k];
-    }
-  }
-  void read_b_mn_major(Operands& operands, const Matrix& matrix, int columns) const {
-    for (int k = 0; k < WGMMA_DEPTH; ++k)
-      for (int chunk = 0; chunk < columns / 8; ++chunk)
-        widen_chunk(matrix.mn_major(k, chunk), &operands.b[k][8 * chunk]);
+  // Calls put(row, k, value) for each element of a matrix of so many rows.
+  template <class Put>
+  void read(const Matrix& matrix, int rows, bool mn_major, Put put) const {
+    matrix.for_each_chunk(rows, mn_major, [&](std::uint32_t address, int row, int k) {
+      std::uint16_t half[8];
+      std::memcpy(half, smem.at(address), sizeof half);
+      for (int i = 0; i < 8; ++i) put(row + i * mn_major, k + i * !mn_major, widen(half[i]));
+    });
   }
   // A thread's part of operand A, as of mma.m16n8k16.
   void read_registers(Operands& operands, int lane, const std::uint32_t (&a)[4]) const {
@@ -90,15 +78,6 @@ struct Reader {
 
  private:
   float widen(std::uint32_t half) const { return bf16 ? widen_bf16(half) : widening_table<widen_fp16>()[half]; }
-  void widen_chunk(std::uint32_t address, float* target) const {
-    std::uint16_t half[8];
-    std::memcpy(half, smem.at(address), sizeof half);
-    const float* table = widening_table<widen_fp16>();
-    if (bf16)
-      for (int i = 0; i < 8; ++i) target[i] = widen_bf16(half[i]);
-    else
-      for (int i = 0; i < 8; ++i) target[i] = table[half[i]];
-  }
 };
 
 // Calls copy(in the thread's memory, in the sum) for each pair of accumulators of a thread.
@@ -201,7 +180,7 @@ void Warpgroup::add_operand(Operation& operation, std::uint64_t descriptor, int 
   if (const char* problem = Matrix::problem(descriptor)) block_.fail(operation.call.verb, problem);
   const Matrix matrix(descriptor, base());
   std::uint32_t latest = ~0u;
-  const auto add = [&](std::uint32_t chunk) {
+  matrix.for_each_chunk(rows, mn_major, [&](std::uint32_t chunk, int, int) {
     block_.require(operation.call.verb, block_.smem.check_address(chunk, CHUNK_BYTES, CHUNK_BYTES, rank()));
     const std::uint32_t line = chunk / LINE_BYTES * LINE_BYTES;
     if (line == latest) return;
@@ -209,14 +188,7 @@ void Warpgroup::add_operand(Operation& operation, std::uint64_t descriptor, int 
     hopper_.need_line(operation.call.verb, line, operation.needs);
     ++block_.smem.lines.of(line).wgmmas;
     operation.lines.push_back(line);
-  };
-  if (mn_major) {
-    for (int k = 0; k < WGMMA_DEPTH; ++k)
-      for (int chunk = 0; chunk < rows / 8; ++chunk) add(matrix.mn_major(k, chunk));
-  } else {
-    for (int row = 0; row < rows; ++row)
-      for (int half = 0; half < 2; ++half) add(matrix.k_major(row, half));
-  }
+  });
 }
 
 // The one that earlier wgmmas under way add to, or a new one from the threads' memory, where NaN is left.
@@ -266,15 +238,12 @@ void Warpgroup::compute(Operation& operation) {
                                       call.verb + " under way");
       reader.read_registers(operands, i, operation.a_at_issue[i]);
     }
-  } else if (call.a_mn_major) {
-    reader.read_a_mn_major(operands, Matrix(call.a, base()));
   } else {
-    reader.read_a_k_major(operands, Matrix(call.a, base()));
+    reader.read(Matrix(call.a, base()), WGMMA_ROWS, call.a_mn_major,
+                [&](int row, int k, float value) { operands.a[row][k] = value; });
   }
-  if (call.b_mn_major)
-    reader.read_b_mn_major(operands, Matrix(call.b, base()), call.number);
-  else
-    reader.read_b_k_major(operands, Matrix(call.b, base()), call.number);
+  reader.read(Matrix(call.b, base()), call.number, call.b_mn_major,
+              [&](int column, int k, float value) { operands.b[k][column] = value; });
 
   Sum& sum = *operation.sum;
   if (!call.add) std::memset(sum.value, 0, sizeof sum.value);
