@@ -87,9 +87,7 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
 
     def kept_steps(self, problem: Problem) -> int:
         """How many of Q's parts of 16 columns, from the first on, stay in registers."""
-        if not self.q_in_registers:
-            return 0
-        return steps_kept(problem, _ROOM_WITH_Q[self.warpgroups] - forward_registers(problem, self.tile_n))
+        return steps_kept(problem, self.tile_n, _ROOM_WITH_Q[self.warpgroups]) if self.q_in_registers else 0
 
     def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
         """Reasons of fields alone, of pages, or of the problem with them."""

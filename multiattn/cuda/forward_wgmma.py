@@ -104,10 +104,8 @@ class WgmmaConfig(WgmmaFamilyConfig):
 
     def kept_steps(self, problem: Problem) -> int:
         """How many of Q's parts of 16 columns, from the first on, stay in registers."""
-        if not self.q_in_registers:
-            return 0
-        room = _ROOM_WITH_Q[self.warpgroups, problem.is_banded] - forward_registers(problem, self.tile_n)
-        return steps_kept(problem, room)
+        room = _ROOM_WITH_Q[self.warpgroups, problem.is_banded]
+        return steps_kept(problem, self.tile_n, room) if self.q_in_registers else 0
 
     def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
         """Reasons of fields alone, or of the problem with them."""

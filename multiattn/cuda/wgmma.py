@@ -95,9 +95,9 @@ def forward_registers(problem: Problem, tile_n: int) -> int:
     return padded(problem.head_dim_v, 8) // 2 + tile_n // 2 + tile_n // 4
 
 
-def steps_kept(problem: Problem, room: int) -> int:
-    """How many of Q's parts of 16 columns, from the first on, stay in so many registers."""
-    return min(max(room // 4, 0), padded(problem.head_dim) // _DEPTH)
+def steps_kept(problem: Problem, tile_n: int, room: int) -> int:
+    """How many of Q's parts of 16 columns, from the first on, stay where a forward's thread has so many registers."""
+    return min(max((room - forward_registers(problem, tile_n)) // 4, 0), padded(problem.head_dim) // _DEPTH)
 
 
 def wgmma_kernel(plan: Plan, traits: str, *config: str, **more: Any) -> Instance:

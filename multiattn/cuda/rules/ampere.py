@@ -339,6 +339,5 @@ _CPU_DECODE = tuple(
 SPLIT_RULES: tuple[Rule[CudaSplitConfig], ...] = (
     *_CPU_DECODE,
     *_decode_rules(_SM90),
-    *_decode_rules(_BIG, _GUESS_OTHERS, small=True),
-    *_decode_rules(_SMALL, _GUESS_OTHERS, small=True),
+    *_decode_rules(_OTHERS, _GUESS_OTHERS, small=True),
 )
