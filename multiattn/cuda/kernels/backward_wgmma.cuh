@@ -226,8 +226,7 @@ class KeyWarpgroup {
   // sums[64, TILE_M] = the warpgroup's rows of K or V times those of Q or dO
   template <bool KEPT>
   DEVICE void multiply(Scores& sums, const Fragment (&kept)[T::DIM_STEPS], SharedAddress keys, SharedAddress queries) {
-    const SharedAddress own = recomputed(keys + GROUP * T::WARPGROUP_KEYS * TileKV::ROW_BYTES);
-    multiply_rows<E, T::TILE_M, TileKV, TileQ, KEPT ? T::DIM_STEPS : 0, T::DIM_STEPS>(sums, kept, own, queries);
+    multiply_rows<E, T::TILE_M, TileKV, TileQ, KEPT>(sums, kept, keys + GROUP * T::WARPGROUP_KEYS * TileKV::ROW_BYTES, queries);
   }
 
   static DEVICE void clear(float (&gradient)[T::HEAD_DIM / 2]) {

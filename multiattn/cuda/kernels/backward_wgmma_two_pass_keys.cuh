@@ -237,8 +237,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
   }
 
   DEVICE void multiply(SharedAddress keys, SharedAddress queries) {
-    constexpr int KEPT = T::KEEPS_KV ? T::DIM_STEPS : 0;
-    multiply_rows<E, T::TILE_M, TileKV, TileQ, KEPT, T::DIM_STEPS>(products_, kept_, recomputed(keys), queries);
+    multiply_rows<E, T::TILE_M, TileKV, TileQ, T::KEEPS_KV>(products_, kept_, keys, queries);
   }
 
   // dV[64, D] += P^T dO, or dK += dS^T Q, of this step

@@ -313,7 +313,8 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
 
   // sums[64, TILE_N] = rows of Q or dO times those of K or V
   static DEVICE void multiply(float (&sums)[T::TILE_N / 2], SharedAddress queries, SharedAddress keys) {
-    multiply_rows<E, T::TILE_N, TileQ, TileKV, 0, T::DIM_STEPS>(sums, {{}}, recomputed(queries), keys);
+    const Fragment none[T::DIM_STEPS] = {};
+    multiply_rows<E, T::TILE_N, TileQ, TileKV, false>(sums, none, queries, keys);
   }
 
   // dQ[64, D] += dS K, of this step

@@ -290,8 +290,16 @@ class Consumer {
   // scores[64, TILE_N] = Q K^T of the next block
   DEVICE void make_scores(int slot) {
     Shared::ring_kv().await_full(kv_);
-    multiply_rows<E, T::TILE_N, TileQ, TileK, T::KEPT_STEPS, T::DOT_STEPS>(scores_, kept_q_, queries(slot),
-                                                                           Shared::kv(kv_.slot));
+    const Descriptor q(queries(slot), 16), k(Shared::kv(kv_.slot), 16);
+    wgmma_fence();
+    const auto keys = [&](int step) { return k.at(step / 4 * TileK::PANEL_BYTES + step % 4 * 32); };
+#pragma unroll
+    for (int step = 0; step < T::KEPT_STEPS; ++step)
+      wgmma_rs<E, T::TILE_N>(scores_, kept_q_[step].reg, keys(step), step > 0);
+#pragma unroll
+    for (int step = T::KEPT_STEPS; step < T::DOT_STEPS; ++step)
+      wgmma_ss<E, T::TILE_N>(scores_, q.at(step / 4 * TileQ::PANEL_BYTES + step % 4 * 32), keys(step), step > 0);
+    wgmma_commit();
     k_slot_ = kv_.slot;
     kv_.advance();
   }

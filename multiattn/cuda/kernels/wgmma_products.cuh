@@ -5,18 +5,19 @@
 
 namespace multiattn {
 
-// sums[64, N] = 64 rows of a tile times N rows of another, 16 columns a step. Those of the first KEPT steps are in registers, the
-// others of the first tile in shared memory.
-template <class E, int N, class TileA, class TileB, int KEPT, int STEPS, int ROOM>
-DEVICE void multiply_rows(float (&sums)[N / 2], const Fragment (&kept)[ROOM], SharedAddress left, SharedAddress right) {
-  const Descriptor a(left, 16), b(right, 16);
+// sums[64, N] = 64 rows of a tile times N rows of another. The first are in shared memory or, KEPT, in registers.
+template <class E, int N, class TileA, class TileB, bool KEPT, int STEPS>
+DEVICE void multiply_rows(float (&sums)[N / 2], const Fragment (&kept)[STEPS], SharedAddress left, SharedAddress right) {
+  const Descriptor a(recomputed(left), 16), b(right, 16);
   wgmma_fence();
-  const auto columns = [&](int i) { return b.at(i / 4 * TileB::PANEL_BYTES + i % 4 * 32); };
 #pragma unroll
-  for (int i = 0; i < KEPT; ++i) wgmma_rs<E, N>(sums, kept[i].reg, columns(i), i > 0);
-#pragma unroll
-  for (int i = KEPT; i < STEPS; ++i)
-    wgmma_ss<E, N>(sums, a.at(i / 4 * TileA::PANEL_BYTES + i % 4 * 32), columns(i), i > 0);
+  for (int i = 0; i < STEPS; ++i) {
+    const uint64 columns = b.at(i / 4 * TileB::PANEL_BYTES + i % 4 * 32);
+    if constexpr (KEPT)
+      wgmma_rs<E, N>(sums, kept[i].reg, columns, i > 0);
+    else
+      wgmma_ss<E, N>(sums, a.at(i / 4 * TileA::PANEL_BYTES + i % 4 * 32), columns, i > 0);
+  }
   wgmma_commit();
 }
 
