@@ -313,8 +313,13 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
 
   // sums[64, TILE_N] = rows of Q or dO times those of K or V
   static DEVICE void multiply(float (&sums)[T::TILE_N / 2], SharedAddress queries, SharedAddress keys) {
-    const Fragment none[T::DIM_STEPS] = {};
-    multiply_rows<E, T::TILE_N, TileQ, TileKV, false>(sums, none, queries, keys);
+    const Descriptor a(recomputed(queries), 16), b(keys, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < T::DIM_STEPS; ++i)
+      wgmma_ss<E, T::TILE_N>(sums, a.at(i / 4 * TileQ::PANEL_BYTES + i % 4 * 32),
+                             b.at(i / 4 * TileKV::PANEL_BYTES + i % 4 * 32), i > 0);
+    wgmma_commit();
   }
 
   // dQ[64, D] += dS K, of this step
