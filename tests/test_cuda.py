@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -188,3 +189,12 @@ def test_packages_that_do_not_compile_together_are_a_reason(monkeypatch):
     (reason,) = tools.probe_nvrtc.__wrapped__()
     assert reason.code == "compiler"
     assert reason.got.endswith(": RuntimeError: no driver")
+
+
+def test_no_lambda_has_types_of_its_own():
+    """NVRTC 13.0, which torch 2.11 brings, takes such a lambda for a function of the host; later releases do not."""
+    own = re.compile(r"\[[&=\w, ]*\]\s*<")
+    assert own.search("const auto load = [&]<class Tile>(Tile) {}")
+    sources = [it for folder in DEVICE_INCLUDES for it in folder.rglob("*.*h")]
+    assert sources
+    assert not [it.name for it in sources if own.search(it.read_text())]

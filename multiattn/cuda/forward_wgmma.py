@@ -104,8 +104,9 @@ class WgmmaConfig(WgmmaFamilyConfig):
 
     def kept_steps(self, problem: Problem) -> int:
         """How many of Q's parts of 16 columns, from the first on, stay in registers."""
-        room = _ROOM_WITH_Q[self.warpgroups, problem.is_banded]
-        return steps_kept(problem, self.tile_n, room) if self.q_in_registers else 0
+        if not self.q_in_registers:
+            return 0
+        return steps_kept(problem, self.tile_n, _ROOM_WITH_Q[self.warpgroups, problem.is_banded])
 
     def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
         """Reasons of fields alone, or of the problem with them."""

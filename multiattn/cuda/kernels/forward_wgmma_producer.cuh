@@ -81,6 +81,18 @@ DEVICE void load_queries(SharedAddress target, const TensorMap& map, SharedAddre
   }
 }
 
+// K or V of a block of keys, as its Tile says, into the next slot that is empty. No lambda with a type of its own: NVRTC 13.0
+// takes that for a function of the host.
+template <class T, class Tile>
+DEVICE void load_keys(RingPlace<T::STAGES>& place, const TensorMap& map, const QueryTile<T>& tile, int head_kv, int block) {
+  using Shared = SharedLayout<T>;
+  const auto ring = Shared::ring_kv();
+  ring.await_empty(place);
+  load_panels<Tile, T::CLUSTER>(Shared::kv(place.slot), map, ring.full(place.slot), block * T::TILE_N, head_kv,
+                                keys_of(tile));
+  place.advance();
+}
+
 // Where it begins. A list counts from query 0 on, but the last tile ends where the queries do here, too.
 template <class T>
 DEVICE int first_query_of(const WgmmaParams& params, const TileOf<T>& listed, int tile, int place) {
@@ -107,13 +119,12 @@ DEVICE void produce(const typename T::Params& params) {
   RingPlace<T::Q_SLOTS> q;
   RingPlace<T::STAGES> kv;
 
-  const auto load = [&]<class Tile>(Tile, const TensorMap& map, const QueryTile<T>& tile, int head_kv, int block) {
-    ring_kv.await_empty(kv);
-    load_panels<Tile, T::CLUSTER>(Shared::kv(kv.slot), map, ring_kv.full(kv.slot), block * T::TILE_N, head_kv, keys_of(tile));
-    kv.advance();
+  const auto load_k = [&](const QueryTile<T>& tile, int head_kv, int block) {
+    load_keys<T, typename T::TileK>(kv, params.map_k, tile, head_kv, block);
   };
-  constexpr typename T::TileK K{};
-  constexpr typename T::TileV V{};
+  const auto load_v = [&](const QueryTile<T>& tile, int head_kv, int block) {
+    load_keys<T, typename T::TileV>(kv, params.map_v, tile, head_kv, block);
+  };
 
   admit_next_grid();
   await_earlier_grids();  // tensors and the counter are touched only after this
@@ -131,16 +142,16 @@ DEVICE void produce(const typename T::Params& params) {
     const Blocks blocks = loaded_blocks<T>(mask, first_query);
     QueryTile<T> own{first_query, head, batch, blocks.end - blocks.begin, listed.sequence};
     if constexpr (IS_PACKED<typename T::Blocked>) own.number = listed.number;
-    if (blocks.end > blocks.begin) load(K, params.map_k, own, head_kv, blocks.end - 1);
+    if (blocks.end > blocks.begin) load_k(own, head_kv, blocks.end - 1);
     ring_q.await_empty(q);
     store_tile<T>(Shared::tile_place(q.slot), own);
     load_queries<T>(Shared::q(q.slot), params.map_q, ring_q.full(q.slot), own);
     q.advance();
     for (int block = blocks.end - 1; block > blocks.begin; --block) {
-      load(K, params.map_k, own, head_kv, block - 1);
-      load(V, params.map_v, own, head_kv, block);
+      load_k(own, head_kv, block - 1);
+      load_v(own, head_kv, block);
     }
-    if (blocks.end > blocks.begin) load(V, params.map_v, own, head_kv, blocks.begin);
+    if (blocks.end > blocks.begin) load_v(own, head_kv, blocks.begin);
   }
   ring_q.await_empty(q);
   store_tile<T>(Shared::tile_place(q.slot), {0, 0, 0, NO_TILE, {}});
