@@ -77,23 +77,23 @@ def _lengths(rows: Sequence[Row], backend: str, top: str) -> Table:
 
 
 def axes_tables(rows: Iterable[Row]) -> list[Table]:
-    """For each value of each axis: how many points have it, and the fastest of them."""
-    made = []
+    """For each value of each axis: how many points have it, and in each setting the fastest of them; one table."""
+    values: dict[tuple[str, str], list[str]] = {}
+    for variant in points():
+        for axis, value in variant.flags:
+            values.setdefault((axis, str(value) or "none"), []).append(variant.name)
+    lines = {key: [*key, str(len(names))] for key, names in values.items()}
+    header, told = ["axis", "value", "points"], []
     for members in _settings(rows):
-        found = {row.contender: row.measured for row in members if row.measured is not None}
-        values: dict[tuple[str, str], list[Variant]] = {}
-        for variant in points():
-            for axis, value in variant.flags:
-                values.setdefault((axis, str(value) or "none"), []).append(variant)
-        lines = []
-        for (axis, value), its in values.items():
-            rates = {it.name: found[name].tflops for it in its if (name := f"cuda/{it.name}") in found}
+        found = {row.contender: row.measured.tflops for row in members if row.measured is not None}
+        for key, names in values.items():
+            rates = {name: found[row] for name in names if (row := f"{LISTED}/{name}") in found}
             best = max(rates, key=lambda name: rates[name], default="-")
-            lines.append((axis, value, str(len(its)), f"{rates[best]:.0f}" if rates else "-", best))
-        header = ("axis", "value", "points", "TFLOPS", "fastest point with it")
-        title = f"Best of each axis: cuda, N={members[0].cell.seq} {_setting(members[0])}"
-        made.append(Table(title=title, note="", header=header, rows=tuple(lines)))
-    return made
+            lines[key] += [f"{rates[best]:.0f}" if rates else "-", best]
+        told.append(f"N={members[0].cell.seq} {_setting(members[0])}")
+        header += [f"D={members[0].cell.head_dim}, TFLOPS", "fastest point with it"]
+    title = f"Best of each axis: {LISTED}, {'; '.join(told)}"
+    return [Table(title=title, note="", header=tuple(header), rows=tuple(map(tuple, lines.values())))] if told else []
 
 
 def point_tables(rows: Iterable[Row]) -> list[Table]:
