@@ -71,9 +71,11 @@ ROWS = {
     "gradients of a bias": ("backward", "two_pass", lambda: scored(bias=BIAS)),
     "gradients of a wide bias": ("backward", "atomic", lambda: scored(64, bias=BIAS)),
 }  # fmt: skip
+AT_NIGHT = {"many, a window", "many, a window, gradients", "blocks, gradients", "gradients of a wide bias"}
+"""Others have their arguments, one at a time."""
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.nightly if it in AT_NIGHT else ()) for it in ROWS])
 def test_what_is_compiled_takes_what_is_bound(name):
     direction, variant, make = ROWS[name]
     plan = make_plan(BACKEND, make(), SM90, direction=direction, variant=variant, probe=False)
@@ -95,7 +97,7 @@ def test_packed_batches_of_other_lengths_take_the_same_code():
     assert read_claims.cache_info().misses == read
 
 
-@pytest.mark.parametrize("batch", [2, 2**24])
+@pytest.mark.parametrize("batch", [2, pytest.param(2**24, marks=pytest.mark.nightly)])
 def test_what_is_not_what_was_compiled_is_found(batch):
     """Captured tensors of every type, in 32 bits and in 64: types, and the strides that gathers take."""
     table, rows = torch.zeros(3, SEQ_KV, dtype=torch.uint8).T, torch.linspace(-3, 300, SEQ_Q)

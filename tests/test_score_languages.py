@@ -39,7 +39,7 @@ WAYS = (
 )
 BY_DAY = {
     "composite": (WAYS[0], WAYS[3]),
-    "bucketed_bias": (WAYS[2],),
+    "bucketed_bias": (),
     "document_window": (WAYS[3],),
     "transfusion": (WAYS[0],),
 }
