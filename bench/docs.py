@@ -203,23 +203,27 @@ def peers_summary(results: Path) -> str:
 # ---------------------------------------------------------------- languages
 
 
-def speed_block(path: Path, cells: Sequence[Cell]) -> str:
+def speed_block(gpu: Path) -> str:
     """The geometric mean over lengths of each language's TFLOPS over the fastest peer's, by head_dim and mask."""
-    rows = _timed(path)
-    ratios = over_peers(rows, _language)
-    groups: dict[tuple[object, str], list[Cell]] = {}
-    for cell in sorted(cells, key=lambda it: (it.head_dim, it.causal)):
-        groups.setdefault((cell.head_dim, cell.mask), []).append(cell)
-    groups["all", ""] = [*cells]
+    groups: dict[tuple[object, str], dict[str, list[Cell]]] = {}
+    columns: dict[str, tuple[str, Mapping[Cell, float]]] = {}
+    told: list[str] = []
+    for suite, direction in (("standard", "forward"), ("backward", "backward")):
+        rows = _timed(gpu / f"{suite}.json")
+        ratios = over_peers(rows, _language)
+        columns |= {f"{it}, {direction}": (suite, ratios[it]) for it in LANGUAGES if it in ratios}
+        for cell in sorted(SUITES[suite], key=lambda it: (it.head_dim, it.causal)):
+            groups.setdefault((cell.head_dim, cell.mask), {}).setdefault(suite, []).append(cell)
+        told += [it for it in provenance(row for row in rows if _language(row)) if it not in told]
+    groups["all", ""] = {suite: [*SUITES[suite]] for suite in ("standard", "backward")}
     lines: list[list[object]] = []
     for place, members in groups.items():
         lines.append([*place])
-        for its in (ratios.get(language, {}) for language in LANGUAGES):
-            found = [its[cell] for cell in members if cell in its]
-            counted = f" ({len(found)} of {len(members)} cells)" if 0 < len(found) < len(members) else ""
+        for suite, its in columns.values():
+            found = [its[cell] for cell in members[suite] if cell in its]
+            counted = f" ({len(found)} of {len(members[suite])} cells)" if 0 < len(found) < len(members[suite]) else ""
             lines[-1].append(mean_text(found, 2) + counted)
-    told = provenance(row for row in rows if _language(row))
-    return "\n\n".join((markdown(("D", "mask", *LANGUAGES), lines), "\n".join(told)))
+    return "\n\n".join((markdown(("D", "mask", *columns), lines), "\n".join(told)))
 
 
 # ---------------------------------------------------------------- ladders
@@ -255,10 +259,7 @@ def pages(results: Path = RESULTS) -> Mapping[str, Blocks]:
         },
         "docs/decode.md": {"decode": partial(decode.block, gpu / "decode.json")},
         "docs/hopper.md": {"peers": partial(peers_block, results)},
-        "docs/languages.md": {
-            "forward": partial(speed_block, gpu / "standard.json", SUITES["standard"]),
-            "backward": partial(speed_block, gpu / "backward.json", SUITES["backward"]),
-        },
+        "docs/languages.md": {"speed": partial(speed_block, gpu)},
         "docs/ladder.md": {
             **{f"{name}_lengths": partial(ladder_block, results, name) for name in ("triton", "cutile")},
             "cuda_axes": partial(ladder_block, results, "cuda"),

@@ -17,7 +17,7 @@ LINES = {
     "tests": 31_100,
     "parity": 5_500,
     "bench": 10_000,
-    "docs": 4_730,
+    "docs": 4_700,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""
