@@ -3,8 +3,6 @@
 `python -m parity flash-attention` runs FlashAttention's own tests on the same functions.
 """
 
-import inspect
-
 import pytest
 import torch
 
@@ -157,12 +155,3 @@ def test_hints_change_nothing():
         *inputs, num_splits=3, pack_gqa=True, sm_margin=8, attention_chunk=0, qv=None, q_descale=None
     )
     assert torch.equal(found, flash_attn.flash_attn_func(*inputs))
-
-
-@pytest.mark.parametrize("name", [it for it in flash_attn.__all__ if "packed" in it])
-def test_packed_tensors_come_with_the_options_of_separate_ones(name):
-    plain = flash_attn.flash_attn_varlen_func if "varlen" in name else flash_attn.flash_attn_func
-    shown, wanted = (dict(inspect.signature(it).parameters) for it in (getattr(flash_attn, name), plain))
-    names = list(wanted)[list(wanted).index("dropout_p") : list(wanted).index("return_attn_probs") + 1]
-    assert [it for it in shown if it in names] == names
-    assert all(shown[it] == wanted[it] for it in names)

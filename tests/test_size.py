@@ -25,7 +25,7 @@ RESULTS_BYTES = 1_700_000
 CONFIG_TESTS = 2
 """``isinstance`` of a class of configs: generic code asks the family of a kernel instead."""
 MANY = 12
-MANY_PARAMETERS = 22
+MANY_PARAMETERS = 23
 """Functions with `MANY` parameters or more."""
 
 

@@ -19,9 +19,7 @@ cache is never copied, so there such a head_dim is refused.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -40,8 +38,6 @@ from multiattn.integrations.flash_attn_options import (
 from multiattn.layout import unit_stride
 from multiattn.plain import plain
 from multiattn.plan.backend import BackendName
-
-F = TypeVar("F", bound=Callable[..., Result])
 
 __all__ = [
     "flash_attn_func",
@@ -115,33 +111,38 @@ def flash_attn_func(
     return result_of(_like(q, out.transpose(1, 2)), lse, return_attn_probs, return_softmax_lse)
 
 
-def _takes_options_of(whole: Callable[..., Result]) -> Callable[[F], F]:
-    """A decorator of a function with ``*options`` and ``**others``: its signature shows those that `whole` has."""
-    parameters = list(inspect.signature(whole).parameters.values())
-    names = [it.name for it in parameters]
-    options = parameters[names.index("dropout_p") : names.index("return_attn_probs") + 1]
-
-    def decorate(function: F) -> F:
-        own = inspect.signature(function)
-        its = list(own.parameters.values())
-        place = next(at for at, it in enumerate(its) if it.kind is it.VAR_POSITIONAL)
-        shown = [*its[:place], *options, *its[place + 1 :]]
-        function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]  # `inspect` looks for it
-        return function
-
-    return decorate
-
-
-@_takes_options_of(flash_attn_func)
-def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *options: Any, **others: Any) -> Result:
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **others: Any,
+) -> Result:
     """`flash_attn_func` with k and v in one tensor, ``[B, Skv, 2, Hkv, D]``. All other arguments are as there."""
     k, v = _unpacked("kv", kv, 5, 2, "[B, S, 2, H, D]")
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *options, **others)
 
 
-@_takes_options_of(flash_attn_func)
 def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor, *options: Any, num_heads_q: int | None = None, **others: Any
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    num_heads_q: int | None = None,
+    **others: Any,
 ) -> Result:
     """`flash_attn_func` with q, k and v in one tensor, ``[B, S, 3, H, D]``. All other arguments are as there.
 
@@ -156,6 +157,7 @@ def flash_attn_qkvpacked_func(
             allowed = "[B, S, num_heads_q + 2 * Hkv, D], or [B, S, 3, H, D] without num_heads_q"
             raise ValueError(f"qkv: got {got}; allowed {allowed}")
         q, k, v = qkv.split((num_heads_q, of_kv, of_kv), dim=2)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *options, **others)
 
 
@@ -267,7 +269,6 @@ def flash_attn_varlen_func(
     return result_of(found, lse, return_attn_probs, return_softmax_lse)
 
 
-@_takes_options_of(flash_attn_varlen_func)
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -275,20 +276,39 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *options: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     **others: Any,
 ) -> Result:
     """`flash_attn_varlen_func` with k and v in one tensor, ``[Tkv, 2, Hkv, D]``. All other arguments are as there."""
     k, v = _unpacked("kv", kv, 4, 2, "[T, 2, H, D]")
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, **others)
 
 
-@_takes_options_of(flash_attn_varlen_func)
 def flash_attn_varlen_qkvpacked_func(
-    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *options: Any, **others: Any
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **others: Any,
 ) -> Result:
     """`flash_attn_varlen_func` with q, k and v in one tensor, ``[T, 3, H, D]``. All other arguments are as there."""
     q, k, v = _unpacked("qkv", qkv, 4, 3, "[T, 3, H, D]")
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **others)
 
 
