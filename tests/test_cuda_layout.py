@@ -2,6 +2,8 @@
 
 import ctypes
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from cuda_runs import on_cpu
 from multiattn import __main__ as cli
 from multiattn.cuda.cpu import host
 from multiattn.inspect import fragments
-from multiattn.inspect.layout import ACCESSES, SharedTile, traffic
+from multiattn.inspect.layout import ACCESSES, WARP, SharedTile, traffic
 from multiattn.inspect.layout_svg import draw
 
 HEAD_DIMS = range(8, 1025, 8)
@@ -161,7 +163,7 @@ def spread(place, *shape):
 def test_fragments_and_conflicts_are_those_of_the_emulation(library, name, swizzled):
     elements = torch.arange(ROWS * 1024).to(torch.int16).reshape(ROWS, 1024)
     _, reader, transposed = READS[name]
-    rows, columns = spread(lambda *it: fragments.loaded(reader, *it, transposed=transposed), fragments.WARP, 4, 2)
+    rows, columns = spread(lambda *it: fragments.loaded(reader, *it, transposed=transposed), WARP, 4, 2)
     for width in WIDTHS:
         tile = tile_of(width, swizzled)
         registers, counters = run(library, f"read_{name}", width, swizzled, given=elements)
@@ -296,3 +298,44 @@ def test_text_and_picture_agree(capsys, tmp_path):
     (line,) = [line for line in said.out.splitlines() if line.startswith("row 4")]
     swizzled = SharedTile.of_kernels(32, 80)
     assert line.split()[2:] == [str(swizzled.bank(4, column)) for column in range(0, 80, 2)]
+
+
+# ---------------------------------------------------------------- pages
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def lines_of(page, first):
+    """Lines of a page's tables whose first cell looks so, as cells."""
+    lines = [re.split(r"\s*\|\s*", line.strip("| ")) for line in (DOCS / page).read_text().splitlines() if "|" in line]
+    found = [cells for cells in lines if re.fullmatch(first, cells[0])]
+    assert found
+    return found
+
+
+def test_the_page_on_swizzles_counts_wavefronts_as_the_model_does():
+    for columns, chunks, span, *told in lines_of("swizzle.md", r"\d+"):
+        kernels = SharedTile.of_kernels(16, int(columns))
+        assert (int(chunks), int(span)) == (kernels.chunks, kernels.span)
+        of_bits = [SharedTile(rows=16, columns=int(columns), swizzle=it) for it in range(kernels.widest_swizzle + 1)]
+        for name in ("q", "k", "v"):
+            counts = [traffic(tile, ACCESSES[name]) for tile in of_bits]
+            assert [f"{it.wavefronts / it.requests:g}" for it in counts] == [it for it in told if it]
+    plain, xored = (SharedTile(rows=64, columns=64, swizzle=bits) for bits in (0, 3))
+    for title, _, *told in lines_of("swizzle.md", "|".join(re.escape(it.title) for it in ACCESSES.values())):
+        (access,) = (it for it in ACCESSES.values() if it.title == title)
+        counts = traffic(plain, access), traffic(xored, access)
+        assert list(map(int, told)) == [counts[0].requests, *(it.wavefronts for it in counts)]
+
+
+@pytest.mark.parametrize(("name", "bits"), [("none", 0), ("xor", 3)])
+def test_the_pictures_are_of_the_model(name, bits):
+    assert (DOCS / f"swizzle-{name}.svg").read_text() == draw(SharedTile(rows=16, columns=64, swizzle=bits))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_page_on_fragments_has_each_lane_where_the_model_has_it(transposed):
+    for row, _, *told in lines_of("fragments.md", r"\*\*\d\*\*"):
+        for column, holder in enumerate(told[transposed].split()):
+            lane, half = int(holder[:-2]), holder.endswith("hi")
+            assert fragments.matrix_element(lane, half, transposed=transposed) == (int(row.strip("*")), column)

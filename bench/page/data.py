@@ -20,7 +20,6 @@ from bench.page.styles import as_data, in_order
 from bench.report import describe, fastest, notes, times_as_fast
 from bench.results import Row, Shared, is_ours
 from multiattn.inspect.roofline import bounds
-from multiattn.mask import MASKS
 from multiattn.plan.arch import find_gpu
 from multiattn.plan.backend import BACKENDS
 
@@ -113,11 +112,6 @@ def cell_data(cell: Cell) -> dict[str, Any]:
         told |= {"queries": cell.queries, "cache": cell.cache, "work": work}
         told["gb"] = _short(cell.moved_bytes / 1e9)
     return told
-
-
-def masks_first(names: Iterable[str]) -> list[str]:
-    """Names of masks, the plain ones first."""
-    return sorted(names, key=lambda name: (MASKS.index(name) if name in MASKS else len(MASKS), name))
 
 
 def page_data(sources: Sequence[Source], more: Mapping[str, Any]) -> dict[str, Any]:

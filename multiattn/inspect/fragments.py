@@ -2,15 +2,14 @@
 
 PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type" and "ldmatrix"; lane / 4 is its groupID,
 lane % 4 its threadID_in_group. A register holds two elements, `half` 0 the low one; only an fp32 accumulator holds one.
-tests/test_cuda_layout.py holds each function to cuda/cpu/verbs.cpp; docs/fragments.md shows them as tables.
+tests/test_cuda_layout.py holds each function to cuda/cpu/verbs.cpp, and the table of docs/fragments.md to them.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
-from multiattn.inspect.layout import CHUNK_ELEMENTS, WARP, Place, down, right
+from multiattn.inspect.layout import CHUNK_ELEMENTS, Place, down, right
 
 Element = tuple[int, int]
 """Row and column of a matrix."""
@@ -36,11 +35,6 @@ def accumulator_fp16(lane: int, register: int, half: int) -> Element:
     return accumulator(lane, 2 * register + half)
 
 
-def matrix_row(lane: int) -> tuple[int, int]:
-    """The 8x8 matrix of ldmatrix.x4, and the row of it in memory, that start at the address a lane gives."""
-    return lane // 8, lane % 8
-
-
 def matrix_element(lane: int, half: int, *, transposed: bool) -> Element:
     """Row and column, in memory, of what ldmatrix puts into a lane's register of an 8x8 matrix."""
     row, column = lane // 4, lane % 4 * 2 + half
@@ -60,9 +54,3 @@ READS: tuple[tuple[str, Callable[[int], Place], bool], ...] = (
     ("B: `down().load_transposed` of V", down, True),
 )
 """How the forward kernel reads its operands: what and how, the reader, and whether ldmatrix transposes."""
-
-
-def holders(place: Callable[[int, int, int], Element], registers: int, name: str) -> dict[Element, str]:
-    """Per element, who holds it, as in ``T5 a2``, with `` high`` for the high half of a register."""
-    places = itertools.product(range(WARP), range(registers), range(2))
-    return {place(*it): f"T{it[0]} {name}{it[1]}" + (" high" if it[2] else "") for it in places}
