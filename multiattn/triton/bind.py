@@ -38,7 +38,8 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     """
     problem, own, there = plan.problem, assumed_of(plan), emitted or {}
     if not is_loadable(plan):
-        raise ValueError(f"launch: got one of {plan.variant} that may have several kernels; allowed launches of one")
+        got = f"variant {plan.variant}" if problem.packing is None else "a packed batch"
+        raise ValueError(f"launch: got one of {got}, which may have several kernels; allowed launches of one")
     constants: dict[str, str] = {}
     abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
     abi.exactly(constants, scale_sign=problem.scale_sign)

@@ -119,7 +119,7 @@ def gradient_of_queries(
     if C.packed:
         if batch < 0:
             return
-    of_score, band = (batch, at[1], aux), (len_q, len_kv, reach[0], reach[1])
+    of_score, band = (batch, at[1], aux), (len_q, len_kv, reach.left, reach.right)
     q = seek(q, strides.q, at, False, C.vector, C)
     kv = (seek(k, strides.k, at_kv, C.descriptor, C.vector, C), seek(v, strides.v, at_kv, C.descriptor, C.vector, C))
     out = seek(out, strides.out, at, False, C.out_vector, C)
@@ -212,7 +212,7 @@ def gradients_of_keys(
     if C.packed:
         if batch < 0:
             return
-    group, band = sizes.group, (len_q, len_kv, reach[0], reach[1])
+    group, band = sizes.group, (len_q, len_kv, reach.left, reach.right)
     k = seek(k, strides.k, at_kv, False, C.vector, C)
     v = seek(v, strides.v, at_kv, False, C.vector, C)
 

@@ -60,7 +60,7 @@ def attention_of_parts(
     row = start_q + query
     line = (batch * sizes.heads_q + head).to(tl.int64) * sizes.seq_q + row  # [tile_m], its place in lse
 
-    band = (len_q, len_kv, reach[0], reach[1])
+    band = (len_q, len_kv, reach.left, reach.right)
     blocks = key_blocks(first_row // group, band, C)  # as if the tile had more queries: it never has fewer
     begin, end = _my_keys(blocks, split, sizes.splits, C)
     seen_from = _first_seen(first_row // group, band, C)
