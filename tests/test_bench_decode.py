@@ -67,7 +67,7 @@ def run(folder, *providers, clock=None, seconds=60.0, now=None, told=print, **ch
         store,
         seconds=seconds,
         tell=told,
-        memory_bytes=1 << 30,
+        memory_bytes=1 << 22,
         **more,
     )
 
@@ -216,7 +216,7 @@ def test_reasons_are_those_of_the_plan(tmp_path):
 
 
 def test_a_run_ends_with_its_time_and_goes_on_later(tmp_path):
-    clock, cells = fakes.FakeClock(), (DENSE, PAGED, FEW, replace(DENSE, seq=1 << 20, head_dim=128, batch=32))
+    clock, cells = fakes.FakeClock(), (DENSE, PAGED, FEW, replace(DENSE, batch=1024))
     times = iter([0.0, 1.0, 20.0])
     rows, unrun = run(tmp_path, OURS, cells=cells, seconds=10.0, now=lambda: next(times, 30.0))
     assert [row.cell for row in rows] == [DENSE]
