@@ -43,11 +43,19 @@ DEVICE void hand_out(const Scores<T>& weights, SharedAddress tile) {
   if constexpr (T::SPLIT_KV) {
     const PairWriter<typename T::TileP> writer;
     const int first_chunk = T::warp_key() / CHUNK_ELEMENTS;
-    for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 2>([&](int m, int n, int side, int half) {
-      const float(&value)[4] = weights[m][n][side].value;
-      writer.store(tile, T::warp_row() + 16 * m + 8 * half, first_chunk + 2 * n + side,
-                   pack<typename T::Element>(value[2 * half], value[2 * half + 1]));
-    });
+    // No for_each: of that ptxas makes other code at D=1024 for sm100.
+#pragma unroll
+    for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
+#pragma unroll
+      for (int n = 0; n < T::KEY_FRAGMENTS; ++n)
+#pragma unroll
+        for (int side = 0; side < 2; ++side)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float(&value)[4] = weights[m][n][side].value;
+            writer.store(tile, T::warp_row() + 16 * m + 8 * half, first_chunk + 2 * n + side,
+                         pack<typename T::Element>(value[2 * half], value[2 * half + 1]));
+          }
   }
 }
 
