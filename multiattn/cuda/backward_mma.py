@@ -214,7 +214,8 @@ def rows_launch(entry: str, problem: Problem, *, adds_dq: bool, wide: bool) -> P
     packed, overlaps = problem.packing is not None, entry == "convert_sums"
     lists = ("multiattn::Packed",) if packed else ()
     order = ("_wide" if wide else "_narrow") if adds_dq else ""
-    config = aggregate("RowConfig", head_dim=problem.head_dim, has_dq_sum=adds_dq, wide=wide)
+    sizes = {"head_dim": problem.head_dim, "threads": ROW_THREADS, "tile_rows": ROW_TILE}
+    config = aggregate("RowConfig", **sizes, has_dq_sum=adds_dq, wide=wide)
     kernel = Instance(
         name=f"{entry}_{problem.dtype}_d{problem.head_dim}{order}{'_packed' * packed}",
         header="backward_wgmma_rows.cuh" if overlaps else "backward_rows.cuh",

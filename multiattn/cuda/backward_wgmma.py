@@ -60,7 +60,7 @@ class HopperBackwardConfig(WgmmaFamilyConfig):
         self, problem: Problem, rows: int, name: str, *lists: str, has_dq_sum: bool = True, stream_k: bool = False
     ) -> PlannedLaunch:
         """The kernel of statistics, with blocks of so many queries."""
-        sizes = {"head_dim": problem.head_dim, "tile_rows": rows, "tile_m": self.tile_m}
+        sizes = {"head_dim": problem.head_dim, "threads": ROW_THREADS, "tile_rows": rows, "tile_m": self.tile_m}
         config = aggregate("RowConfig", **sizes, has_dq_sum=has_dq_sum)
         kernel = Instance(
             name=f"prepare_statistics_{problem.dtype}_d{problem.head_dim}{name}",

@@ -129,22 +129,23 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
         }  # fmt: skip
         names = ("q_stages", "dout_stages", "kv_in_registers", "ahead")
         keys: dict[str, Any] = {name: getattr(self, name) for name in names}
-        kept_q, kept_kv = "_dplate" * self.dp_late, "_kvregisters" * self.kv_in_registers
+        names_q = f"s{self.k_stages}_{self.v_stages}{'_dplate' * self.dp_late}{'_ahead' * self.dq_ahead}"
+        names_kv = f"s{self.q_stages}_{self.dout_stages}{'_kvregisters' * self.kv_in_registers}{'_ahead' * self.ahead}"
         return (
             self.statistics(problem, QUERY_TILE, name, *lists, has_dq_sum=False),
-            self._pass(plan, "queries", queries, f"{kept_q}{'_ahead' * self.dq_ahead}", self.dq_smem_bytes(problem)),
-            self._pass(plan, "keys", keys, f"{kept_kv}{'_ahead' * self.ahead}", self.smem_bytes(problem)),
+            self._pass(plan, "queries", queries, names_q, self.dq_smem_bytes(problem)),
+            self._pass(plan, "keys", keys, names_kv, self.smem_bytes(problem)),
         )
 
-    def _pass(self, plan: Plan, owns: str, config: dict[str, Any], kept: str, smem: int) -> PlannedLaunch:
+    def _pass(self, plan: Plan, owns: str, config: dict[str, Any], sizes: str, smem: int) -> PlannedLaunch:
         """The kernel whose blocks own keys, or the one whose blocks own queries."""
-        problem, (first, second) = plan.problem, tuple(config.values())[:2]
+        problem = plan.problem
         kernel = wgmma_kernel(
             plan,
             f"TwoPass{owns.title()}Traits",
             aggregate(f"TwoPass{owns.title()}Config", **config),
             entry=f"backward_wgmma_{owns}",
-            sizes=f"s{first}_{second}{kept}",
+            sizes=sizes,
             header=f"backward_wgmma_two_pass_{owns}.cuh",
             params=WgmmaBackwardParams,
             threads=self.threads,

@@ -98,6 +98,7 @@ class DecodeConfig(FamilyConfig):
             "MergeConfig",
             head_dim_v=problem.head_dim_v,
             threads=threads,
+            **({} if few else {"columns": MERGE_COLUMNS}),
             parts_max=parts_max,
             sinks=problem.has_sinks,
             packed_queries=is_packed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from multiattn.cuda.family import config_of
+from multiattn.cuda.naming import aggregate
 from multiattn.cuda.source import Instance, ListParams, PlannedLaunch
 from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import WARP_THREADS
@@ -34,7 +35,7 @@ def list_launch(packing: Batching, *, overlaps: bool = False) -> PlannedLaunch:
         name=f"list_tiles{'_overlapping' if overlaps else ''}",
         header="list_tiles.cuh",
         entry="list_tiles",
-        traits=f"multiattn::ListTraits<{str(overlaps).lower()}>",
+        traits=f"multiattn::ListTraits<{aggregate('ListConfig', threads=_LIST_THREADS, overlaps=overlaps)}>",
         params=ListParams,
         threads=_LIST_THREADS,
         overlaps=overlaps,

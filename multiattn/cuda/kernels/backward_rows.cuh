@@ -6,8 +6,8 @@
 namespace multiattn {
 
 struct RowConfig {
-  int head_dim;
-  int tile_rows = 64;      // queries of a block
+  int head_dim, threads;
+  int tile_rows;           // queries of a block
   int tile_m = tile_rows;  // of a tile of the kernel of gradients, where a block owns whole ones
   bool has_dq_sum;         // dq is added up in the workspace
   bool wide = true;        // 16 bytes at a time
@@ -16,7 +16,7 @@ struct RowConfig {
 template <class Element_, RowConfig C, class Blocked_ = NoBlockMask, class PlainParams = BackwardParams>
 struct RowTraits {
   using Element = Element_;
-  static constexpr int TILE_ROWS = C.tile_rows, TILE_M = C.tile_m, THREADS = 256;
+  static constexpr int TILE_ROWS = C.tile_rows, TILE_M = C.tile_m, THREADS = C.threads;
   static constexpr bool HAS_DQ_SUM = C.has_dq_sum;
   using Blocked = Blocked_;  // what lists the tiles that there are
   using Params = typename WithAux<PlainParams, NoScore, typename ListsOf<Blocked>::Type>::Type;
@@ -53,7 +53,7 @@ DEVICE bool has_place(const typename T::Params& params, const TileOf<T>& tile) {
   else return true;
 }
 
-// The dot product of a chunk of `out` and of `dout`.
+// The dot product of a chunk of out and one of dout.
 template <class E>
 DEVICE float dot(const Chunk& out, const Chunk& dout) {
   float sum = 0.0f;
@@ -65,7 +65,7 @@ DEVICE float dot(const Chunk& out, const Chunk& dout) {
   return sum;
 }
 
-// Of so many neighbours, a power of two.
+// The sum over so many neighbours, a power of two.
 template <int LANES>
 DEVICE float sum_of_lanes(float sum) {
 #pragma unroll

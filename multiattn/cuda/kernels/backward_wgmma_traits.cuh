@@ -222,7 +222,7 @@ struct BackwardShared {
   }
 };
 
-// Its barriers are there, and its maps on their way, by the thread that loads. The number of the thread's warpgroup.
+// Makes a block's barriers, and sends for its maps by the thread that loads. Returns the number of the thread's warpgroup.
 template <class Shared, class Params>
 DEVICE int begin_block(const Params& params, int loading_thread) {
   if (thread_index() == 0) Shared::init();

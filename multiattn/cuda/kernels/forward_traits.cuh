@@ -43,16 +43,6 @@ struct CudaConfig {
   QPlace q_place;
 };
 
-// What the tensor core adds up in.
-template <bool HALVES>
-struct SumOf {
-  using Type = Accumulator;
-};
-template <>
-struct SumOf<true> {
-  using Type = HalfAccumulator;
-};
-
 // Which constants go together, as multiattn/cuda/forward_mma.py has it; shared memory and registers aside.
 template <class Element, Features F, Axes A, CudaConfig C>
 struct Legality {
@@ -82,7 +72,7 @@ struct ForwardTraits : Walks<Element, F, ForwardParams, Score, Blocked> {
   static constexpr int TILE_M = C.tile_m, TILE_N = C.tile_n, STAGES = C.stages, COLUMN_WARPS = C.column_warps;
   static constexpr Share SHARE = A.share;
   static constexpr QPlace Q_PLACE = C.q_place;
-  using Sum = typename SumOf<A.halves>::Type;
+  using Sum = typename Choice<A.halves, HalfAccumulator, Accumulator>::Type;
   static constexpr int THREADS = C.warps * WARP;
   static constexpr bool SPLIT_KV = A.warps == Warps::SPLIT_KV;
   static constexpr bool SLICED_K = A.tiling != Tiling::NONE, SLICED_V = A.tiling == Tiling::QKV;

@@ -192,13 +192,7 @@ DEVICE void clear_before_first(const Owned<T>& owned, const GroupRows<T>& rows, 
   clear_values<T>(SharedLayout<T>::kv(next.slot), 0, min(keys, T::TILE_N));
 }
 
-template <class T, bool GATHERS = T::GATHERS>
-struct LoaderOf {
-  using Type = BoxLoader<T>;
-};
 template <class T>
-struct LoaderOf<T, true> {
-  using Type = GatherLoader<T>;
-};
+using LoaderOf = typename Choice<T::GATHERS, GatherLoader<T>, BoxLoader<T>>::Type;
 
 }  // namespace multiattn

@@ -93,7 +93,7 @@ DEVICE void load_keys(RingPlace<T::STAGES>& place, const TensorMap& map, const Q
   place.advance();
 }
 
-// Where it begins. A list counts from query 0 on, but the last tile ends where the queries do here, too.
+// The first query of a tile. A list counts from query 0 on, but the last tile ends where the queries do here, too.
 template <class T>
 DEVICE int first_query_of(const WgmmaParams& params, const TileOf<T>& listed, int tile, int place) {
   if constexpr (IS_PACKED<typename T::Blocked>) {
@@ -166,7 +166,7 @@ template <class T>
 DEVICE void produce(const typename T::Params& params, const Owned<T>& owned, const Blocks& blocks) {
   const int last = blocks.end - 1;
   if (last < blocks.begin) return;
-  typename LoaderOf<T>::Type keys(params, owned);
+  LoaderOf<T> keys(params, owned);
   const auto look_up = [&](int block) { return block < blocks.begin ? 0 : keys.look_up(block); };
   int page = look_up(last), next = look_up(last - 1), after_next = look_up(last - 2);
   keys.load_k(last, page);

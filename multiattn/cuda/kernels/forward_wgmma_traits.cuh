@@ -32,17 +32,11 @@ struct WgmmaConfig {
   int kept_steps;  // of a wgmma's 16 columns of Q, from the first on: read into registers once
 };
 
-template <bool GROUPED>
-struct PlainParams {
-  using Type = WgmmaParams;
-};
-template <>
-struct PlainParams<true> {
-  using Type = SplitWgmmaParams;
-};
+template <class Blocked>
+using PlainParams = typename Choice<IS_GROUPED<Blocked>, SplitWgmmaParams, WgmmaParams>::Type;
 
 template <class Element, Features F, WgmmaConfig C, class Score = NoScore, class Blocked = NoBlockMask>
-struct WgmmaTraits : Walks<Element, F, typename PlainParams<IS_GROUPED<Blocked>>::Type, Score, Blocked> {
+struct WgmmaTraits : Walks<Element, F, PlainParams<Blocked>, Score, Blocked> {
   static constexpr int WARPGROUPS = C.warpgroups, CLUSTER = C.cluster, TILE_N = C.tile_n, STAGES = C.stages;
   static constexpr int Q_SLOTS = C.q_slots, KEPT_STEPS = C.kept_steps;
   static constexpr bool PINGPONG = C.pingpong, LAZY_MAX = C.lazy_max, TMA_STORE = C.tma_store;

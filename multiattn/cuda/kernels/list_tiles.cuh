@@ -13,11 +13,17 @@
 
 namespace multiattn {
 
-template <bool OVERLAPS_>
+struct ListConfig {
+  int threads;
+  bool overlaps;  // it begins while the grid before it ends, and lets the next one do so
+};
+
+template <ListConfig C>
 struct ListTraits {
-  static constexpr int THREADS = 256;
-  static constexpr bool OVERLAPS = OVERLAPS_;  // it begins while the grid before it ends, and lets the next one do so
+  static constexpr int THREADS = C.threads;
+  static constexpr bool OVERLAPS = C.overlaps;
   static constexpr int SMEM_BYTES = 0;
+  static_assert(THREADS % WARP == 0, "whole warps");
 };
 
 // Rows of q, or of k.

@@ -8,6 +8,7 @@ namespace multiattn {
 
 struct MergeConfig {
   int head_dim_v, threads;
+  int columns = 0;      // of a block of `merge_splits`: a lane's each, when it writes
   int parts_max;        // of a row
   bool sinks;           // each head has one more key, without a value
   bool packed_queries;  // rows may be before the first sequence
@@ -24,14 +25,14 @@ struct AnyMergeTraits {
 
 template <class Element, MergeConfig C>
 struct MergeTraits : AnyMergeTraits<Element, C> {
-  static constexpr int COLUMNS = WARP;  // of a block: a lane's each, when it writes
+  static constexpr int COLUMNS = C.columns;
   static constexpr int COLUMN_BLOCKS = (C.head_dim_v + COLUMNS - 1) / COLUMNS;
   static constexpr int LANES = COLUMNS / CHUNK_ELEMENTS;  // threads that read a part of a row, a chunk of columns each
   static constexpr int SLOTS = C.threads / LANES;         // parts that are read at a time
   // A weight for each part of each of the block's rows, and sums: a thread's own of its columns.
   static constexpr int SUMS_AT = C.parts_max * 4, SUMS_PITCH = COLUMNS + 4;  // fp32
   static constexpr int SMEM_BYTES = SUMS_AT + SLOTS * SUMS_PITCH * 4;
-  static_assert(SLOTS <= C.parts_max, "room for all weights");
+  static_assert(COLUMNS == WARP && SLOTS <= C.parts_max, "a lane for each column, room for all weights");
 };
 
 // The place of a row of lse. It is computed without memory, and so before the wait for other grids.

@@ -47,6 +47,16 @@ struct KeyWalk<Packed, TILE> {
   using Type = Blocks;
 };
 
+// One of two types.
+template <bool CONDITION, class Then, class Else>
+struct Choice {
+  using Type = Then;
+};
+template <class Then, class Else>
+struct Choice<false, Then, Else> {
+  using Type = Else;
+};
+
 // The part of a problem that code depends on, as multiattn/plan/features.py has it, but for what is a type here.
 struct Features {
   int head_dim;    // of q and k
