@@ -1,34 +1,78 @@
 """The Gluon kernel interpreted: orders of partitions, a window's cost, and bugs, planted here, each found."""
 
-from dataclasses import replace
+import importlib
+import itertools
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
-from gluon_bugs import BUGS
-from gluon_on_cpu import PLAIN, case_of, changed, check, launched
+from parity_breaks import BY_NAME, CPU
 
+import multiattn
 from multiattn import explain, fmha
+from multiattn.plan.arch import ARCHS
+from multiattn.plan.backend import Plan, find_variant, plan_variant
+from multiattn.plan.support import OutOfBoundsError
 from multiattn.problem import Problem
-from multiattn.triton.cpu.gluon.errors import DeadlockError
+from multiattn.triton import BACKEND, launch
+from multiattn.triton.cpu.gluon import run
+from multiattn.triton.cpu.gluon.errors import BarrierError, DeadlockError, GluonError, LayoutError, RaceError
 from multiattn.triton.cpu.gluon.source import as_python
 from multiattn.triton.gluon_forward import GluonConfig, constants_of
+from multiattn.triton.kernels import gluon as kernels
 from multiattn.triton.kernels.gluon import scores
 from multiattn.triton.kernels.gluon.schedule import LaunchSizes
+from parity.case import Case
+from parity.launch import prepare_case, problem_of
+from parity.tensors import Outputs
+from parity.tolerance import Mismatch
+
+VARIANT = find_variant(BACKEND, "warp_specialized")
+PLAIN = GluonConfig(tile_m=128, tile_n=64, stages=3)
+_numbers = itertools.count()
+
+
+def launched(case, config=PLAIN, seed=None, kernel=None):
+    """The outputs of a launch, its plan and the truth; `seed` orders the partitions."""
+    inputs, truth = prepare_case(case, CPU)
+    plan = plan_variant(BACKEND, VARIANT, problem_of(case, inputs), ARCHS["cpu"], config)
+    assert isinstance(plan, Plan), plan
+    outputs = Outputs.of(plan.problem, CPU)
+    given = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks", "captured", "indices")}
+
+    def run_gluon(call, arguments):
+        return run(kernel or call.kernel, call.table.grid, *arguments, seed=seed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_run_gluon", run_gluon)
+        multiattn.launch(plan, **given, out=outputs.out, lse=outputs.lse)
+    assert not outputs.guards_were_written
+    assert not inputs.were_written
+    return outputs, plan, truth
+
+
+def check(case, config=PLAIN, seed=None, kernel=None):
+    """Mismatch where out or lse is not what it is in fp64."""
+    outputs, plan, truth = launched(case, config, seed, kernel)
+    for got, expected in zip(outputs.all, truth.of_plan(plan), strict=True):
+        expected.check(got, plan)
+
 
 CONFIGS = {
     "dynamic": replace(PLAIN, scheduler="dynamic"),
     "tight": GluonConfig(tile_m=192, tile_n=32, stages=2, pingpong=True, lazy_max=True),
     "slots": GluonConfig(tile_m=128, tile_n=16, stages=5, q_slots=3, lazy_max=True),
 }
-CASES = {"causal": case_of("len_203x113_causal"), "packed": case_of("varlen_gpt_oss")}
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["len_203x113_causal", "varlen_gpt_oss"])
 def test_every_order_of_partitions_gives_the_same_bits(case, config):
-    expected = launched(CASES[case], CONFIGS[config])[0]
+    expected = launched(BY_NAME[case], CONFIGS[config])[0]
     for seed in range(2):
-        found = launched(CASES[case], CONFIGS[config], seed)[0]
+        found = launched(BY_NAME[case], CONFIGS[config], seed)[0]
         assert torch.equal(found.out.nan_to_num(7.0), expected.out.nan_to_num(7.0))
         assert torch.equal(found.lse, expected.lse)
 
@@ -61,27 +105,164 @@ def test_a_window_costs_what_it_shows():
 # ---------------------------------------------------------------- the tester, tested
 
 
+def changed(folder, file, old="", new=""):
+    """The kernel from a copy of its source, in which `old`, which there is once in the file, has become `new`."""
+    name = f"changed_gluon_{next(_numbers)}"
+    home = Path(kernels.__file__).parent
+    shutil.copytree(home, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (folder / name).glob("*.py"):
+        text = path.read_text()
+        if path.name == file and old:
+            assert text.count(old) == 1, (old, text.count(old))
+            text = text.replace(old, new)
+        path.write_text(text.replace("multiattn.triton.kernels.gluon", name))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        return importlib.import_module(f"{name}.forward").attention_forward
+
+
+CAUSAL, D128 = BY_NAME["len_200x329_causal"], BY_NAME["d128_bf16_full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bug:
+    """A change of a text that there is once in a file, and the error that it is found by, which says a pattern."""
+
+    file: str
+    old: str
+    new: str
+    error: type[Exception]
+    says: str | None = None
+    case: Case = D128
+    config: object = PLAIN
+
+
+TWO_SLOTS = replace(PLAIN, q_slots=2)
+AWAIT_FULL = "    ring.await_full(shared.ring_kv, place)\n"
+SCORES_WAIT = "    scores = warpgroup_mma_wait(C.pieces, [scores])\n"
+RELEASE = "    ring.release(shared.ring_kv, place)\n"
+SIGN = "    scores = _finish_scores(scores, block, "
+EXPECT = "mbarrier.expect(full, 2 * rows * C.columns)"
+LAST_WORD = "    ring.write_word(shared.words, slot * C.words + END, ring.NO_TILE)\n"
+LAST_ARRIVAL = "    mbarrier.arrive(shared.ring_q.full.index(slot))\n"
+EMPTY = "ring.make(C.stages, C.warpgroups)"
+
+BUGS = {
+    "a diagonal one key too far": Bug(
+        file="scores.py", old="end = queries + 1 + (seq_kv", new="end = queries + 2 + (seq_kv",
+        case=CAUSAL, error=Mismatch, says="^(out|lse) ",
+    ),
+    "a mask one key too wide": Bug(
+        file="scores.py", old=".s32 p, $2, 0", new=".s32 p, $2, -1", case=BY_NAME["varlen_apart_d64_causal"],
+        error=Mismatch,
+    ),
+    "a block left out": Bug(
+        file="scores.py", old="return begin, (end + C.tile_n - 1)", new="return begin, end",
+        case=BY_NAME["len_129x257_full"], error=Mismatch,
+    ),
+    "maxima outgrown, and nobody looks": Bug(
+        file="forward.py", old="return product != 0.0", new="return product > 1.0",
+        case=BY_NAME["descending_full"], config=replace(PLAIN, lazy_max=True), error=Mismatch,
+    ),
+    "nobody waits for keys": Bug(
+        file="forward.py", old=f"{AWAIT_FULL}    scores", new="    scores", error=RaceError,
+        says="a product's read of buffer",
+    ),
+    "keys given back before they were used": Bug(
+        file="forward.py", old=SCORES_WAIT + RELEASE, new=RELEASE + SCORES_WAIT, error=RaceError,
+        says="a load by TMA of buffer .* conflicts with a product's read",
+    ),
+    "keys loaded where others are in use": Bug(
+        file="tiles.py", old="    ring.await_empty(ring_of, place)\n", new="", error=GluonError,
+    ),
+    "outputs used before they are there": Bug(
+        file="tiles.py", old="warpgroup_mma_wait(under_way, [", new="warpgroup_mma_wait(under_way + 1, [",
+        error=RaceError, says="the result of a product is used before",
+    ),
+    "a word read before it is written": Bug(
+        file="producer.py", old=LAST_WORD + LAST_ARRIVAL, new=LAST_ARRIVAL + LAST_WORD, error=RaceError,
+        says="nothing orders|was never written",
+    ),
+    "an output that TMA does not see yet": Bug(
+        file="forward.py", old="    fence_async_shared()\n    if first", new="    if first", error=RaceError,
+        says="a store by TMA of buffer .* without a fence_async_shared",
+    ),
+    "a slot of Q given back while TMA reads it": Bug(
+        file="forward.py", old="            tma.store_wait(0)\n            ring.release(shared.ring_q, q_place - 1",
+        new="            ring.release(shared.ring_q, q_place - 1", case=BY_NAME["mha_b2"], config=TWO_SLOTS,
+        error=RaceError, says="a load by TMA of buffer .* conflicts with a store by TMA",
+    ),
+    "a block that ends while TMA reads": Bug(
+        file="forward.py", old="    tma.store_wait(0)  # shared", new="    # shared", config=TWO_SLOTS,
+        error=GluonError, says="ends while TMA may still read",
+    ),
+    "keys never given back": Bug(
+        file="forward.py", old=RELEASE + SIGN, new=SIGN, error=DeadlockError,
+        says="(?s)produce waits for parity . of mbarrier .* 2 of 2 arrivals",
+    ),
+    "more bytes expected than come": Bug(
+        file="tiles.py", old=EXPECT, new=EXPECT.replace("2 *", "4 *"), error=DeadlockError,
+        says=r"(?s)^every partition waits, and nothing is under way:\n *partition 0 consume\(0\) waits for parity 0 of "
+        r"mbarrier 0 of buffer 5, made at forward\.py.* 0 of 1 arrivals and 16384 bytes.*\n *partition 1 consume\(1\) "
+        r"waits for .*\n *partition 2 produce waits for ",
+    ),
+    "fewer bytes expected than come": Bug(
+        file="tiles.py", old=EXPECT, new=EXPECT.replace("2 *", "1 *"), error=BarrierError,
+        says="more bytes than expected",
+    ),
+    "an arrival that nobody makes": Bug(
+        file="forward.py", old=EMPTY, new=EMPTY.replace("warpgroups", "warpgroups + 1"), error=DeadlockError,
+        says=r"1 of 3 arrivals and 0 bytes to come\) \[at ring.py:\d+ in await_empty\]",
+    ),
+    "an arrival that nobody expects": Bug(
+        file="forward.py", old=EMPTY, new=EMPTY.replace("warpgroups", "warpgroups - 1"), error=GluonError,
+    ),
+    "more arrivals than there can be": Bug(
+        file="ring.py", old="mbarrier.arrive(ring.empty.index(place % ring.empty.shape[0]))",
+        new="mbarrier.arrive(ring.empty.index(place % ring.empty.shape[0]), count=3)", error=BarrierError,
+        says="arrives once more than expected at mbarrier",
+    ),
+    "turns that nobody passes": Bug(
+        file="forward.py", old="    _pass_turn(warpgroup, shared.turns, C)\n    of_score", new="    of_score",
+        config=replace(PLAIN, pingpong=True), error=DeadlockError, says="in _await_turn",
+    ),
+    "a phase of the wrong parity": Bug(
+        file="ring.py", old="((place // slots) & 1) ^ 1)", new="((place // slots) & 1))", error=DeadlockError,
+        says="in await_empty",
+    ),
+    "weights in no layout of a product's": Bug(
+        file="tiles.py", old="gl.DotOperandLayout(0, sums.type.layout, 2)",
+        new="gl.DotOperandLayout(0, sums.type.layout, 1)", error=LayoutError, says="is not trivial",
+    ),
+    "keys along the wrong dimension": Bug(
+        file="scores.py", old="gl.arange(0, C.tile_n, C.column)  # [tile_n]",
+        new="gl.arange(0, C.tile_n, C.row)", case=CAUSAL, error=LayoutError,
+        says="got axis 0 of a slice along 1",
+    ),
+    "lse beyond its tensor": Bug(
+        file="forward.py", old=", mask=(rows >= 0) & (rows < end))", new=")", case=CAUSAL, error=OutOfBoundsError,
+        says="store in program",
+    ),
+    "rows before the first are stored": Bug(
+        file="forward.py", old="    if first_query >= 0:  # a store", new="    if True:  # a store",
+        case=BY_NAME["len_129x257_full"], error=GluonError, says="an illegal instruction",
+    ),
+    "an instruction that the interpreter does not know": Bug(
+        file="scores.py", old='"mov.b32 $0, $1;"', new='"brev.b32 $0, $1;"', error=NotImplementedError,
+        says=r"no brev\.b32",
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name, seed, tmp_path):
     """Whatever the order of partitions, although on a GPU most of them would give the right bits in most launches."""
     bug = BUGS[name]
-    kernel = changed(tmp_path, bug.file, (bug.old, bug.new))
+    kernel = changed(tmp_path, bug.file, bug.old, bug.new)
     with pytest.raises(bug.error, match=bug.says):
         check(bug.case, bug.config, seed, kernel)
 
 
 def test_a_copy_without_a_change_is_the_kernel(tmp_path):
-    check(CASES["causal"], PLAIN, None, changed(tmp_path, "ring.py"))
-
-
-def test_a_deadlock_says_who_waits_for_what(tmp_path):
-    bug = BUGS["more bytes expected than come"]
-    with pytest.raises(DeadlockError) as caught:
-        check(bug.case, bug.config, None, changed(tmp_path, bug.file, (bug.old, bug.new)))
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "every partition waits, and nothing is under way:"
-    assert [line.split(" waits for ")[0].strip() for line in lines[1:4]] == [
-        "partition 0 consume(0)", "partition 1 consume(1)", "partition 2 produce",
-    ]  # fmt: skip
-    assert "parity 0 of mbarrier 0 of buffer 5, made at forward.py" in lines[1]
+    check(BY_NAME["len_203x113_causal"], PLAIN, None, changed(tmp_path, "ring.py"))
