@@ -11,6 +11,7 @@ import torch
 
 from multiattn.cuda import BACKEND
 from multiattn.cuda.cpu.host import CpuLauncher
+from multiattn.cuda.forward_wgmma import WgmmaConfig
 from multiattn.cuda.source import HOST_INCLUDES
 from multiattn.cuda.tools import GXX, probe_host, probe_nvrtc
 from multiattn.mask import Window
@@ -23,6 +24,9 @@ from parity.tolerance import Truth
 
 on_cpu = pytest.mark.skipif(bool(probe_host()), reason="; ".join(map(str, probe_host())))
 with_nvrtc = pytest.mark.skipif(bool(probe_nvrtc()), reason="; ".join(map(str, probe_nvrtc())))
+
+CONFIG = WgmmaConfig(tile_m=128, tile_n=64)
+"""A config of Hopper's forward."""
 
 Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 

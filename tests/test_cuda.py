@@ -1,7 +1,9 @@
-"""The CUDA backend on the CPU: configs of GPUs run emulated, and what selects, compiles and caches them."""
+"""The CUDA backend with no GPU: configs of GPUs run emulated, what selects, compiles and caches them, scores."""
 
 from __future__ import annotations
 
+import ctypes
+import math
 import re
 import subprocess
 import sys
@@ -12,16 +14,24 @@ import torch
 from cuda_runs import on_cpu, run_forward, with_nvrtc
 
 import multiattn
+from multiattn import fmha, reference
 from multiattn.cuda import BACKEND, axes, tools
+from multiattn.cuda.compile import _compile, make_ptx
+from multiattn.cuda.cpu import host
 from multiattn.cuda.forward_mma import CudaConfig
 from multiattn.cuda.instances import kernels_of
-from multiattn.cuda.source import DEVICE_INCLUDES, files_reached, translation_unit
+from multiattn.cuda.score import text_of
+from multiattn.cuda.source import DEVICE_INCLUDES, _wgmma, files_reached, translation_unit
 from multiattn.cuda.variants import WGMMA
+from multiattn.inspect.facts import read_plan
+from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import find_variant, make_plan, plan_variant
 from multiattn.plan.cubin import read_entry
+from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import Problem
 from multiattn.run import cache
+from multiattn.score import bind_score, lower
 
 SPLIT_Q = find_variant(BACKEND, axes.SPLIT_Q.name)
 
@@ -198,3 +208,139 @@ def test_no_lambda_has_types_of_its_own():
     sources = [it for folder in DEVICE_INCLUDES for it in folder.rglob("*.*h")]
     assert sources
     assert not [it.name for it in sources if own.search(it.read_text())]
+
+
+# ---------------------------------------------------------------- the verbs of sm90 as NVRTC makes them
+
+
+COLUMNS = 40
+KERNEL = """
+#include "multiattn/wgmma.cuh"
+{wgmma}
+using namespace multiattn;
+struct Arguments {{
+  float* floats;
+  int32* counter;
+  uint64 a, b;
+}};
+KERNEL(128, 1) verb(PARAMETERS(Arguments) arguments) {{
+  {body}
+}}
+"""
+MULTIPLY = """
+  float d[{columns} / 2] = {{}};
+  wgmma_fence();
+  {verb}<{kind}, {columns}>(d, arguments.a, arguments.b, true);
+  wgmma_commit();
+  wgmma_wait<0>();
+  for (int i = 0; i < {columns} / 2; ++i) store_global_4_if(true, arguments.floats + i, d[i]);
+"""
+LINES = {
+    "bulk_load": (
+        "bulk_load(1024, arguments.floats, 512, 64);",
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [",
+    ),
+    "bulk_add": (
+        "bulk_add(arguments.floats, 1024, 512); tma_store_commit(); tma_store_wait_read<0>();",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [",
+    ),
+    "ordered_add_global": (
+        "arguments.counter[1] = ordered_add_global(arguments.counter, 3);",
+        "atom.acq_rel.gpu.global.add.s32 %r",
+    ),
+}
+
+
+def compiled(body, wgmma=""):
+    """The PTX of a kernel with this body, which ptxas took for sm_90a."""
+    source = KERNEL.format(wgmma=wgmma, body=body)
+    assert len(_compile(source, "sm_90a")) > 1000
+    return make_ptx(source, "sm_90a").decode()
+
+
+@with_nvrtc
+@pytest.mark.parametrize(("kind", "dtype"), [("fp16", "f16"), ("bf16", "bf16")])
+@pytest.mark.parametrize(("verb", "mn_major"), [("wgmma_ss", "0, 0"), ("wgmma_ss_mn", "1, 1")])
+def test_operands_in_shared_memory_are_both_k_major_or_both_mn_major(verb, mn_major, kind, dtype):
+    ptx = compiled(MULTIPLY.format(verb=verb, kind=kind, columns=COLUMNS), _wgmma(COLUMNS))
+    (line,) = (line for line in ptx.splitlines() if "wgmma.mma_async" in line)
+    assert f"wgmma.mma_async.sync.aligned.m64n{COLUMNS}k16.f32.{dtype}.{dtype} {{" in line
+    assert line.endswith(f", add, 1, 1, {mn_major};}}")
+
+
+@with_nvrtc
+@pytest.mark.parametrize("verb", LINES)
+def test_a_verb_is_one_instruction(verb):
+    body, instruction = LINES[verb]
+    assert compiled(body).count(instruction) == 1
+
+
+# ---------------------------------------------------------------- modified scores beyond what parity runs
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_expression_hides_the_blocks_that_a_warpgroup_begins_with(dtype):
+    """A bias hides most rows of the last blocks, which are walked over first, and all keys of the first rows."""
+    q, k, v = (torch.randn(1, 2, length, 40, dtype=dtype) for length in (150, 170, 170))
+    hide = {"score_mod": lambda score, b, h, q, kv: torch.where(kv > q - 7, -torch.inf, score)}
+    results = fmha(q, k, v, **hide, backend="cuda", variant=WGMMA.name, return_lse=True)
+    for got, true in zip(results, reference(q, k, v, **hide), strict=True):
+        torch.testing.assert_close(got, true.to(got.dtype), rtol=0.02, atol=0.02)
+    assert torch.isneginf(results[1][..., :7]).all()
+
+
+DISTANCES = {
+    "q - kv": lambda q, kv: q - kv,
+    "kv - q": lambda q, kv: kv - q,
+    "a band": lambda q, kv: torch.abs(3 * q - kv).clamp(max=1 << 30),
+    "a sum": lambda q, kv: -(q // 2 + kv - 5),
+}
+DISTANT = """
+extern "C" float score(int q, int base, int step) {{
+  return multiattn::{name}::score(0.0f, 0, 0, q, multiattn::Position(base, step), 0, 0, {{}});
+}}
+"""
+
+
+@on_cpu
+@pytest.mark.parametrize("distance", DISTANCES.values(), ids=DISTANCES)
+def test_a_distance_of_keys_is_as_near_as_the_nearest_float(distance):
+    """It is exact below 2^24, where the factor of the log2 domain is rounded; elsewhere a bit may go."""
+    program = bind_score(
+        score_mod=lambda score, b, h, q, kv: score + distance(q, kv), device=torch.device("cpu")
+    ).program
+    name, text = text_of(lower(program))
+    assert "kv.base" in text
+    assert "kv.index()" not in text
+    run = host.load(host.build_source(text + DISTANT.format(name=name))).score
+    run.restype = ctypes.c_float
+    near, far = ((0, 0, 0), (3, 4, 255), (9, 0, 2)), ((2**24 + 3, 2**24, 1), (2**29 + 7, 2**29, 7), (5, 2**30 + 1, 97))
+    for q, base, step in (*near, *far):
+        true = int(distance(torch.tensor(q), torch.tensor(base + step)))
+        assert run(q, base, step) == pytest.approx(true * math.log2(math.e), rel=3 * 2**-24), (q, base, step)
+
+
+@pytest.mark.parametrize("made", [lambda q, kv: kv * kv, lambda q, kv: kv // 3, lambda q, kv: kv + kv - q])
+def test_other_functions_of_a_key_stay_integers(made):
+    program = bind_score(score_mod=lambda score, b, h, q, kv: score + made(q, kv), device=torch.device("cpu")).program
+    assert "kv.base" not in text_of(lower(program))[1]
+
+
+@with_nvrtc
+@pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump")
+def test_alibi_costs_hopper_three_instructions_a_score():
+    """A subtraction, a product and an FMA, all of fp32: positions become floats once a block for each of two rows."""
+    q = torch.zeros(1, 2, 48, 128, dtype=torch.bfloat16)
+    given = (with_score(Operands(q, q, q), Options(), None, it, None, None) for it in (None, torch.ones(2)))
+    problems = (Problem.of_operands(*it) for it in given)
+    plain, sloped = (make_plan(BACKEND, it, ARCHS["sm90"], variant=WGMMA.name, probe=False) for it in problems)
+    plain = replace(plain, config=sloped.config)
+    (before,), (after,) = map(read_plan, (plain, sloped))
+    scores = sloped.config.tile_n // 2 * 2  # of a thread in the hot loops, masked and full
+    kinds = ("FP32", "INT", "conversion")
+    more = {kind: after.hot.classes[kind] - before.hot.classes[kind] for kind in kinds}
+    assert after.hot_spills == 0
+    assert more["FP32"] <= 3 * scores
+    assert more["INT"] <= 24
+    assert more["conversion"] == 2 * 2

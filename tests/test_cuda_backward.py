@@ -1,41 +1,51 @@
-"""The CUDA backward on the CPU: what parity's cases leave out, and what selects the kernels."""
-
-from __future__ import annotations
+"""The CUDA backwards: what they launch, which problems they take, how they divide tiles. Parity has the numbers."""
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
 from cuda_runs import on_cpu
-from gradient_checks import make_tensors, run
+from gradient_checks import check, make_tensors, run
 
-from multiattn import Problem
-from multiattn.cuda import BACKEND
+from multiattn.cuda import BACKEND, stream_k
+from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
+from multiattn.cuda.backward_wgmma_two_pass import WgmmaTwoPassConfig
 from multiattn.cuda.cpu import host
 from multiattn.cuda.cpu.host import CpuLauncher
-from multiattn.cuda.instances import kernels_of
-from multiattn.operands import Operands
-from multiattn.plan.arch import CPU
-from multiattn.plan.backend import make_plan
+from multiattn.cuda.family import areas_of
+from multiattn.cuda.instances import kernels_of, launches_of
+from multiattn.cuda.params import argument_of, numbers_of
+from multiattn.cuda.stream_k import LEAST_RANGE_STEPS, LEAST_SHARE_STEPS, Divided, division_of
+from multiattn.operands import Operands, Options, with_score
+from multiattn.packed import RAGGED_ROWS
+from multiattn.plan.arch import ARCHS, CPU
+from multiattn.plan.backend import find_variant, make_plan
+from multiattn.problem import Problem
+from multiattn.sequences import Batching
 
-VARIANTS = {variant.name: variant for variant in BACKEND.backward.variants}
-each_variant = pytest.mark.parametrize("variant", VARIANTS)
+SM90 = ARCHS["sm90"]
+ONE, TWO = "wgmma", "wgmma_two_pass"
 
 
-def plan_of(variant, q, k, v, *, config=None, **options):
-    return make_plan(BACKEND, Problem.of(q, k, v, **options), CPU, direction="backward", variant=variant, config=config)
+def plan_of(problem, variant=None, config=None, *, arch=SM90, deterministic=False):
+    options = {"variant": variant, "config": config, "deterministic": deterministic, "probe": False}
+    return make_plan(BACKEND, problem, arch, direction="backward", **options)
 
 
 # ---------------------------------------------------------------- beside parity's cases
 
 
 @on_cpu
-@each_variant
+@pytest.mark.parametrize("variant", [it.name for it in BACKEND.backward.variants])
 def test_a_masked_product_that_overflows_is_zero(variant):
     """Rows 0 to 4 do not see key 30, with which dout @ v^T is 1e60; who sees it has no dout."""
     q, k, v, dout = make_tensors(heads_q=1, seq_q=40, seq_kv=40, head_dim=16)
     v[0, 0, 30], dout[0, 0, :5], dout[0, 0, 30:] = 1e30, 1e30, 0.0
-    assert all(grad.isfinite().all() for grad in run(plan_of(variant, q, k, v, causal=True), q, k, v, dout))
+    assert all(
+        grad.isfinite().all()
+        for grad in run(plan_of(Problem.of(q, k, v, causal=True), variant, arch=CPU), q, k, v, dout)
+    )
 
 
 OFFSETS = """
@@ -75,17 +85,232 @@ def test_sums_and_statistics_past_2_to_31_elements():
     assert list(found) == [(head * seq_q + first_query) * 256, head * seq_q, head * seq_q]
 
 
-# ---------------------------------------------------------------- configs
-
-
 @on_cpu
 @pytest.mark.parametrize("variant", ["atomic", "two_pass"])
 def test_no_ldmatrix_has_a_bank_conflict(variant):
     q, k, v, dout = make_tensors(head_dim=128)
-    plan = plan_of(variant, q, k, v, causal=True)
+    plan = plan_of(Problem.of(q, k, v, causal=True), variant, arch=CPU)
     launcher = CpuLauncher(plan)
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
     launcher(Operands(q, k, v, out, lse, dout, None, *map(torch.empty_like, (q, k, v))))
     assert set(launcher.counts) == {kernel.name for kernel in kernels_of(plan)}
     assert sum(counts.ldmatrix for counts in launcher.counts.values()) > 0
     assert all(counts.bank_conflicts == 0 for counts in launcher.counts.values())
+
+
+# ---------------------------------------------------------------- Hopper's
+
+
+HALVES = WgmmaBackwardConfig(tile_m=64, tile_n=128, half_dq=True, dout_stages=3)
+PLAIN = {ONE: WgmmaBackwardConfig(tile_m=64, tile_n=128), TWO: WgmmaTwoPassConfig(tile_m=64, tile_n=64)}
+
+
+def problem_of(head_dim=128, **sizes):
+    given = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seq_q": 300, "seq_kv": 500, **sizes}
+    return Problem.contiguous(head_dim=head_dim, **given)
+
+
+@pytest.mark.parametrize(
+    ("variant", "entries", "persistent", "blocks"),
+    [
+        (ONE, ["prepare_statistics", "backward_wgmma", "convert_sums"], [False, True, False], 2 * 2 * 4),
+        (TWO, ["prepare_statistics", "backward_wgmma_queries", "backward_wgmma_keys"], [False, True, True], 2 * 4 * 3),
+    ],
+)
+def test_kernels_follow_one_another_and_those_of_products_are_persistent(variant, entries, persistent, blocks):
+    launches = launches_of(plan_of(problem_of(), variant))
+    assert [it.kernel.entry for it in launches] == entries
+    assert all(it.kernel.overlaps for it in launches)
+    assert [it.is_persistent for it in launches] == persistent
+    assert launches[1].blocks == blocks
+
+
+@pytest.mark.parametrize(("variant", "bytes_of_q"), [(ONE, 4), (TWO, 0)])
+def test_workspace_is_eight_bytes_a_query_and_sums_of_dq_where_blocks_add_them_up(variant, bytes_of_q):
+    """Beside what tiles that are not full round up to, and counters. Without sums the same bits come each time."""
+    problem = problem_of(seq_q=512, seq_kv=512)
+    plan = plan_of(problem, variant)
+    areas, queries = areas_of(plan), problem.batch * problem.heads_q * problem.seq_q
+    assert sum(areas.values()) - areas["workspace"] == queries * (bytes_of_q * problem.head_dim + 8)
+    pointers = {name for it in launches_of(plan) for name in argument_of(it.kernel, plan).pointers.values()}
+    assert ("dq_sum" in pointers) == (variant == ONE)
+    assert "delta" not in pointers  # it is among the statistics
+
+
+@pytest.mark.parametrize(
+    ("heads_q", "heads_kv", "batch", "seq", "heads"),
+    [
+        pytest.param(16, 16, 4, 4096, 4, id="one_query_head_a_key_head"),
+        pytest.param(16, 2, 4, 4096, 8, id="all_heads_in_one_section"),
+        pytest.param(16, 4, 5, 4096, 10, id="two_sections_of_one_size"),
+        pytest.param(16, 1, 1, 4096, 1, id="no_more_than_there_are"),
+        pytest.param(16, 8, 4, 128, 32, id="short_sequences"),
+    ],
+)
+def test_a_section_of_large_groups_has_tiles_for_all_blocks(heads_q, heads_kv, batch, seq, heads):
+    given = {"batch": batch, "heads_q": heads_q, "heads_kv": heads_kv, "seq_q": seq, "seq_kv": seq}
+    assert numbers_of(plan_of(problem_of(**given, causal=True), ONE, HALVES))["sections_kv"] == heads
+    by_cache = max(1, (16 << 20) // (seq * 128 * 8 * heads_q // heads_kv))  # L2 alone decides where tiles are alike
+    assert numbers_of(plan_of(problem_of(**given), ONE, HALVES))["sections_kv"] == min(by_cache, batch * heads_kv)
+
+
+def modified(head_dim, *, wants_gradient=False):
+    """Scores with a bias."""
+    q, k, v = (torch.zeros(1, 2, 48, head_dim, dtype=torch.bfloat16) for _ in range(3))
+    bias = torch.zeros(1, 2, 48, 48, requires_grad=wants_gradient)
+    return Problem.of_operands(*with_score(Operands(q, k, v), Options(), 5.0, None, bias, None))
+
+
+@pytest.mark.parametrize(
+    ("problem", "deterministic", "variant"),
+    [
+        *((problem_of(192), it, TWO) for it in (False, True)),
+        (problem_of(seq_q=500), False, TWO),
+        (problem_of(seq_q=2000, seq_kv=2000), False, ONE),
+        (problem_of(seq_q=2000, seq_kv=2000), True, TWO),
+        *((modified(head_dim), it, TWO) for head_dim in (64, 128, 256) for it in (False, True)),
+        (modified(64, wants_gradient=True), False, "atomic"),
+    ],
+)
+def test_who_takes_what(problem, deterministic, variant):
+    """Two passes take wide heads, short sequences, expressions, and callers who want the same bits each time."""
+    assert plan_of(problem, deterministic=deterministic).variant == variant
+
+
+def test_a_bias_has_configs_of_its_own_where_registers_are_few():
+    configs = [plan_of(modified(head_dim), TWO).config for head_dim in (160, 192, 224, 256)]
+    assert [it.kv_in_registers for it in configs] == [True, False, False, False]
+    assert [it.dp_late for it in configs] == [False, False, False, True]
+    candidates = BACKEND.backward.candidates(find_variant(BACKEND, TWO, "backward"), modified(256), SM90)
+    assert any(it.dp_late for it in candidates)
+
+
+@pytest.mark.parametrize("variant", [ONE, TWO])
+def test_tensors_that_a_tensor_map_cannot_walk_are_refused(variant):
+    sizes = {"batch": 1, "heads_q": 1, "seq_q": RAGGED_ROWS + 1, "head_dim": 64}
+    problem = Problem.contiguous(**sizes, batching=Batching.packed(1))
+    assert any("packed batch" in reason.got for reason in PLAIN[variant].why_not(problem, SM90))
+
+
+# ---------------------------------------------------------------- tiles of keys that are divided among SMs
+
+
+SMS = 132
+EARLY = WgmmaBackwardConfig(tile_m=64, tile_n=128, k_in_registers=True, early_scores=True, k_stages=2)
+BY_TMA = WgmmaBackwardConfig(tile_m=64, tile_n=128, dq_by_tma=True)
+TMA_HALVES = replace(BY_TMA, half_dq=True)
+
+
+def square(heads_q, heads_kv, seq, batch, *, head_dim=128, **options):
+    given = {"heads_q": heads_q, "heads_kv": heads_kv, "seq_q": seq, "seq_kv": seq, "batch": batch, **options}
+    return Problem.contiguous(head_dim=head_dim, **given)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "causal", "shares"),
+    [
+        pytest.param((16, 1, 4096, 4), True, 8, id="one_key_head_for_all"),
+        pytest.param((16, 2, 4096, 4), True, 4, id="eight_query_heads_a_key_head"),
+        pytest.param((16, 1, 4096, 1), False, 4, id="fewer_tiles_than_sms"),
+        pytest.param((4, 4, 4096, 1), True, 2, id="four_heads_of_one_batch_entry"),
+        pytest.param((16, 1, 16384, 1), True, 8, id="one_key_head_of_a_long_sequence"),
+    ],
+)
+def test_few_tiles_are_divided_into_shares(sizes, causal, shares):
+    """As measured: see `LONGEST_WEIGHT`."""
+    found = division_of(square(*sizes, causal=causal), 64, 128, SMS)
+    assert found is not None
+    assert (found.shares, found.ranges) == (shares, 0)
+    assert found.ranges_from == found.tiles * shares
+
+
+def test_tiles_that_no_query_sees_do_not_count_as_many():
+    """12 of the 128 tiles of a head are seen."""
+    given = {"batch": 1, "heads_q": 32, "heads_kv": 2, "seq_q": 512, "seq_kv": 16384, "head_dim": 128}
+    found = division_of(Problem.contiguous(**given, window=(1024, 0)), 64, 128, SMS)
+    assert found is not None
+    assert found.shares == 8
+
+
+def test_the_last_tiles_of_many_are_divided_into_ranges():
+    """2048 tiles are 15 for each SM and 68 more, of 64 steps each: 33 steps for each SM."""
+    found = division_of(square(16, 16, 4096, 4), 64, 128, SMS)
+    assert found == Divided(tiles=2048, ranges_from=1980, ranges=132, range_steps=33)
+
+
+def test_ranges_are_not_too_short():
+    """4096 tiles are 31 for each SM, and 4 more."""
+    found = division_of(square(32, 32, 4096, 4, head_dim=64), 64, 128, SMS)
+    assert found == Divided(tiles=4096, ranges_from=4092, ranges=8, range_steps=LEAST_RANGE_STEPS)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(square(16, 16, 1024, 16), id="short_tiles"),
+        pytest.param(square(16, 16, 4096, 4, causal=True), id="many_tiles_under_a_mask"),
+        pytest.param(square(8, 8, 2048, 1), id="one_tile_for_nearly_each_sm"),
+        pytest.param(square(11, 11, 6144, 4), id="as_many_for_each_sm"),
+        pytest.param(square(4, 4, LEAST_SHARE_STEPS * 64, 1), id="shares_would_be_too_short"),
+        pytest.param(
+            square(16, 1, 16384, 1, batching=Batching.packed(4, 8192, 8192)), id="only_the_device_knows_the_lengths"
+        ),
+    ],
+)
+def test_other_tiles_are_whole(problem):
+    assert division_of(problem, 64, 128, SMS) is None
+    plan = plan_of(problem, ONE)
+    assert not any(it.kernel.stream_k for it in launches_of(plan))
+    assert "key_sums" not in areas_of(plan)
+
+
+def test_nothing_is_divided_among_no_sms():
+    problem = square(16, 1, 4096, 4, causal=True)
+    plan = plan_of(problem, ONE, replace(TMA_HALVES, stream_k=0))
+    assert not any(it.kernel.stream_k for it in launches_of(plan))
+
+
+def test_a_launch_knows_of_parts():
+    """A block for each part up to one for each SM, sums in fp32, sections that count shares as heads."""
+    problem = square(16, 1, 4096, 4, causal=True)
+    plan = plan_of(problem, ONE, replace(TMA_HALVES, stream_k=SMS))
+    prepare, keys, convert = launches_of(plan)
+    assert (prepare.kernel.stream_k, keys.kernel.stream_k, convert.kernel.stream_k) == (True, True, False)
+    assert (keys.blocks, keys.grid(SMS)) == (8 * 128, SMS)
+    numbers = numbers_of(plan)
+    tiles, warps = 128, 8
+    assert areas_of(plan)["key_sums"] == numbers["key_sums_bytes"] == tiles * (2 * 128 * 128 + warps) * 4
+    assert numbers["sections_kv"] == 11  # of 32: three sections that each have tiles for all SMs twice
+
+
+# ---------------------------------------------------------------- emulated
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("sizes", "options", "config", "expected"),
+    [
+        pytest.param((4, 1, 200, 300, 64), {"causal": True}, replace(EARLY, stream_k=5), "shares", id="causal"),
+        pytest.param((4, 2, 260, 300, 64), {}, replace(EARLY, stream_k=12), "shares", id="full"),
+        pytest.param((4, 1, 150, 600, 40), {"window": (130, 5)}, replace(EARLY, stream_k=4), "shares", id="unseen"),
+        pytest.param((4, 1, 300, 150, 104), {"causal": True}, replace(TMA_HALVES, stream_k=5), "shares", id="d104"),
+        pytest.param((1, 1, 600, 600, 64), {"causal": True}, replace(EARLY, stream_k=20), "shares", id="one_head"),
+        pytest.param((3, 1, 400, 400, 64), {"causal": True}, replace(EARLY, stream_k=40), "shares", id="empty_shares"),
+        pytest.param((1, 1, 700, 800, 64), {}, replace(EARLY, stream_k=4), "ranges", id="ranges_over_tiles"),
+        pytest.param((1, 1, 700, 300, 72), {}, replace(BY_TMA, stream_k=2), "ranges", id="ranges_d72"),
+        pytest.param((1, 1, 700, 300, 128), {}, replace(TMA_HALVES, stream_k=2), "ranges", id="ranges_d128"),
+    ],
+)
+def test_parts_make_up_the_gradients(sizes, options, config, expected, monkeypatch):
+    """Parts of few steps, so that few queries and keys have many."""
+    for name in ("PART_STEPS", "LEAST_RANGE_STEPS", "LEAST_SAVED_STEPS"):
+        monkeypatch.setattr(stream_k, name, 2)
+    monkeypatch.setattr(stream_k, "LEAST_SHARE_STEPS", 2 if expected == "shares" else 16)
+    heads_q, heads_kv, seq_q, seq_kv, head_dim = sizes
+    given = {"heads_q": heads_q, "heads_kv": heads_kv, "seq_q": seq_q, "seq_kv": seq_kv, "head_dim": head_dim}
+    q, k, v, dout = make_tensors(**given)
+    plan = plan_of(Problem.of(q, k, v, **options), ONE, config, arch=CPU)
+    found = division_of(plan.problem, config.tile_m, config.tile_n, config.stream_k)
+    assert found is not None
+    assert (found.shares > 1, found.ranges > 1) == (expected == "shares", expected == "ranges")
+    check(plan, q, k, v, dout)

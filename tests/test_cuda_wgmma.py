@@ -1,41 +1,65 @@
-"""The forward for Hopper: its configs and rules, its parameters, how it is launched; all without a GPU."""
-
-from __future__ import annotations
+"""The forward for Hopper, dense and over caches: configs, rules, launches; emulated; and compiled with no GPU."""
 
 import ctypes
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
 import torch
-from cuda_runs import on_cpu, run_gxx
-from wgmma_plans import CONFIG, SM90, plan_of, problem_of
+from cuda_runs import CONFIG, check_refused, on_cpu, run_forward, run_gxx, with_nvrtc
 
 from bench.matrix import SUITES
 from bench.record import example_score
 from multiattn import explain
 from multiattn.cuda import BACKEND
 from multiattn.cuda.axes import SPLIT_Q
+from multiattn.cuda.bind import bind
+from multiattn.cuda.cpu import host
+from multiattn.cuda.decode_wgmma import SplitWgmmaConfig
+from multiattn.cuda.family import areas_of
 from multiattn.cuda.forward_mma import CudaConfig
-from multiattn.cuda.forward_wgmma import SHAPES
+from multiattn.cuda.forward_wgmma import SHAPES, WgmmaConfig
 from multiattn.cuda.instances import kernels_of, launches_of
 from multiattn.cuda.params import params_of
 from multiattn.cuda.rules.hopper import WGMMA_RULES
 from multiattn.cuda.source import BackwardParams, ForwardParams, WgmmaParams
-from multiattn.cuda.variants import SPANNING, WGMMA, candidates
+from multiattn.cuda.variants import SPANNING, SPLIT_KEYS, SPLIT_KEYS_WGMMA, WGMMA, candidates
 from multiattn.cuda.wgmma import tensor_maps
-from multiattn.plan.arch import CPU
-from multiattn.plan.backend import find_variant, make_plan, plan_variant
+from multiattn.inspect.sass import hot_loops, parse, parted_arrivals
+from multiattn.mask import CAUSAL, FULL, Band
+from multiattn.operands import Operands
+from multiattn.plan import abi, schedule
+from multiattn.plan.arch import ARCHS, CPU
+from multiattn.plan.backend import make_plan, plan_variant
+from multiattn.plan.toolchain import disassemble
 from multiattn.problem import Problem
+from multiattn.sequences import Batching
+
+SM90 = ARCHS["sm90"]
+FLIPPED = {
+    **{"tile_m": 192, "cluster": 2, "tile_n": 80, "stages": 3, "scheduler": "static", "q_slots": 2},
+    **{"q_in_registers": True, "pingpong": True, "lazy_max": True, "tma_store": False},
+}
+
+
+def problem_of(head_dim=64, **sizes):
+    """Two sequences of four heads, two of keys; full, bf16, unless told otherwise."""
+    given = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seq_q": 300, "seq_kv": 500, **sizes}
+    return Problem.contiguous(head_dim=head_dim, **given)
+
+
+def plan_of(problem, config=CONFIG, arch=SM90, variant=WGMMA):
+    """A Plan of the variant, with `config`."""
+    return make_plan(BACKEND, problem, arch, variant=variant.name, config=config, probe=False)
+
 
 # ---------------------------------------------------------------- configs
 
 
-def test_a_config_of_another_kernel_is_a_reason():
+def test_a_config_without_a_variant_is_for_its_own():
     other = CudaConfig(tile_m=64, tile_n=32, warps=4, stages=2)
     assert make_plan(BACKEND, problem_of(), SM90, config=other, probe=False).variant == SPLIT_Q.name
-    (reason,) = plan_variant(BACKEND, find_variant(BACKEND, SPLIT_Q.name), problem_of(), SM90, CONFIG)
-    assert (reason.got, reason.allowed) == ("WgmmaConfig", "CudaConfig")
 
 
 def test_registers_are_output_scores_weights_and_kept_q():
@@ -101,6 +125,8 @@ def test_on_a_cpu_it_must_be_named():
     assert plan.variant == SPLIT_Q.name
     assert any("for callers that name the variant (emulated" in line for line in plan.rejected)
     assert make_plan(BACKEND, problem_of(), CPU, variant=WGMMA.name, probe=False).config == WGMMA_RULES[-1].config
+    assert make_plan(BACKEND, cached(), CPU, probe=False).variant == SPLIT_KEYS.name
+    assert make_plan(BACKEND, cached(), CPU, variant=SPLIT_KEYS_WGMMA.name, probe=False).config.tile_m == 128
 
 
 # ---------------------------------------------------------------- kernels and parameters
@@ -147,3 +173,310 @@ def test_tensor_maps_are_those_of_the_tensors():
     assert [it.box.extents for it in maps.values()] == [(1, 1, rows, 64) for rows in (128, 80, 80, 64)]
     assert {(it.box.swizzle, it.box.dtype, it.l2_promotion) for it in maps.values()} == {(3, 6, 3)}
     assert list(tensor_maps(problem_of(), replace(CONFIG, tma_store=False).box_rows(problem_of()))) == ["q", "k", "v"]
+
+
+# ---------------------------------------------------------------- caches: configs and choice
+
+
+SPLIT = SplitWgmmaConfig(tile_m=128, tile_n=64, stages=4, splits=1)
+
+
+def cached(page=64, *, head_dim=128, group=8, queries=16, **sizes):
+    """Eight sequences of up to 8192 keys, and as many heads of keys; causal, bf16."""
+    max_pages = -(-8192 // page) if page else 0
+    spec = Batching.cached(8, 8 * max_pages or 8, page, max_pages)
+    given = {"batch": 8, "heads_q": 8 * group, "heads_kv": 8, "seq_q": queries, "seq_kv": 8192, "causal": True, **sizes}
+    return Problem.contiguous(head_dim=head_dim, batching=spec, **given)
+
+
+@pytest.mark.parametrize(
+    ("page", "tile_n", "rows"), [(None, 128, 128), (256, 128, 128), (64, 128, 64), (16, 128, 16), (48, 128, 16)]
+)
+def test_a_box_is_what_no_page_and_no_tile_ends_within(page, tile_n, rows):
+    assert replace(SPLIT, tile_n=tile_n).keys_of_box(cached(page)) == rows
+
+
+def test_registers_are_kept_for_as_much_of_q_as_has_room():
+    kept = replace(SPLIT, q_in_registers=True)
+    assert [it.kept_steps(cached()) for it in (SPLIT, kept, replace(kept, tile_m=192))] == [0, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("problem", "variant"),
+    [
+        (cached(queries=1), SPLIT_KEYS),
+        (cached(queries=4), SPLIT_KEYS),
+        (cached(queries=5), SPLIT_KEYS_WGMMA),
+        (cached(queries=512), SPLIT_KEYS_WGMMA),
+        (cached(None, queries=16), SPLIT_KEYS_WGMMA),
+        (cached(1), SPLIT_KEYS_WGMMA),
+        (cached(100), SPLIT_KEYS_WGMMA),
+        (replace(cached(), alignment=8), SPLIT_KEYS),
+        (Problem.contiguous(batch=1, heads_q=8, heads_kv=1, seq_q=16, seq_kv=8192, head_dim=128), SPLIT_KEYS_WGMMA),
+        (Problem.contiguous(batch=8, heads_q=16, seq_q=128, seq_kv=512, head_dim=128), SPLIT_KEYS_WGMMA),
+        (Problem.contiguous(batch=9, heads_q=16, seq_q=128, seq_kv=512, head_dim=128), WGMMA),
+        (Problem.contiguous(batch=9, heads_q=16, seq_q=33, seq_kv=512, head_dim=64), WGMMA),
+        (Problem.contiguous(batch=9, heads_q=16, seq_q=32, seq_kv=512, head_dim=64), SPLIT_KEYS),
+        (Problem.contiguous(batch=9, heads_q=16, heads_kv=8, seq_q=64, seq_kv=512, head_dim=128), SPLIT_KEYS_WGMMA),
+        (Problem.contiguous(batch=1, heads_q=8, heads_kv=1, seq_q=512, seq_kv=8192, head_dim=128), WGMMA),
+    ],
+)
+def test_it_takes_what_has_more_rows_than_mma_sync_reads_keys_for(problem, variant):
+    assert explain(problem, backend="cuda", arch="sm90").variant == variant.name
+    assert explain(problem, backend="cuda", arch="sm80").variant != SPLIT_KEYS_WGMMA.name
+
+
+@pytest.mark.parametrize("page", [1, 100])
+def test_pages_that_tma_cannot_walk_are_gathered(page):
+    plan = explain(cached(page), backend="cuda", variant=SPLIT_KEYS_WGMMA.name, arch="sm90")
+    assert plan.config.gathers
+    (reason,) = replace(plan.config, gathers=False).why_not(cached(page), SM90)
+    assert (reason.code, reason.got, reason.allowed) == ("page", f"pages of {page} keys", "multiples of 8")
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_dim_has_a_rule_that_fits(head_dim):
+    for queries, page in itertools.product((8, 16, 512), (None, 5, 8, 16, 64)):
+        plan = explain(cached(page, head_dim=head_dim, queries=queries), backend="cuda", arch="sm90")
+        assert (plan.variant, plan.config.tile_m) == (SPLIT_KEYS_WGMMA.name, 64 if queries == 8 else 128)
+        assert plan.config.stages * plan.config.tile_n * max(head_dim, 64) * 2 >= 85 << 10  # bytes on their way
+
+
+def test_parts_are_merged_from_workspace():
+    one, two = (plan_of(cached(), replace(SPLIT, splits=splits), variant=SPLIT_KEYS_WGMMA) for splits in (1, 2))
+    assert [len(launches_of(it)) for it in (one, two)] == [1, 2]
+    assert [set(areas_of(it)) for it in (one, two)] == [set(), {"partial_out", "partial_lse"}]
+    tiles = 8 * 8  # of 128 rows, which are 16 queries of 8 heads
+    assert [launches_of(it)[0].blocks for it in (one, two)] == [tiles, 2 * tiles]
+
+
+# ---------------------------------------------------------------- run on the CPU
+
+EMULATED = WGMMA_RULES[-1].config
+
+
+def run_wgmma(config, **sizes):
+    """Two sequences of four heads, two of keys."""
+    given = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seq_q": 300, "seq_kv": 150, "dtype": "bf16", **sizes}
+    return run_forward(variant=WGMMA.name, config=config, **given)
+
+
+@on_cpu
+@pytest.mark.parametrize(("cluster", "blocks"), [(1, 1 + 3 + 4), (2, 1 + 1 + 4 + 4)])
+def test_what_is_short_of_a_tile_is_the_first_which_sees_the_fewest_keys(cluster, blocks):
+    """512 queries in tiles of 192: these end at 128, 320 and 512. A cluster loads for the last of its two."""
+    config = replace(CONFIG, tile_m=192, tile_n=128, cluster=cluster, scheduler="one_tile")
+    plan, _, counts = run_wgmma(config, seq_q=512, seq_kv=512, causal=True)
+    tiles = config.query_tiles(plan.problem)
+    assert counts.tma_loads == (tiles + 2 * blocks) * 2 * 4
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("cluster", "window", "blocks"),
+    [
+        (1, (100, 0), 2 + 6 + 8 + 8),
+        (2, (100, 0), 2 * 6 + 2 * 12),  # for both of a cluster's tiles together
+        (1, (0, 40), 4 + 6 + 6 + 4),
+    ],
+)
+def test_blocks_beyond_either_edge_of_a_band_are_not_loaded(cluster, window, blocks):
+    """448 queries and keys in tiles of 128 and 32: these end at 64, 192, 320 and 448."""
+    config = replace(CONFIG, tile_n=32, cluster=cluster, scheduler="one_tile")
+    plan, _, counts = run_wgmma(config, seq_q=448, seq_kv=448, window=window)
+    tiles = config.query_tiles(plan.problem)
+    assert counts.tma_loads == (tiles + 2 * blocks) * 2 * 4
+
+
+@on_cpu
+@pytest.mark.parametrize(("causal", "cluster", "scheduler"), [(False, 1, "dynamic"), (True, 2, "static")])
+def test_heads_run_in_sections(monkeypatch, causal, cluster, scheduler):
+    """Two of the eight heads are a section; under a causal mask the last section has four."""
+    monkeypatch.setattr(schedule, "KV_BYTES_SIDE_BY_SIDE", 1)
+    plan, *_ = run_wgmma(replace(CONFIG, cluster=cluster, scheduler=scheduler), seq_q=500, causal=causal)
+    assert params_of(kernels_of(plan)[-1], plan).forward.heads_per_section == 2
+
+
+PLACES = """
+#include "forward_wgmma_producer.cuh"
+extern "C" void places(bool causal, int tiles, int heads, int heads_per_section, int* out) {
+  using multiattn::Band, multiattn::scheduled_place;
+  for (int block = 0; block < tiles * heads; ++block) {
+    const auto it = causal ? scheduled_place<Band::CAUSAL>(block, tiles, heads, heads_per_section)
+                           : scheduled_place<Band::TWO_SIDED>(block, tiles, heads, heads_per_section);
+    *out++ = it.head;
+    *out++ = it.place;
+  }
+}
+"""
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("causal", "tiles", "sections"),
+    [
+        (False, 3, [(0, 1), (2, 3), (4, 5), (6,)]),
+        (True, 3, [(0, 1), (2, 3), (4, 5, 6)]),  # the last section has the heads of two
+        (True, 256, [(0, 1), (2, 3), (4, 5), (6,)]),  # but for many tiles a head
+    ],
+)
+def test_tiles_run_section_by_section_longest_first(causal, tiles, sections):
+    places = host.load(host.build_source(PLACES)).places
+    found = (ctypes.c_int * (2 * tiles * 7))()
+    places(ctypes.c_bool(causal), tiles, 7, 2, found)
+    expected = [(head, place) for heads in sections for place in range(tiles) for head in heads]
+    assert list(zip(found[::2], found[1::2], strict=True)) == expected
+
+
+LOG2_OF_SUM = """
+#include "multiattn/ptx_sm90.cuh"
+#include "forward_wgmma_output.cuh"
+extern "C" float log2_of_sum(float sum) { return multiattn::log2_of_sum(sum); }
+"""
+
+
+@on_cpu
+def test_the_logarithm_of_a_sum_has_its_exponent_apart():
+    """As exact for a sum of any size as for one from 1 to 2; what is not finite stays what it is."""
+    log2 = host.load(host.build_source(LOG2_OF_SUM)).log2_of_sum
+    log2.argtypes, log2.restype = [ctypes.c_float], ctypes.c_float
+    for exponent, mantissa in itertools.product((-126, -20, -1, 0, 1, 17, 127), (1.0, 1.25, 1.5, 1.9375)):
+        assert log2(math.ldexp(mantissa, exponent)) == pytest.approx(exponent + math.log2(mantissa), rel=1e-6, abs=1e-6)
+    assert log2(math.inf) == math.inf
+    assert math.isnan(log2(math.nan))
+
+
+@on_cpu
+@pytest.mark.parametrize("tma_store", [True, False])
+def test_one_column_that_is_not_finite_is_found_wherever_it_is(tma_store):
+    """The key is one that few rows see; each head's V has it in another column, one for each place of a lane."""
+
+    def plant(q, k, v):
+        for head, column in enumerate((1, 22, 43, 60)):
+            v[head // 2, head % 2, 100, column] = torch.nan
+
+    run_wgmma(replace(EMULATED, tma_store=tma_store), causal=True, seq_q=150, change=plant)
+
+
+@on_cpu
+def test_a_row_whose_weights_are_all_zero_has_an_lse_of_minus_infinity():
+    """Rounding the maximum of such large scores alone makes exp2 of them 0: out and lse must tell the same."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.full((1, 1, 70, 64), 60000.0 + 32 * i, dtype=torch.float16) for i in (0, 12))
+    v = torch.randn(1, 1, 70, 64, generator=generator).to(torch.float16)
+    problem = Problem.of(q, k, v, causal=False, scale=None)
+    score, scale = 64 * q[0, 0, 0, 0].double() * k[0, 0, 0, 0].double(), float(torch.tensor(problem.scale_log2))
+    score = float(score.float())
+    assert score * scale - float(torch.tensor(score * scale).float()) < -150  # what exp2 is taken of
+
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
+    BACKEND.forward.prepare(plan_of(problem, EMULATED, CPU))(Operands(q, k, v, out, lse))
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@on_cpu
+def test_a_kernel_of_an_illegal_config_does_not_compile():
+    dense = {
+        "tile_n: multiples of 16": {"tile_n": 72},
+        "cluster: 1, 2": {"cluster": 3, "scheduler": "static"},
+        "a cluster's blocks take their tiles together": {"cluster": 2},
+        "stages: 3 to 16": {"stages": 2},
+        "q_slots: 1 to 3": {"q_slots": 4},
+        "tile_m: 128, 192": {"tile_m": 64},
+    }
+    of_caches = {
+        "tile_m: 128, 192, of groups also 64": {"tile_m": 256},
+        "pingpong: of two warpgroups or three": {"tile_m": 64, "pingpong": True},
+        "a lane for each box of a tile": {"tile_n": 160},
+        "gathers: for two warpgroups": {"gathers": True, "tile_m": 192},
+        "gathers: for two warpgroups, a lane for each key": {"gathers": True, "tile_n": 144, "stages": 3},
+    }
+    asked = (plan_of(problem_of()), dense), (plan_of(cached(8), SPLIT, variant=SPLIT_KEYS_WGMMA), of_caches)
+    refused = {}
+    for plan, cases in asked:
+        for message, changed in cases.items():
+            config = replace(plan.config, **changed)
+            assert config.why_not(plan.problem, CPU)
+            refused[message] = launches_of(replace(plan, config=config))[0].kernel.traits
+    packed = replace(problem_of(), batch=1, batching=Batching.packed(2))
+    (_, launch) = launches_of(replace(plan_of(packed), config=replace(CONFIG, cluster=2, scheduler="static")))
+    refused["in a packed batch a cluster's tiles are of several sequences"] = launch.kernel.traits
+    check_refused("forward_wgmma_traits.cuh", refused)
+
+
+@with_nvrtc
+@pytest.mark.parametrize(
+    ("problem", "changed"),
+    [
+        pytest.param(cached(), {}, id="128 rows"),
+        pytest.param(cached(), {"gathers": False}, id="128 rows in boxes", marks=pytest.mark.nightly),
+        pytest.param(cached(16, queries=8), {}, id="64 rows", marks=pytest.mark.nightly),
+        pytest.param(cached(16, queries=8), {"gathers": False}, id="64 rows in boxes"),
+        pytest.param(
+            cached(queries=512),
+            {"tile_m": 192, "tile_n": 64, "stages": 10, "q_in_registers": True},
+            id="192 rows",
+        ),
+        pytest.param(cached(None, head_dim=256, dtype="fp16"), {}, id="D=256", marks=pytest.mark.nightly),
+    ],
+)
+def test_caches_compile_without_a_gpu(problem, changed):
+    """With no spills in its loops, and with no warp that may part."""
+    rule = plan_of(problem, None, variant=SPLIT_KEYS_WGMMA).config
+    plan = plan_of(problem, replace(rule, splits=1, **changed), variant=SPLIT_KEYS_WGMMA)
+    (compiled,) = BACKEND.forward.export(plan, ())
+    assert compiled.dynamic_smem_bytes == plan.config.smem_bytes(problem)
+    if (text := disassemble(compiled.cubin)) is not None:
+        code = parse(text)
+        assert not parted_arrivals(code)
+        hot = {place for loop in hot_loops(code) for place in loop.body}
+        assert hot
+        assert not [code[place].name for place in hot if code[place].name.startswith(("LDL", "STL"))]
+
+
+@with_nvrtc
+@pytest.mark.parametrize("window", [(None, 0), (1023, 0)], ids=["causal", "two_sided"])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "config"),
+    [
+        (40, "fp16", replace(CONFIG, scheduler="one_tile", tma_store=False)),
+        (128, "bf16", replace(CONFIG, **{**FLIPPED, "tile_m": 128, "tile_n": 48, "q_in_registers": False})),
+        (64, "bf16", WgmmaConfig(tile_m=192, tile_n=128, stages=8, q_slots=2, pingpong=True, lazy_max=True)),
+    ],
+    ids=str,
+)
+def test_compiles_without_a_gpu(head_dim, dtype, config, window):
+    """With the registers that its warpgroups have, and shared memory as Python says."""
+    plan = plan_of(problem_of(head_dim, dtype=dtype, window=window), config)
+    (compiled,) = BACKEND.forward.export(plan, ())
+    assert compiled.cubin[:4] == b"\x7fELF"
+    assert compiled.dynamic_smem_bytes == config.smem_bytes(plan.problem)
+    entry = abi.read_entry(compiled.cubin, compiled.kernel)
+    abi.check(bind(plan, launches_of(plan)[0].image()), entry)
+    assert 0 < entry.registers <= 65536 // config.threads
+    if (code := disassemble(compiled.cubin)) is not None:
+        assert not parted_arrivals(parse(code))  # the last of these configs hung
+
+
+@with_nvrtc
+@pytest.mark.nightly
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_no_warp_parts_in_a_kernel_of_the_rules(head_dim):
+    """As tuned kernels are read one by one: whatever head_dim and dtype, an arrival that has become a jump may hang."""
+    scores = (None, example_score(reads_keys=False), example_score(reads_keys=True))
+    for dtype, band, score in itertools.product(("fp16", "bf16"), (FULL, CAUSAL, Band(1023, 0)), scores):
+        plans = {}
+        for seq in sorted({rule.seq_min for rule in WGMMA_RULES} | {512, 16384}):
+            problem = replace(problem_of(head_dim, dtype=dtype, band=band, seq_q=seq, seq_kv=seq), score=score)
+            plan = plan_variant(BACKEND, WGMMA, problem, SM90)
+            plans[plan.config] = plan
+        for plan in plans.values():
+            (compiled,) = BACKEND.forward.export(plan, ())
+            code = disassemble(compiled.cubin)
+            if code is None:
+                pytest.skip("no cuobjdump")
+            assert not parted_arrivals(parse(code)), plan

@@ -7,9 +7,8 @@ import types
 
 import pytest
 import torch
-from cuda_runs import on_cpu
+from cuda_runs import CONFIG, on_cpu
 from packed_lists import LISTS, WRONG, WRONG_ROWS, listed, starts
-from wgmma_plans import CONFIG
 
 from multiattn import aot
 from multiattn.cuda import BACKEND as CUDA
