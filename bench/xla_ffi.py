@@ -39,15 +39,21 @@ EXECUTE = 3
 
 
 class Growing(Structure):
-    """The first fields of every structure that may get more."""
+    """A structure that may get more fields: it begins with its size."""
 
     _fields_: ClassVar[Sequence[Any]] = (("struct_size", c_size_t), ("extension_start", c_void_p))
 
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**{"struct_size": ctypes.sizeof(self), **values})
 
-class Buffer(Growing):
-    """XLA_FFI_Buffer: a dense tensor."""
 
-    _fields_ = (("dtype", c_int), ("data", c_void_p), ("rank", c_int64), ("dims", POINTER(c_int64)))
+def _growing(name: str, **fields: Any) -> Any:
+    """The structure XLA_FFI_<name> with these fields behind its size."""
+    return type(name, (Growing,), {"_fields_": tuple(fields.items())})
+
+
+Buffer = _growing("Buffer", dtype=c_int, data=c_void_p, rank=c_int64, dims=POINTER(c_int64))
+"""A dense tensor."""
 
 
 class Span(Structure):
@@ -62,78 +68,29 @@ class Scalar(Structure):
     _fields_ = (("dtype", c_int), ("value", c_void_p))
 
 
-class Buffers(Growing):
-    """XLA_FFI_Args, XLA_FFI_Rets."""
+_ITEMS = {"size": c_int64, "types": POINTER(c_int)}
+Buffers = _growing("Args", **_ITEMS, items=POINTER(c_void_p))
+"""Also XLA_FFI_Rets."""
+Attributes = _growing("Attrs", **_ITEMS, names=POINTER(c_void_p), items=POINTER(c_void_p))
+"""Sorted by name."""
 
-    _fields_ = (("size", c_int64), ("types", POINTER(c_int)), ("items", POINTER(c_void_p)))
-
-
-class Attributes(Growing):
-    """XLA_FFI_Attrs, sorted by name."""
-
-    _fields_ = (
-        ("size", c_int64),
-        ("types", POINTER(c_int)),
-        ("names", POINTER(c_void_p)),
-        ("items", POINTER(c_void_p)),
-    )
-
-
-class Frame(Growing):
-    """XLA_FFI_CallFrame: all that a handler gets."""
-
-    _fields_ = (
-        ("api", c_void_p),
-        ("context", c_void_p),
-        ("stage", c_int),
-        ("arguments", Buffers),
-        ("results", Buffers),
-        ("attributes", Attributes),
-        ("future", c_void_p),
-    )
-
-
+_CALL = {"api": c_void_p, "context": c_void_p, "stage": c_int}
+Frame = _growing("CallFrame", **_CALL, arguments=Buffers, results=Buffers, attributes=Attributes, future=c_void_p)
+"""All that a handler gets."""
 FRAME_BYTES = Frame.future.offset
 """The size that handlers insist on, in which the header does not count `future`."""
 
+ErrorRequest = _growing("Error_Create_Args", message=c_char_p, code=c_int)
+MessageRequest = _growing("Error_GetMessage_Args", error=c_void_p, message=c_char_p)
+"""XLA_FFI_Error_Destroy_Args is its beginning."""
+StreamRequest = _growing("Stream_Get_Args", context=c_void_p, stream=c_void_p)
+AllocateRequest = _growing(
+    "DeviceMemory_Allocate_Args", context=c_void_p, size=c_size_t, alignment=c_size_t, data=c_void_p
+)
+FreeRequest = _growing("DeviceMemory_Free_Args", context=c_void_p, size=c_size_t, data=c_void_p)
+OrdinalRequest = _growing("DeviceOrdinal_Get_Args", context=c_void_p, ordinal=c_int32)
 
-class ErrorRequest(Growing):
-    """XLA_FFI_Error_Create_Args."""
-
-    _fields_ = (("message", c_char_p), ("code", c_int))
-
-
-class MessageRequest(Growing):
-    """XLA_FFI_Error_GetMessage_Args; XLA_FFI_Error_Destroy_Args is its beginning."""
-
-    _fields_ = (("error", c_void_p), ("message", c_char_p))
-
-
-class StreamRequest(Growing):
-    """XLA_FFI_Stream_Get_Args."""
-
-    _fields_ = (("context", c_void_p), ("stream", c_void_p))
-
-
-class AllocateRequest(Growing):
-    """XLA_FFI_DeviceMemory_Allocate_Args."""
-
-    _fields_ = (("context", c_void_p), ("size", c_size_t), ("alignment", c_size_t), ("data", c_void_p))
-
-
-class FreeRequest(Growing):
-    """XLA_FFI_DeviceMemory_Free_Args."""
-
-    _fields_ = (("context", c_void_p), ("size", c_size_t), ("data", c_void_p))
-
-
-class OrdinalRequest(Growing):
-    """XLA_FFI_DeviceOrdinal_Get_Args."""
-
-    _fields_ = (("context", c_void_p), ("ordinal", c_int32))
-
-
-FUNCTIONS: Mapping[str, type[Structure] | None] = {
+FUNCTIONS: Mapping[str, Any] = {
     "error_create": ErrorRequest,
     "error_message": MessageRequest,
     "error_destroy": MessageRequest,
@@ -160,16 +117,9 @@ FUNCTION = ctypes.PYFUNCTYPE(c_void_p, c_void_p)
 """Handlers and the runtime's functions: a pointer to a structure for a pointer to an error, or NULL."""
 
 
-class Table(Growing):
-    """XLA_FFI_Api: the runtime's functions, behind their version."""
-
-    _fields_ = (
-        *(("version_size", c_size_t), ("version_extension", c_void_p), ("major", c_int), ("minor", c_int)),
-        ("internal", c_void_p),
-        *((name, c_void_p) for name in FUNCTIONS),
-    )
-
-
+_VERSION = {"version_size": c_size_t, "version_extension": c_void_p, "major": c_int, "minor": c_int}
+Table = _growing("Api", **_VERSION, internal=c_void_p, **dict.fromkeys(FUNCTIONS, c_void_p))
+"""The runtime's functions, behind their version."""
 VERSION_BYTES = Table.internal.offset - Table.version_size.offset
 """The size of XLA_FFI_Api_Version, which lies inside the table."""
 
@@ -207,7 +157,7 @@ class Launch:
         self._arguments = [self._buffer(spec) for spec in arguments]
         self._results = [self._buffer(spec) for spec in results]
         version = {"version_size": VERSION_BYTES, "major": 0, "minor": 1}
-        table = self._keep(Table(struct_size=ctypes.sizeof(Table), **version))
+        table = self._keep(Table(**version))
         for name, request in FUNCTIONS.items():
             if request is not None:
                 answer = self._keep(FUNCTION(self._answer(getattr(self, f"_{name}"), request)))
@@ -238,28 +188,28 @@ class Launch:
 
     # What a handler asks for while it runs.
 
-    def _stream(self, request: StreamRequest) -> None:
+    def _stream(self, request: Any) -> None:
         if self._device.type == "cuda":
             request.stream = torch.cuda.current_stream(self._device).cuda_stream
 
-    def _ordinal(self, request: OrdinalRequest) -> None:
+    def _ordinal(self, request: Any) -> None:
         request.ordinal = self._device.index or 0
 
-    def _allocate(self, request: AllocateRequest) -> None:
+    def _allocate(self, request: Any) -> None:
         memory = torch.empty(max(request.size, 1), dtype=torch.uint8, device=self._device)
         self._scratch[memory.data_ptr()] = memory
         request.data = memory.data_ptr()
 
-    def _free(self, request: FreeRequest) -> None:
+    def _free(self, request: Any) -> None:
         del self._scratch[request.data]  # PyTorch gives it to later work on this stream, as it does with any tensor's
 
-    def _error_create(self, request: ErrorRequest) -> int:
+    def _error_create(self, request: Any) -> int:
         return self._note(request.message)
 
-    def _error_message(self, request: MessageRequest) -> None:
+    def _error_message(self, request: Any) -> None:
         request.message = self._errors[request.error]
 
-    def _error_destroy(self, request: MessageRequest) -> None:
+    def _error_destroy(self, request: Any) -> None:
         del self._errors[request.error]
 
     def _note(self, message: bytes) -> int:
@@ -267,7 +217,7 @@ class Launch:
         self._errors[number] = message
         return number
 
-    def _answer(self, function: Callable[[Any], int | None], request: type[Structure]) -> Callable[[int], int | None]:
+    def _answer(self, function: Callable[[Any], int | None], request: Any) -> Callable[[int], int | None]:
         """A function of the table. An exception cannot pass through the handler, so it becomes an error."""
 
         def answer(address: int) -> int | None:
@@ -284,25 +234,22 @@ class Launch:
         self._kept.append(item)
         return item
 
-    def _buffer(self, spec: Spec) -> Buffer:
+    def _buffer(self, spec: Spec) -> Any:
         dims = self._keep((c_int64 * len(spec.shape))(*spec.shape))
-        size, dtype = ctypes.sizeof(Buffer), DTYPES[spec.dtype]
-        return Buffer(struct_size=size, dtype=dtype, rank=len(spec.shape), dims=dims)
+        return Buffer(dtype=DTYPES[spec.dtype], rank=len(spec.shape), dims=dims)
 
-    def _buffers(self, buffers: Sequence[Buffer]) -> Buffers:
+    def _buffers(self, buffers: Sequence[Any]) -> Any:
         types = self._array(c_int, [BUFFER] * len(buffers))
-        size, items = ctypes.sizeof(Buffers), self._places(buffers)
-        return Buffers(struct_size=size, size=len(buffers), types=types, items=items)
+        return Buffers(size=len(buffers), types=types, items=self._places(buffers))
 
-    def _attributes(self, attributes: Mapping[str, Any]) -> Attributes:
+    def _attributes(self, attributes: Mapping[str, Any]) -> Any:
         names, items = [], []
         for name, value in sorted(attributes.items()):
             dtype, kind = SCALARS[type(value)]
             names.append(self._keep(Span(name.encode(), len(name))))
             items.append(self._keep(Scalar(dtype, ctypes.addressof(self._keep(kind(value))))))
         told = {"types": self._array(c_int, [SCALAR] * len(items)), "names": self._places(names)}
-        size = ctypes.sizeof(Attributes)
-        return Attributes(struct_size=size, size=len(items), items=self._places(items), **told)
+        return Attributes(size=len(items), items=self._places(items), **told)
 
     def _places(self, items: Sequence[Structure]) -> Any:
         return self._array(c_void_p, [ctypes.addressof(item) for item in items])
