@@ -21,8 +21,6 @@ from multiattn.plan.arch import by_name
 from multiattn.plan.backend import BACKENDS
 from multiattn.plan.choice import choose
 from multiattn.plan.support import Unsupported
-from multiattn.problem import Problem
-from multiattn.sequences import Batching
 
 AUTO = "auto"
 GPU_FOLDERS = ("h200", "h100")
@@ -74,29 +72,10 @@ class Ratio(NamedTuple):
 @functools.cache
 def auto_backend(cell: Cell, arch: str) -> str:
     """The backend that ``auto`` runs in a cell, by the data alone."""
-    problem = _cached_problem(cell) if isinstance(cell, DecodeCell) else cell.problem
     try:
-        return choose(problem, by_name(arch), Options(), cell.pass_of, probe=False)[0].backend
+        return choose(cell.problem, by_name(arch), Options(), cell.pass_of, probe=False)[0].backend
     except Unsupported:
         return NOTHING
-
-
-def _cached_problem(cell: DecodeCell) -> Problem:
-    pages = cell.seq // (cell.page or cell.seq)  # of one sequence
-    max_pages = pages if cell.page is not None else 0
-    longest = max(cell.lengths_q) if cell.mixed else None
-    rows = sum(cell.lengths_q)
-    return Problem.contiguous(
-        batch=1 if cell.mixed else cell.batch,
-        heads_q=cell.heads,
-        heads_kv=cell.heads_kv,
-        seq_q=rows if cell.mixed else cell.queries,
-        seq_kv=cell.seq,
-        head_dim=cell.head_dim,
-        dtype=cell.dtype,
-        band=cell.band,
-        batching=Batching.cached(cell.batch, cell.batch * pages, cell.page, max_pages, max_q=longest),
-    )
 
 
 def short_name(cell: Cell) -> str:

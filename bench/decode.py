@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bench.contenders import Truths
 from bench.decode_cells import DecodeCell, matching, too_large
-from bench.matrix import Cell, InputError, Tensors
+from bench.matrix import Cell, InputError
 from bench.options import AGAIN, positive
 from bench.peers_decode import PEERS, providers
 from bench.report import (
@@ -61,13 +62,13 @@ SUITE = "decode"
 # ---------------------------------------------------------------- the truth
 
 
-def truth_of(cell: Cell, tensors: Tensors) -> Truths:
+def truth_of(cell: Cell, tensors: Any) -> Truths:
     """The results that contenders must compute, from `multiattn.reference` in fp64, a few sequences at a time.
 
     As `parity.tolerance.Truth` has it: with budgets by what naive attention in the cell's own dtype rounds.
     """
     assert isinstance(cell, DecodeCell)
-    q = cell.served(tensors).q
+    q = tensors.q
     found: dict[str, list[torch.Tensor]] = {name: [] for name in ("out", "lse", "naive", "naive_lse")}
     starts = (0, *itertools.accumulate(cell.lengths_q))
     for first, last in _alike(cell):

@@ -9,15 +9,16 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-import multiattn
-from bench.matrix import Cell, InputError, Tensors
+from bench.matrix import Cell, InputError
 from multiattn.layout import DTYPES
+from multiattn.problem import Problem
+from multiattn.sequences import Batching
 
 COLD = 4
 """The copies of a cache together, in units of the L2. At random replacement 2 % of a copy is left at its next turn."""
@@ -29,7 +30,7 @@ CHUNKS, CHUNK = 4, 512
 
 
 class Served(NamedTuple):
-    """The tensors of a cell by name."""
+    """The tensors of a cell by name: normal values of a fixed seed, the same in each copy of the cache."""
 
     q: torch.Tensor
     """``[B, Hq, Sq, D]``, or packed ``[T, Hq, D]``."""
@@ -119,11 +120,26 @@ class DecodeCell(Cell):
         l2 = int(torch.cuda.get_device_properties(device).L2_cache_size)
         return math.ceil(COLD * l2 / self.cache_bytes)
 
-    def tensors(self, device: torch.device | str) -> Tensors:
-        """q, the lengths, the page table, the starts of packed queries, and keys and values of each copy.
+    @property
+    def problem(self) -> Problem:
+        """The Problem of the public call."""
+        pages = self.seq // (self.page or self.seq)  # of one sequence
+        max_pages = pages if self.page is not None else 0
+        longest = max(self.lengths_q) if self.mixed else None
+        return Problem.contiguous(
+            batch=1 if self.mixed else self.batch,
+            heads_q=self.heads,
+            heads_kv=self.heads_kv,
+            seq_q=sum(self.lengths_q) if self.mixed else self.queries,
+            seq_kv=self.seq,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            band=self.band,
+            batching=Batching.cached(self.batch, self.batch * pages, self.page, max_pages, max_q=longest),
+        )
 
-        Normal values of a fixed seed, the same in each copy; empty tensors stand for what the cell lacks. See `served`.
-        """
+    def tensors(self, device: torch.device | str) -> Any:
+        """A `Served`."""
         device = torch.device(device)
         generator = torch.Generator(device=device).manual_seed(self.seq * 1000 + self.head_dim)
         dtype, heads_kv = DTYPES[self.dtype], self._heads[1]
@@ -131,10 +147,10 @@ class DecodeCell(Cell):
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
-        table = starts = torch.empty(0, dtype=torch.int32, device=device)
+        table = starts = None
         if self.mixed:
             q = draw(sum(self.lengths_q), self.heads, self.head_dim)
-            starts = torch.tensor((0, *itertools.accumulate(self.lengths_q)), dtype=torch.int32, device=device)
+            starts = starts_of(self.lengths_q, device)
         else:
             q = draw(self.batch, self.queries, self.heads, self.head_dim).transpose(1, 2)
         shape = self.batch, self.seq, heads_kv, self.head_dim
@@ -143,37 +159,23 @@ class DecodeCell(Cell):
             shape = pages, self.page, heads_kv, self.head_dim
             order = torch.randperm(pages, generator=torch.Generator().manual_seed(pages))
             table = order.view(self.batch, -1).to(device, torch.int32)
-        first = [draw(*shape).transpose(1, 2) for _ in "kv"]
-        others = [it.clone() for _ in range(self.copies(device) - 1) for it in first]
+        k, v = (draw(*shape).transpose(1, 2) for _ in "kv")
+        others = ((k.clone(), v.clone()) for _ in range(self.copies(device) - 1))
         lengths = torch.tensor(self.lengths_kv, dtype=torch.int32, device=device)
-        return q, lengths, table, starts, *first, *others
+        return Served(q, lengths, table, starts, ((k, v), *others))
 
-    def served(self, tensors: Tensors) -> Served:
-        """The tensors by name."""
-        q, lengths, table, starts, *caches = tensors
-        pairs = tuple(zip(caches[::2], caches[1::2], strict=True))
-        paged, packed = table if table.numel() else None, starts if starts.numel() else None
-        return Served(q, lengths, paged, packed, pairs)
-
-    def arguments(self, tensors: Tensors) -> dict[str, Any]:
+    def arguments(self, tensors: Any) -> dict[str, Any]:
         """The keyword arguments of `multiattn.fmha_kvcache` behind q and the caches."""
-        served = self.served(tensors)
-        found: dict[str, Any] = {"seqlens_kv": served.seqlens_kv, "causal": self.causal}
-        if served.page_table is not None:
-            found["page_table"] = served.page_table
-        if served.cu_seqlens_q is not None:
-            found |= {"cu_seqlens_q": served.cu_seqlens_q, "max_seqlen_q": max(self.lengths_q)}
+        found: dict[str, Any] = {"seqlens_kv": tensors.seqlens_kv, "causal": self.causal}
+        if tensors.page_table is not None:
+            found["page_table"] = tensors.page_table
+        if tensors.cu_seqlens_q is not None:
+            found |= {"cu_seqlens_q": tensors.cu_seqlens_q, "max_seqlen_q": max(self.lengths_q)}
         return found
 
-    def attend(self, *tensors: torch.Tensor, **more: Any) -> torch.Tensor:
-        """The public call of the cell on the first copy: out, shaped like q. `more` is the backend and the like."""
-        served = self.served(tensors)
-        call: Callable[..., torch.Tensor] = multiattn.fmha_kvcache
-        return call(served.q, *served.caches[0], **self.arguments(tensors), **more)
-
-    def dense(self, tensors: Tensors, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def dense(self, served: Served, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the sequences from `first` to before `last`, ``[n, Hkv, S, D]``, as long as the first."""
-        served, length = self.served(tensors), self.lengths_kv[first]
+        length = self.lengths_kv[first]
 
         def gathered(cache: torch.Tensor) -> torch.Tensor:
             if served.page_table is None:
@@ -183,6 +185,11 @@ class DecodeCell(Cell):
 
         k, v = served.caches[0]
         return gathered(k), gathered(v)
+
+
+def starts_of(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Where each of some sequences begins that lie one after another, and where the last ends, int32."""
+    return torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32, device=device)
 
 
 PLAIN = DecodeCell(batch=1, heads=64, heads_kv=8, seq=8192, head_dim=128, dtype="bf16", causal=False, layout="bshd")

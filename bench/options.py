@@ -76,15 +76,10 @@ def add_run(command: argparse.ArgumentParser, budget: Budget, out: str) -> None:
     command.add_argument("--out", type=Path, help=f"folder of the results; default {out}")
 
 
-def budget_of(options: argparse.Namespace, usual: Budget) -> Budget:
-    """The time to spend on each contender."""
-    return replace(usual, rounds=options.rounds, sample_ms=options.sample_ms, seed=options.seed)
-
-
 def as_asked(job: Job, options: argparse.Namespace) -> Job:
     """A job with what `add_run` reads, and the command that was given, for a folder where it overwrites no result."""
     command = shlex.join(["python", "-m", "bench", *options.given, "--fresh", "--out", AGAIN])
-    budget = budget_of(options, job.budget)
+    budget = replace(job.budget, rounds=options.rounds, sample_ms=options.sample_ms, seed=options.seed)
     return replace(job, budget=budget, fresh=options.fresh, jobs=options.jobs, command=command)
 
 

@@ -197,13 +197,17 @@ def _flash_attn(
         more, detail = _flash_options(cell, tensors) if options_of is None else options_of(cell, tensors)
 
         def call() -> torch.Tensor:
-            result = function(q, k, v, **more)
-            out: torch.Tensor = result[0] if isinstance(result, tuple) else result  # 3 and 4 may return (out, lse)
-            return out.transpose(1, 2)
+            return out_of(function(q, k, v, **more)).transpose(1, 2)
 
         return call, detail
 
     return Peer(name=name, module=module, install=install, build=build, masks=KINDS, features=features)
+
+
+def out_of(result: Any) -> torch.Tensor:
+    """The output, beside which flash-attn 3 and 4 may return lse."""
+    out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return out
 
 
 def _varlen(function: Callable[..., Any], cell: Cell, tensors: Tensors) -> Call:
@@ -214,9 +218,7 @@ def _varlen(function: Callable[..., Any], cell: Cell, tensors: Tensors) -> Call:
     named |= {f"max_seqlen_{side}": longest for side in ("q", "k")}
 
     def call() -> torch.Tensor:
-        result = function(q, k, v, **named, causal=cell.causal)
-        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
-        return out.transpose(0, 1).unsqueeze(0)
+        return out_of(function(q, k, v, **named, causal=cell.causal)).transpose(0, 1).unsqueeze(0)
 
     return call
 

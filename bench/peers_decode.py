@@ -19,9 +19,9 @@ import torch
 
 import multiattn
 from bench.contenders import Contender, RefusedError, Results
-from bench.decode_cells import DecodeCell, Served
+from bench.decode_cells import DecodeCell, Served, starts_of
 from bench.matrix import Cell, Tensors
-from bench.peers import Peer, Provider, find_peers
+from bench.peers import Peer, Provider, find_peers, out_of
 from bench.results import NO_GPU
 from multiattn import kvcache
 from multiattn.operands import Options
@@ -48,6 +48,11 @@ def in_turns(calls: Sequence[Call]) -> Call:
         return next(turns)()
 
     return launch
+
+
+def on_each(served: Served, attend: Callable[[torch.Tensor, torch.Tensor], Any]) -> Call:
+    """A call of keys and values, with those of each copy of the cache in turns."""
+    return in_turns([functools.partial(attend, *it) for it in served.caches])
 
 
 def fastest(choices: Mapping[str, Call]) -> tuple[Call, str]:
@@ -83,13 +88,13 @@ class OverCache:
         """Every reason known before there is a tensor; `arch` None is a machine without a GPU."""
         return (NO_GPU,) if arch is None else ()
 
-    def prepare(self, cell: Cell, tensors: Tensors, arch: Arch) -> Contender:
+    def prepare(self, cell: Cell, tensors: Any, arch: Arch) -> Contender:
         """The contender; Unsupported with reasons."""
         assert isinstance(cell, DecodeCell)
-        served, options = cell.served(tensors), {**cell.arguments(tensors), "backend": self.backend}
-        out = torch.empty_like(served.q)  # in memory as q is
-        plan = plan_of(cell, served, self.backend, arch, out)
-        calls = [functools.partial(multiattn.fmha_kvcache, served.q, *it, **options) for it in served.caches]
+        options = {**cell.arguments(tensors), "backend": self.backend}
+        out = torch.empty_like(tensors.q)  # in memory as q is
+        plan = plan_of(cell, tensors, self.backend, arch, out)
+        calls = [functools.partial(multiattn.fmha_kvcache, tensors.q, *it, **options) for it in tensors.caches]
         launches = [functools.partial(call, out=out) for call in calls]
 
         def output() -> Results:
@@ -118,9 +123,9 @@ def plan_of(cell: DecodeCell, served: Served, backend: str, arch: Arch, out: tor
 def _over(build: Callable[[DecodeCell, Served], Mapping[str, Call] | Iterator[tuple[str, Call]]]) -> Any:
     """The `build` of a Peer, from a function that makes its choices by name."""
 
-    def made(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
+    def made(cell: Cell, tensors: Any) -> tuple[Call, str]:
         assert isinstance(cell, DecodeCell)
-        return fastest(dict(build(cell, cell.served(tensors))))
+        return fastest(dict(build(cell, tensors)))
 
     return made
 
@@ -158,7 +163,7 @@ def _tokens_first(tensor: torch.Tensor) -> torch.Tensor:
 def _build_sdpa(cell: DecodeCell, served: Served) -> dict[str, Call]:
     sdpa: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
     options = {"enable_gqa": cell.heads_kv is not None}
-    return {"": in_turns([functools.partial(sdpa, served.q, k, v, **options) for k, v in served.caches])}
+    return {"": on_each(served, functools.partial(sdpa, served.q, **options))}
 
 
 @functools.cache
@@ -225,12 +230,12 @@ def _build_cudnn(cell: DecodeCell, served: Served) -> dict[str, Call]:
         raise RefusedError((reason,)) from None
     workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=q.device)
 
-    def execute(cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def execute(k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
         cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(q.device).cuda_stream)
-        graph.execute({**pack, query: q, k: cache[0], v: cache[1], result: out}, workspace, handle=handle)
+        graph.execute({**pack, query: q, k: k_cache, v: v_cache, result: out}, workspace, handle=handle)
         return out
 
-    return {f"cuDNN {cudnn.backend_version()}": in_turns([functools.partial(execute, it) for it in served.caches])}
+    return {f"cuDNN {cudnn.backend_version()}": on_each(served, execute)}
 
 
 # ---------------------------------------------------------------- FlashAttention
@@ -241,21 +246,15 @@ def _fa3(module: str) -> Peer:
 
     def build(cell: DecodeCell, served: Served) -> dict[str, Call]:
         function = importlib.import_module(module).flash_attn_with_kvcache
-        options: dict[str, Any] = {"cache_seqlens": served.seqlens_kv, "causal": cell.causal}
-        if served.page_table is not None:
-            options["page_table"] = served.page_table
-        if served.cu_seqlens_q is not None:
-            options |= {"cu_seqlens_q": served.cu_seqlens_q, "max_seqlen_q": cell.queries}
+        options = cell.arguments(served)
+        options["cache_seqlens"] = options.pop("seqlens_kv")
         q = _tokens_first(served.q)
 
-        def attend(k: torch.Tensor, v: torch.Tensor, splits: int) -> torch.Tensor:
+        def attend(splits: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = function(q, k.transpose(1, 2), v.transpose(1, 2), **options, num_splits=splits)
             return _tokens_first(out)
 
-        return {
-            f"num_splits={splits}": in_turns([functools.partial(attend, *it, splits) for it in served.caches])
-            for splits in SPLITS
-        }
+        return {f"num_splits={it}": on_each(served, functools.partial(attend, it)) for it in SPLITS}
 
     (known,) = find_peers(("fa3",))
     assert known.instead is not None
@@ -266,18 +265,14 @@ def _fa3(module: str) -> Peer:
 
 def _build_fa4(cell: DecodeCell, served: Served) -> dict[str, Call]:
     function = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
-    options: dict[str, Any] = {"seqused_k": served.seqlens_kv, "causal": cell.causal, "max_seqlen_q": cell.queries}
-    if served.page_table is not None:
-        options["page_table"] = served.page_table
-    if served.cu_seqlens_q is not None:
-        options["cu_seqlens_q"] = served.cu_seqlens_q
+    options = {**cell.arguments(served), "max_seqlen_q": cell.queries}
+    options["seqused_k"] = options.pop("seqlens_kv")
     q = _tokens_first(served.q)
 
     def attend(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        result = function(q, k.transpose(1, 2), v.transpose(1, 2), **options)
-        return _tokens_first(result[0] if isinstance(result, tuple) else result)
+        return _tokens_first(out_of(function(q, k.transpose(1, 2), v.transpose(1, 2), **options)))
 
-    return {"keys not split": in_turns([functools.partial(attend, *it) for it in served.caches])}
+    return {"keys not split": on_each(served, attend)}
 
 
 # ---------------------------------------------------------------- FlashInfer
@@ -290,27 +285,23 @@ def _build_flashinfer(cell: DecodeCell, served: Served) -> Iterator[tuple[str, C
     assert cell.page is not None
     device, page = served.q.device, cell.page
     pages = [-(-length // page) for length in cell.lengths_kv]
-    indptr = torch.tensor((0, *itertools.accumulate(pages)), dtype=torch.int32, device=device)
+    indptr = starts_of(pages, device)
     indices = torch.cat([row[:count] for row, count in zip(served.page_table, pages, strict=True)])
     last = torch.tensor([(length - 1) % page + 1 for length in cell.lengths_kv], dtype=torch.int32, device=device)
     heads = cell.heads, cell.heads // cell.group, cell.head_dim, page
     shared = {"q_data_type": served.q.dtype, "kv_data_type": served.q.dtype}
     packed = served.q if cell.mixed else served.q.transpose(1, 2).flatten(0, 1)  # [T, Hq, D]
 
-    def shaped(out: torch.Tensor) -> torch.Tensor:
-        return out if cell.mixed else out.unflatten(0, (cell.batch, cell.queries)).transpose(1, 2)
-
     def calls_of(wrapper: Any) -> Call:
         def attend(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return shaped(wrapper.run(packed, (k.transpose(1, 2), v.transpose(1, 2))))
+            out: torch.Tensor = wrapper.run(packed, (k.transpose(1, 2), v.transpose(1, 2)))
+            return out if cell.mixed else out.unflatten(0, (cell.batch, cell.queries)).transpose(1, 2)
 
-        return in_turns([functools.partial(attend, *it) for it in served.caches])
+        return on_each(served, attend)
 
-    def workspace() -> torch.Tensor:
-        return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-
+    workspace = functools.partial(torch.zeros, WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     if cell.mixed or not cell.has_rate_of_memory:
-        starts = torch.tensor((0, *itertools.accumulate(cell.lengths_q)), dtype=torch.int32, device=device)
+        starts = starts_of(cell.lengths_q, device)
         buffers = [it.clone() for it in (starts, indptr, indices, last)]
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", True, *buffers, backend="fa2")
         wrapper.plan(starts, indptr, indices, last, *heads, causal=True, **shared)

@@ -166,12 +166,12 @@ def test_a_pattern_without_a_cell_is_named():
 @pytest.mark.parametrize("cell", KINDS, ids=str)
 def test_the_truth_and_the_work_are_those_of_each_sequence(cell, limit, monkeypatch):
     monkeypatch.setattr(decode, "TRUTH_ELEMENTS", limit)
-    tensors = cell.tensors("cpu")
-    served, truth = cell.served(tensors), decode.truth_of(cell, tensors)
+    served = cell.tensors("cpu")
+    truth = decode.truth_of(cell, served)
     assert len({k.data_ptr() for k, _ in served.caches}) == COPIES_ON_CPU
     pairs = [q * kv - q * (q - 1) // 2 for q, kv in zip(cell.lengths_q, cell.lengths_kv, strict=True)]
     assert cell_flops(cell) == 4 * cell.heads * cell.head_dim * sum(pairs)
-    options = cell.arguments(tensors)
+    options = cell.arguments(served)
     out = attended(served.q.double(), *served.caches[1], **options)
     assert torch.allclose(truth.forward.out.truth, out, rtol=1e-12, atol=1e-12)
     assert check({"out": out.to(served.q.dtype)}, truth, "eager") <= 1
@@ -314,8 +314,7 @@ def test_the_wheel_of_fa3_is_asked_right(cell, splits, monkeypatch):
         given = [it if it.numel() else None for it in (starts, table)]
         call.results[0].copy_(of_flash_attention(q, k, v, call.attributes["is_causal"], *given, lengths))
 
-    tensors = cell.tensors("cpu")
-    served = cell.served(tensors)
+    served = cell.tensors("cpu")
     with handlers(flash_mha_fwd=forward) as registered:
         module = types.ModuleType(peers_jax.MODULE)
         module.get_ffi_registrations = lambda: registered
@@ -327,7 +326,7 @@ def test_the_wheel_of_fa3_is_asked_right(cell, splits, monkeypatch):
         caches = [it.transpose(1, 2) for it in served.caches[0]]
         out = peers_jax.flash_attn_with_kvcache(swap(served.q), *caches, cache_seqlens=served.seqlens_kv, **options)
         peers_jax._forward.cache_clear()
-    assert torch.equal(swap(out), attended(served.q, *served.caches[0], **cell.arguments(tensors)))
+    assert torch.equal(swap(out), attended(served.q, *served.caches[0], **cell.arguments(served)))
 
 
 def test_the_command_lists_cells_and_needs_a_gpu(capsys):
