@@ -72,11 +72,6 @@ class DecodeCell(Cell):
         return f"{kind}{sizes} {self.dtype} {self.cache}"
 
     @property
-    def group(self) -> int:
-        """Query heads of a key/value head."""
-        return self.heads // (self.heads_kv or self.heads)
-
-    @property
     def lengths_q(self) -> tuple[int, ...]:
         """The queries of each sequence."""
         if not self.mixed:

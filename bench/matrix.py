@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -85,6 +85,11 @@ class Cell:
     def heads_text(self) -> str:
         """``16``, or ``16/2`` of 16 query heads on 2 key/value heads."""
         return f"{self.heads}" if self.heads_kv is None else f"{self.heads}/{self.heads_kv}"
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads // (self.heads_kv or self.heads)
 
     @property
     def band(self) -> Band:
@@ -219,7 +224,7 @@ class Cell:
 
     @property
     def _heads(self) -> tuple[int, int, int]:
-        heads_kv = self.heads if self.heads_kv is None else self.heads_kv
+        heads_kv = self.heads // self.group
         return self.heads, heads_kv, heads_kv
 
     def tensors(self, device: torch.device | str) -> Tensors:
@@ -265,71 +270,57 @@ def _block_mask(cell: Cell, device: torch.device) -> Any:
     return make_block_mask(mod, torch.maximum(places - left, begin), torch.minimum(places + right, end))
 
 
-def _standard() -> tuple[Cell, ...]:
-    plain = Cell(batch=1, heads=1, seq=1, head_dim=64, dtype="bf16", causal=False, layout="bshd")
+_PLAIN = Cell(batch=1, heads=16, seq=4096, head_dim=128, dtype="bf16", causal=False, layout="bshd")
+
+
+def _sized(head_dim: int, seq: int = 4096, **more: Any) -> Cell:
+    """A cell of 16k tokens, or of one longer sequence, whose heads are 2048 wide together; `more` are other fields."""
+    batch, heads = TOKENS // seq or 1, round(HIDDEN / head_dim)
+    return replace(_PLAIN, **{"batch": batch, "heads": heads, "seq": seq, "head_dim": head_dim, **more})
+
+
+def _both(cells: Iterable[Cell]) -> tuple[Cell, ...]:
+    """Each cell with a full and with a causal mask."""
+    return tuple(replace(cell, causal=causal) for cell in cells for causal in (False, True))
+
+
+def _by_length(head_dims: Iterable[int], seqs: Sequence[int]) -> tuple[Cell, ...]:
     return tuple(
-        replace(plain, batch=TOKENS // seq, heads=HIDDEN // head_dim, seq=seq, head_dim=head_dim, causal=causal)
-        for head_dim in (64, 128, 256)
-        for causal in (False, True)
-        for seq in (512, 1024, 2048, 4096, 8192, 16384)
+        _sized(head_dim, seq, causal=causal) for head_dim in head_dims for causal in (False, True) for seq in seqs
     )
-
-
-def _backward() -> tuple[Cell, ...]:
-    return tuple(replace(cell, direction="bwd") for cell in _standard())
 
 
 def _heldout() -> tuple[Cell, ...]:
     """Cells that no sweep of configs has seen: other head_dims and lengths, one sequence at a time, fp16, GQA."""
-    plain = Cell(batch=1, heads=16, seq=4096, head_dim=128, dtype="bf16", causal=False, layout="bshd")
-
-    def sized(head_dim: int, seq: int) -> Cell:
-        return replace(plain, batch=TOKENS // seq or 1, heads=round(HIDDEN / head_dim), seq=seq, head_dim=head_dim)
-
     full = (
-        *(sized(head_dim, seq) for head_dim in (96, 160, 192) for seq in (2048, 8192)),
-        *(sized(head_dim, seq) for head_dim in (64, 128, 256) for seq in (3000, 32768)),
-        plain,
-        *(replace(sized(head_dim, 4096), dtype="fp16") for head_dim in (64, 128, 256)),
-        *(replace(sized(128, seq), heads_kv=2) for seq in (2048, 8192)),
+        *(_sized(head_dim, seq) for head_dim in (96, 160, 192) for seq in (2048, 8192)),
+        *(_sized(head_dim, seq) for head_dim in (64, 128, 256) for seq in (3000, 32768)),
+        _PLAIN,
+        *(_sized(head_dim, dtype="fp16") for head_dim in (64, 128, 256)),
+        *(_sized(128, seq, heads_kv=2) for seq in (2048, 8192)),
     )
-    return tuple(replace(cell, causal=causal) for cell in full for causal in (False, True))
-
-
-def _between() -> tuple[Cell, ...]:
-    """Head_dims between those of the standard suite: sweeps at them speak for all that are like them."""
-    return tuple(
-        replace(cell, head_dim=head_dim, heads=round(HIDDEN / head_dim))
-        for head_dim in (80, 144, 176)
-        for cell in _standard()
-        if cell.head_dim == 64 and cell.seq in (1024, 4096, 16384)
-    )
+    return _both(full)
 
 
 def _headdims() -> tuple[Cell, ...]:
     """Every head_dim from 40 on at N=4k, and a few in fp16, at a length that no tile divides, and with shared keys."""
-    plain = Cell(batch=4, heads=1, seq=4096, head_dim=64, dtype="bf16", causal=False, layout="bshd")
-
-    def sized(head_dim: int, **more: Any) -> Cell:
-        return replace(plain, head_dim=head_dim, heads=round(HIDDEN / head_dim), **more)
-
+    few = ({"dtype": "fp16"}, {"seq": 3000})
     full = (
-        *(sized(head_dim) for head_dim in range(40, 257, 8)),
-        *(sized(head_dim, **more) for head_dim in (40, 88, 112, 208) for more in ({"dtype": "fp16"}, {"seq": 3000})),
-        *(replace(sized(head_dim), heads=heads, heads_kv=heads // 4) for head_dim, heads in ((40, 48), (112, 16))),
+        *(_sized(head_dim) for head_dim in range(40, 257, 8)),
+        *(replace(_sized(head_dim), **more) for head_dim in (40, 88, 112, 208) for more in few),
+        *(_sized(head_dim, heads=heads, heads_kv=heads // 4) for head_dim, heads in ((40, 48), (112, 16))),
     )
-    return tuple(replace(cell, causal=causal) for cell in full for causal in (False, True))
+    return _both(full)
 
 
 def _features() -> tuple[Cell, ...]:
     """Masks and scores beyond the causal mask, one sequence at a time, forward and then backward."""
-    plain = Cell(batch=1, heads=16, seq=4096, head_dim=128, dtype="bf16", causal=True, layout="bshd")
     kinds: tuple[dict[str, Any], ...] = (
         {"window": 1024},
         *({"feature": feature} for feature in ("softcap30", "alibi", "sinks", "documents16")),
     )
     return tuple(
-        replace(plain, heads=HIDDEN // head_dim, head_dim=head_dim, seq=seq, direction=direction, **kind)
+        _sized(head_dim, seq, batch=1, causal=True, direction=direction, **kind)
         for direction in ("fwd", "bwd")
         for kind in kinds
         for head_dim in (128, 64)
@@ -340,9 +331,8 @@ def _features() -> tuple[Cell, ...]:
 
 def _packed() -> tuple[Cell, ...]:
     """Packed batches of 16k tokens, forward and then backward."""
-    plain = Cell(batch=1, heads=16, seq=16384, head_dim=128, dtype="bf16", causal=True, layout="bshd")
     return tuple(
-        replace(plain, heads=HIDDEN // head_dim, head_dim=head_dim, causal=causal, feature=feature, direction=direction)
+        _sized(head_dim, 16384, causal=causal, feature=feature, direction=direction)
         for direction in ("fwd", "bwd")
         for feature in ("packed_equal", "packed_mixed", "packed_one_long")
         for head_dim in (64, 128)
@@ -350,10 +340,13 @@ def _packed() -> tuple[Cell, ...]:
     )
 
 
+_STANDARD = _by_length((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384))
+_BACKWARD = tuple(replace(cell, direction="bwd") for cell in _STANDARD)
 SUITES: Mapping[str, tuple[Cell, ...]] = MappingProxyType(
     {
-        "standard": _standard(),
-        "between": _between(),
+        "standard": _STANDARD,
+        # Sweeps at head_dims between those of the standard suite speak for all that are like them.
+        "between": _by_length((80, 144, 176), (1024, 4096, 16384)),
         "heldout": _heldout(),
         "headdims": _headdims(),
         # Of the cuTile FMHA scaling analysis (DGX Spark playbook): what chains of rungs are climbed on.
@@ -366,10 +359,10 @@ SUITES: Mapping[str, tuple[Cell, ...]] = MappingProxyType(
             Cell(batch=1, heads=heads, seq=8192, head_dim=head_dim, dtype="fp16", causal=False, layout="bhsd")
             for head_dim, heads in ((64, 8), (128, 8), (512, 48), (1024, 16))
         ),
-        "backward": _backward(),
+        "backward": _BACKWARD,
         "features": _features(),
         "packed": _packed(),
-        "floors": tuple(it for it in (*_standard(), *_backward()) if it.head_dim == 128 and it.seq == 4096),
+        "floors": tuple(it for it in (*_STANDARD, *_BACKWARD) if it.head_dim == 128 and it.seq == 4096),
         "smoke": tuple(
             Cell(batch=1, heads=2, seq=256, head_dim=head_dim, dtype=dtype, causal=causal, layout="bshd")
             for head_dim, dtype in ((64, "bf16"), (128, "fp16"))

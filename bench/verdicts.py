@@ -87,7 +87,7 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     for row in sorted(found, key=lambda row: row.cell in SUITES["heldout"]):
         setup, cell, measured = row.environment, row.cell, row.measured
         is_backward = cell.direction == "bwd"
-        heads, group = cell.batch * cell.heads, cell.heads // (cell.heads_kv or cell.heads)
+        heads, group = cell.batch * cell.heads, cell.group
         key = (is_backward, cell.is_packed, setup.gpu, cell.head_dim, cell.seq, cell.causal, heads, group)
         if measured is None or measured.host_bound or (cell, row.run) in outdated:
             continue

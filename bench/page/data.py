@@ -105,7 +105,7 @@ def cell_data(cell: Cell) -> dict[str, Any]:
         "dtype": cell.dtype,
         "batch": cell.batch,
         "heads": cell.heads_text,
-        "group": cell.heads // (cell.heads_kv or cell.heads),
+        "group": cell.group,
     }
     if isinstance(cell, DecodeCell):
         work = "mixed batch" if cell.mixed else "prefill chunk" if not cell.has_rate_of_memory else "decode"
