@@ -13,8 +13,8 @@ from typing import NamedTuple
 from bench import models
 from bench.decode_cells import DecodeCell
 from bench.matrix import Cell
-from bench.report import NOT_MEASURED, NOTHING, by_cell, fastest, markdown
-from bench.results import Row, is_ours, load, one_run
+from bench.report import NOT_MEASURED, NOTHING, by_cell, fastest, markdown, timed
+from bench.results import Row, is_ours
 from bench.verdicts import runs_now
 from multiattn.operands import Options
 from multiattn.plan.arch import by_name
@@ -200,7 +200,8 @@ def mark_of(ratios: Sequence[Ratio]) -> str:
 
 def _of_kernels(results: Path) -> Iterator[Compared]:
     for part, folder in itertools.product(PARTS, GPU_FOLDERS):
-        rows = _timed(results / folder / f"{part.stem}.json", part)
+        rows = timed(results / folder / f"{part.stem}.json", part.regime)
+        rows = [row for row in rows if row.cell.direction == part.direction]
         ratios = over_best_peer(rows)
         if ratios[AUTO]:
             peers = peers_of((row.contender, row.cell) for row in rows)
@@ -217,8 +218,3 @@ def _of_models(results: Path) -> Iterator[Compared]:
         if ratios:
             peers = peers_of((row.implementation, row.model) for row in rows)
             yield Compared(title, folder.upper(), len({row.model for row in rows}), {AUTO: ratios}, peers)
-
-
-def _timed(path: Path, part: Part) -> list[Row]:
-    rows = one_run(load(path)) if path.exists() else []
-    return [row for row in rows if row.tflops and (row.cell.direction, row.regime) == (part.direction, part.regime)]

@@ -38,7 +38,7 @@ from bench.report import (
     timed_names,
     times_as_fast,
 )
-from bench.results import Row, Store, is_ours, load, one_run, results_dir
+from bench.results import Row, Store, is_ours, newest, results_dir
 from bench.run import Copy, Job, Machine, run, tensors_and_truth
 from multiattn.inspect.options import count, some_of
 from multiattn.mask import FULL
@@ -301,7 +301,7 @@ def _mean_and_least(ratios: Iterable[float | None]) -> str:
 
 def block(path: Path) -> str:
     """The tables of a results file, by head_dim and work, and where they were measured."""
-    rows = [row for row in one_run(load(path)) if row.regime == REGIMES[0]] if path.exists() else []
+    rows = [row for row in newest(path) if row.regime == REGIMES[0]]
     groups: dict[str, list[Row]] = {}
     for row in rows:
         cell = cell_of(row)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench import decode, host, ladder, models, pictures, record, scaling
 from bench.comparison import auto_backend, compared, comparison_block, verdict_block
-from bench.docs_support import LANGUAGES, features_block, language_of, support_block
+from bench.docs_support import features_block, support_block
 from bench.matrix import SUITES, Cell, InputError
 from bench.page.extras import targets
 from bench.report import (
@@ -32,10 +32,12 @@ from bench.report import (
     over,
     provenance,
     rates,
+    timed,
     timed_names,
     write,
 )
-from bench.results import RESULTS, ROOT, Row, load, one_run
+from bench.results import RESULTS, ROOT, Row, load, newest
+from multiattn.triton import GLUON_VARIANTS
 
 Blocks = Mapping[str, Callable[[], str]]
 MARKED = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
@@ -48,14 +50,6 @@ PEERS = ("sdpa-cudnn", "fa4")
 FEATURE_PEERS = ("fa4", "flex")
 """The peers that have most of the features."""
 LADDER_HEAD_DIMS = {"triton": (128,), "cutile": (128,), "cuda": (64, 512)}
-
-
-def _language(row: Row) -> str:
-    return language_of(row.contender.partition("/")[0], str((row.plan or {}).get("variant")))
-
-
-def _rows(path: Path) -> list[Row]:
-    return one_run(load(path)) if path.exists() else []
 
 
 def _place(row: Row) -> tuple[int, bool, int]:
@@ -89,12 +83,12 @@ def results_block(results: Path) -> str:
 
 
 def _sections(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    forward = [row for row in _rows(folder / "standard.json") if "/" not in row.contender]
+    forward = [row for row in newest(folder / "standard.json") if "/" not in row.contender]
     yield "Forward", [_speed_table(forward, "forward")]
-    training = _rows(folder / "backward.json")
+    training = newest(folder / "backward.json")
     yield "Backward", [_speed_table(training, "backward"), memory_summary(training)]
-    yield "Masks and scores", features_tables(_rows(folder / "features.json"))
-    yield "Packed batches", features_tables(_rows(folder / "packed.json"))
+    yield "Masks and scores", features_tables(newest(folder / "features.json"))
+    yield "Packed batches", features_tables(newest(folder / "packed.json"))
     if (folder / "models.json").exists():
         yield "Models", [models_table(models.load(folder / "models.json"))]
     if (folder / "host.json").exists():
@@ -168,17 +162,13 @@ def over_peers(rows: Iterable[Row], name_of: Callable[[Row], str]) -> dict[str, 
     return found
 
 
-def _timed(path: Path, regime: str = "device") -> list[Row]:
-    return [row for row in _rows(path) if row.regime == regime and row.tflops]
-
-
 def _cuda_over_peers(rows: Iterable[Row]) -> dict[Cell, float]:
     return over_peers(rows, lambda row: row.contender if row.contender == "cuda" else "").get("cuda", {})
 
 
 def peers_block(results: Path) -> str:
     """CUDA beside its peers, a line for each cell of the suite `standard`, back to back."""
-    rows = _timed(results / GPU_FOLDER / "peers" / "standard.json")
+    rows = timed(results / GPU_FOLDER / "peers" / "standard.json")
     ratios = _cuda_over_peers(rows)
     chosen = sorted((row for row in rows if row.cell in ratios), key=_place)
     columns = {**PLACE, **rates(("cuda", *PEERS), figure), "ratio": lambda cell, _: f"{ratios[cell]:.2f}"}
@@ -193,7 +183,7 @@ def peers_summary(results: Path) -> str:
         ("`standard`, CUDA graph", "peers/standard.json", "graph"),
         ("`heldout`, back to back", "heldout.json", "device"),
     ):
-        ratios = _cuda_over_peers(_timed(results / GPU_FOLDER / name, regime))
+        ratios = _cuda_over_peers(timed(results / GPU_FOLDER / name, regime))
         least = min(ratios, key=lambda cell: ratios[cell], default=None)
         worst = NOTHING if least is None else f"{ratios[least]:.3f}, {least.key}"
         rows.append((title, len(ratios), mean_text([*ratios.values()], 3), worst))
@@ -203,18 +193,29 @@ def peers_summary(results: Path) -> str:
 # ---------------------------------------------------------------- languages
 
 
+LANGUAGES = ("cuTile", "plain Triton", "Gluon", "CUDA C++")
+
+
+def language_of(row: Row) -> str:
+    """The language of a kernel, empty for a peer's. Triton has two, and only the variant tells them apart."""
+    backend, variant = row.contender.partition("/")[0], str((row.plan or {}).get("variant"))
+    if backend == "triton":
+        return "Gluon" if variant in GLUON_VARIANTS else "plain Triton"
+    return {"cutile": "cuTile", "cuda": "CUDA C++"}.get(backend, "")
+
+
 def speed_block(gpu: Path) -> str:
     """The geometric mean over lengths of each language's TFLOPS over the fastest peer's, by head_dim and mask."""
     groups: dict[tuple[object, str], dict[str, list[Cell]]] = {}
     columns: dict[str, tuple[str, Mapping[Cell, float]]] = {}
     told: list[str] = []
     for suite, direction in (("standard", "forward"), ("backward", "backward")):
-        rows = _timed(gpu / f"{suite}.json")
-        ratios = over_peers(rows, _language)
+        rows = timed(gpu / f"{suite}.json")
+        ratios = over_peers(rows, language_of)
         columns |= {f"{it}, {direction}": (suite, ratios[it]) for it in LANGUAGES if it in ratios}
         for cell in sorted(SUITES[suite], key=lambda it: (it.head_dim, it.causal)):
             groups.setdefault((cell.head_dim, cell.mask), {}).setdefault(suite, []).append(cell)
-        told += [it for it in provenance(row for row in rows if _language(row)) if it not in told]
+        told += [it for it in provenance(row for row in rows if language_of(row)) if it not in told]
     groups["all", ""] = {suite: [*SUITES[suite]] for suite in ("standard", "backward")}
     lines: list[list[object]] = []
     for place, members in groups.items():

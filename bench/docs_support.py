@@ -1,26 +1,16 @@
-"""Tables of what runs where: the README's, of each backend, and those of docs/, of each variant and language."""
+"""Tables of what runs where: the README's, of each backend, and that of docs/, of each variant."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bench.comparison import TITLES
 from bench.report import markdown
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Variant, plan_variant
 from multiattn.problem import Problem
 from multiattn.sequences import Batching
-from multiattn.triton import GLUON_VARIANTS
-
-NOTHING = "-"
-LANGUAGES = ("cuTile", "plain Triton", "Gluon", "CUDA C++")
-
-
-def language_of(backend: str, variant: str) -> str:
-    """The language of a kernel, empty for a peer's. Triton has two, and only the variant tells them apart."""
-    if backend == "triton":
-        return "Gluon" if variant in GLUON_VARIANTS else "plain Triton"
-    return {"cutile": "cuTile", "cuda": "CUDA C++"}.get(backend, "")
 
 
 def support_block() -> str:
@@ -73,7 +63,6 @@ FAMILIES = {
     "Hopper": ("sm90",),
     "Blackwell": ("sm100", "sm103", "sm120", "sm121"),
 }
-BACKEND_TITLES = {"triton": "Triton", "cutile": "cuTile", "cuda": "CUDA"}
 HEAD_DIMS = "head dims, multiples of 8, on "
 
 
@@ -85,7 +74,7 @@ def features_block() -> str:
     header, columns = ["takes"], []
     for name in BACKENDS:
         for direction in DIRECTIONS:
-            header.append(f"{BACKEND_TITLES.get(name, name)} {direction}")
+            header.append(f"{TITLES[name]} {direction}")
             columns.append({**_head_dims_by_family(name, direction), **_features(name, direction)})
     alike: dict[tuple[str, ...], list[str]] = {}
     for title in columns[0]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from bench.matrix import InputError
 from bench.page.styles import MAIN
-from bench.results import Row, load, one_run
+from bench.results import Row, newest
 
 FOLDER = Path("docs") / "pictures"
 WIDTH, HEIGHT = 325, 250
@@ -91,8 +91,7 @@ class Picture:
         """The rows of each plot by its title, those of each contender in order of length."""
         found = {}
         for title, stem in (("forward", "standard"), ("backward", "backward")):
-            path = results / self.gpu / f"{stem}.json"
-            its = one_run(load(path)) if path.exists() else []
+            its = newest(results / self.gpu / f"{stem}.json")
             found[title] = sorted(filter(self._is_shown, its), key=lambda row: row.cell.seq)
         return found
 

@@ -11,7 +11,7 @@ from typing import Any
 from tabulate import tabulate
 
 from bench.matrix import Cell
-from bench.results import Environment, Row, is_ours, load, one_run
+from bench.results import Environment, Row, is_ours, load, newest, one_run
 from parity.report import Table
 
 NOTHING = "-"
@@ -62,6 +62,11 @@ def mean_text(ratios: Sequence[float], digits: int) -> str:
 def timed_names(rows: Iterable[Row]) -> list[str]:
     """The contenders that have a time in some row."""
     return list(dict.fromkeys(row.contender for row in rows if row.measured is not None))
+
+
+def timed(path: Path, regime: str = "device") -> list[Row]:
+    """The rows of a results file that have a time in a regime, of one run for each cell."""
+    return [row for row in newest(path) if row.regime == regime and row.tflops]
 
 
 Column = Callable[[Any, Mapping[str, Row]], object]

@@ -181,49 +181,50 @@ class Store:
         partial.replace(self.path)
 
 
-class Shared:
-    """Lists of what several rows have, each value once: a row has a number in each list."""
+def pack(records: Sequence[Mapping[str, Any]], shared: Iterable[str]) -> dict[str, Any]:
+    """Records of the same fields as a table: `columns`, `rows`, and in `lists` each value of the fields `shared` once.
 
-    def __init__(self, *names: str) -> None:
-        self._numbers: dict[str, dict[str, int]] = {name: {} for name in names}
+    Of these a row has the number in the list, or None.
+    """
+    numbers: dict[str, dict[str, int]] = {name: {} for name in shared}
 
-    def number(self, name: str, value: Any) -> int | None:
-        """The place of a value in a list, behind the last if it is new; None for nothing."""
-        numbers = self._numbers[name]
-        return numbers.setdefault(json.dumps(value), len(numbers)) if value not in ("", None, []) else None
+    def told(name: str, value: Any) -> Any:
+        its = numbers.get(name)
+        return value if its is None or value is None else its.setdefault(json.dumps(value), len(its))
 
-    @property
-    def lists(self) -> dict[str, list[Any]]:
-        """The values by the names of the lists."""
-        return {name: list(map(json.loads, its)) for name, its in self._numbers.items()}
+    columns = list(records[0]) if records else []
+    rows = [[told(name, it[name]) for name in columns] for it in records]
+    lists = {name: list(map(json.loads, its)) for name, its in numbers.items()}
+    return {"lists": lists, "columns": columns, "rows": rows}
 
 
 _TIMES = tuple(it.name for it in fields(Measured))
+_SHARED = ("environment", "command", "run", "cell", "plan", "reasons")
 
 
 def dumps(suite: str, rows: Iterable[Row]) -> str:
     """The JSON of a results file: once each of what several rows share, and a row a line, by the names in `columns`."""
-    shared = Shared("environments", "commands", "runs", "cells", "plans", "reasons")
 
     def values(row: Row) -> dict[str, Any]:
         return {
-            "cell": shared.number("cells", row.cell.as_dict()),
+            "cell": row.cell.as_dict(),
             "contender": row.contender,
             "regime": row.regime,
-            "environment": shared.number("environments", asdict(row.environment)),
-            "command": shared.number("commands", row.command),
-            "run": shared.number("runs", row.run),
-            "plan": shared.number("plans", row.plan),
-            "reasons": shared.number("reasons", list(map(asdict, row.reasons))),
+            "environment": asdict(row.environment),
+            "command": row.command or None,
+            "run": row.run or None,
+            "plan": row.plan,
+            "reasons": list(map(asdict, row.reasons)) or None,
             "error": row.error or None,
             "detail": row.detail or None,
-            **(dict.fromkeys(_TIMES) if row.measured is None else asdict(row.measured)),
+            **{name: getattr(row.measured, name, None) for name in _TIMES},
         }
 
     found = list(map(values, rows))
-    columns = [name for name in (found[0] if found else ()) if any(it[name] is not None for it in found)]
-    lines = [[it[name] for name in columns] for it in found]
-    return dump({"schema": SCHEMA, "suite": suite, **shared.lists, "columns": columns, "rows": lines})
+    used = [name for name in (found[0] if found else ()) if any(it[name] is not None for it in found)]
+    packed = pack([{name: it[name] for name in used} for it in found], _SHARED)
+    lists = {name if name == "reasons" else f"{name}s": its for name, its in packed.pop("lists").items()}
+    return dump({"schema": SCHEMA, "suite": suite, **lists, **packed})
 
 
 def dump(data: Mapping[str, Any]) -> str:
@@ -292,6 +293,11 @@ def one_run(rows: Iterable[Row]) -> list[Row]:
     for row in rows:
         places.setdefault((row.environment.gpu, row.cell.key, row.regime), []).append(row)
     return [row for members in places.values() for row in _newest(members)]
+
+
+def newest(path: Path) -> list[Row]:
+    """`one_run` of a results file; nothing where there is none."""
+    return one_run(load(path)) if path.exists() else []
 
 
 def _newest(rows: Sequence[Row]) -> list[Row]:

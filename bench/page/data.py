@@ -1,6 +1,6 @@
 """Rows as the page's JSON has them: once each of what several rows share, and numbers in place of names.
 
-page's JavaScript (js/data.js) reads it back by the same `COLUMNS`.
+page's JavaScript (js/data.js) reads it back.
 """
 
 from __future__ import annotations
@@ -18,19 +18,16 @@ from bench.page.parts import PARTS
 from bench.page.sources import Source, kind_of
 from bench.page.styles import as_data, in_order
 from bench.report import describe, fastest, notes, times_as_fast
-from bench.results import Row, Shared, is_ours
+from bench.results import Row, is_ours, pack
 from multiattn.inspect.roofline import bounds
 from multiattn.plan.arch import find_gpu
 from multiattn.plan.backend import BACKENDS
 
-COLUMNS = (
-    *("source", "cell", "contender", "regime", "environment", "command", "plan", "detail", "reasons", "error"),
+MEASURED = (
     *("time_ms", "low_ms", "high_ms", "tflops", "tb_per_s", "copy_tb_per_s", "peak_share", "error_ratio"),
-    *("rounds", "host_bound", "peak_extra_bytes", "ratio", "bound"),
+    *("rounds", "host_bound", "peak_extra_bytes"),
 )
-"""Fields of a row in order; a row ends at its last field that is not null."""
-_SHARED = ("cell", "contender", "regime", "environment", "command", "plan", "detail", "reasons", "error", "bound")
-"""Fields of which a row has a number in the list of that name."""
+"""Fields of a timing that the page shows."""
 UNITS = {"tensor": "tensor cores", "exp": "exponentials", "memory": "memory"}
 
 
@@ -42,29 +39,22 @@ def best_peers(rows: Iterable[Row]) -> dict[tuple[Cell, str], Row | None]:
     return {place: fastest(its, ours=False) for place, its in found.items()}
 
 
-def _row(row: Row, source: int, peer: Row | None, lists: Shared) -> list[Any]:
-    """The values of a row in the order of `COLUMNS`; what it shares is kept in `lists`."""
-    shared = {
+def _row(row: Row, source: int, peer: Row | None) -> dict[str, Any]:
+    return {
+        "source": source,
         "cell": cell_data(row.cell),
         "contender": row.contender,
         "regime": row.regime,
         "environment": describe(row.environment),
         "command": row.command,
         "plan": row.plan and dict(row.plan),
-        "detail": row.detail,
-        "reasons": list(map(asdict, row.reasons)),
-        "error": row.error,
+        "detail": row.detail or None,
+        "reasons": list(map(asdict, row.reasons)) or None,
+        "error": row.error or None,
+        **{name: getattr(row.measured, name, None) for name in MEASURED},
+        "ratio": times_as_fast(row, peer),
         "bound": bound_data(row.cell, row.environment.gpu) if row.measured is not None else None,
     }
-    told: dict[str, Any] = {name: lists.number(name, value) for name, value in shared.items()}
-    told["source"] = source
-    if row.measured is not None:
-        told |= {name: _short(value) for name, value in asdict(row.measured).items() if name in COLUMNS}
-        told["ratio"] = _short(times_as_fast(row, peer))
-    values = [told.get(name) for name in COLUMNS]
-    while values[-1] is None:
-        values.pop()
-    return values
 
 
 def _short(value: Any) -> Any:
@@ -116,18 +106,15 @@ def cell_data(cell: Cell) -> dict[str, Any]:
 
 def page_data(sources: Sequence[Source], more: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON of a page: sources, rows, styles of contenders, and `more` by name."""
-    lists, rows = Shared(*_SHARED), []
+    rows: list[dict[str, Any]] = []
     for place, source in enumerate(sources):
         peers = best_peers(source.rows)
-        rows += [_row(row, place, peers[row.cell, row.regime], lists) for row in source.rows]
-    names = lists.lists["contender"]
+        rows += [_row(row, place, peers[row.cell, row.regime]) for row in source.rows]
+    names = list(dict.fromkeys(row["contender"] for row in rows))
     drawn = [*BACKENDS, *names]  # parity may have backends that nobody timed
     return {
-        "columns": COLUMNS,
-        "shared": _SHARED,
         "sources": list(map(_source, sources)),
-        "lists": lists.lists,
-        "rows": rows,
+        "rows": table(rows),
         "ours": [name for name in names if is_ours(name)],
         "order": in_order(drawn),
         "styles": as_data(drawn),
@@ -151,15 +138,15 @@ def _of(kind: str, rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if kind_of(row.cell) == kind]
 
 
-def pack_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Records of the same fields as a table, in which a number stands for each text of a column."""
-    names = list(records[0])
-    texts: dict[str, dict[str, int]] = {name: {} for name in names if all(isinstance(it[name], str) for it in records)}
-    rows = [
-        [texts[name].setdefault(it[name], len(texts[name])) if name in texts else _short(it[name]) for name in names]
-        for it in records
-    ]
-    return {"names": names, "texts": {name: list(its) for name, its in texts.items()}, "rows": rows}
+def table(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Records of the same fields packed: what is no number stands once; a row ends at its last field with a value."""
+    names = list(records[0]) if records else ()
+    shared = [name for name in names if any(isinstance(it[name], str | list | dict) for it in records)]
+    packed = pack([{name: _short(value) for name, value in it.items()} for it in records], shared)
+    for row in packed["rows"]:
+        while row[-1] is None:
+            row.pop()
+    return packed
 
 
 def script_json(data: Any) -> str:

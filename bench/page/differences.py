@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.page.data import pack_records, page_data, script_json
+from bench.page.data import page_data, script_json, table
 from bench.page.page import here, render
 from bench.page.parts import shown
 from bench.page.sources import Source
@@ -70,7 +70,7 @@ def changes_page(changes: Sequence[Change], before: str, after: str) -> str:
         extras={"changes": shown("changes", is_drawn=bool(changes))},
         changes={"good": is_good, "told": told, "summaries": summaries(changes), "verdicts": VERDICTS},
         setups=[(f"Before: {before}", provenance(old)), (f"After: {after}", provenance(new))],
-        data=script_json(page_data(sources, {"changes": pack_records(records(changes))} if changes else {})),
+        data=script_json(page_data(sources, {"changes": table(records(changes))} if changes else {})),
     )
 
 

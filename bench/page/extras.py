@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from bench import host, models
-from bench.page.data import pack_records
+from bench.page.data import table
 from bench.page.parts import shown
 from bench.page.sources import Evidence, Parity, kind_of, short_name
 from bench.record import Record
@@ -34,7 +34,7 @@ def data(evidence: Evidence) -> dict[str, Any]:
         "targets": [*compiled_now(evidence.compilations), *targets(evidence.compiled)],
         "models": [row for run in evidence.models for row in model_rows(run)],
     }
-    return {name: pack_records(rows) for name, rows in found.items() if rows}
+    return {name: table(rows) for name, rows in found.items() if rows}
 
 
 def parts(evidence: Evidence, drawn: Collection[str]) -> dict[str, Any]:

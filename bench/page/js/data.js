@@ -4,33 +4,19 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const SPECS = JSON.parse(document.getElementById("specs").textContent);
 const BEST = "best of ours";
 
-/** Rows as objects; `shared` fields are looked up in their lists. */
-function unpack(data) {
-  const shared = new Set(data.shared);
-  return data.rows.map((values, i) => {
-    const row = { i };
-    data.columns.forEach((name, at) => {
-      const value = values[at] ?? null;
-      row[name] = value !== null && shared.has(name) ? data.lists[name][value] : value;
-    });
-    row.source = data.sources[row.source];
-    row.timed = row.time_ms !== null;
-    row.ours = data.ours.includes(row.contender);
-    return row;
-  });
+/** The records of a table as bench/page/data.py packed them; what has a list is looked up there. */
+function unpack({ columns, lists, rows }) {
+  const field = (name, value) => [name, name in lists && value !== null ? lists[name][value] : value];
+  return rows.map((values) => Object.fromEntries(columns.map((name, at) => field(name, values[at] ?? null))));
 }
 
-const ROWS = unpack(DATA);
-
-/** The records of a part, as `pack_records` packed them. */
-function records(name) {
-  const { names, texts, rows } = DATA[name] ?? { rows: [] };
-  const value = (field, it) => (texts[field] ? texts[field][it] : it);
-  return rows.map((values, at) => ({
-    at,
-    ...Object.fromEntries(names.map((field, i) => [field, value(field, values[i])])),
-  }));
-}
+const ROWS = unpack(DATA.rows).map((row, i) => ({
+  ...row,
+  i,
+  source: DATA.sources[row.source],
+  timed: row.time_ms !== null,
+  ours: DATA.ours.includes(row.contender),
+}));
 
 /** An element with attributes and children; text is never read as HTML. */
 function el(tag, attributes = {}, ...children) {

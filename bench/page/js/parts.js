@@ -31,7 +31,8 @@ function heatMark(it, { fills }) {
 
 /** A plot, a table and controls over records. */
 class Part {
-  constructor(id, records, told) {
+  constructor(id, found, told) {
+    const records = found.map((it, at) => ({ at, ...it }));
     Object.assign(this, { root: document.getElementById(id), id, records, told, wish: {}, off: {} });
     this.names = inOrder(distinct(records.map((it) => it[told.styled])));
     this.fills = id === "models" ? ratioFill : shareFill;
@@ -115,5 +116,5 @@ class Part {
 function makeParts() {
   return Object.entries(DATA.parts)
     .filter(([id]) => DATA[id])
-    .map(([id, told]) => new Part(id, records(id), told));
+    .map(([id, told]) => new Part(id, unpack(DATA[id]), told));
 }

@@ -16,16 +16,8 @@ const luminance = (rgb) =>
 
 function mix(from, to, share) {
   const [a, b] = [channels(from), channels(to)];
-  return (
-    "#" +
-    a
-      .map((it, at) =>
-        Math.round(it + (b[at] - it) * share)
-          .toString(16)
-          .padStart(2, "0"),
-      )
-      .join("")
-  );
+  const mixed = a.map((it, at) => Math.round(it + (b[at] - it) * share));
+  return `#${mixed.map((it) => it.toString(16).padStart(2, "0")).join("")}`;
 }
 
 /** Black or white, whichever stands out more from a fill. */
