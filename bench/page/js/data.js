@@ -56,4 +56,4 @@ const unitOf = (row) => (inBytes(row) ? "TB/s" : "TFLOPS");
 /** What bounds a rate: the roofline, or in decode the stated bandwidth of the memory. A copy, which writes as much as
  *  it reads, is no bound for who reads: see the panel. */
 const boundOf = (row) => (inBytes(row) ? row.bound?.tb_per_s : row.bound?.tflops) ?? null;
-const spreadOf = (row) => (row.high_ms - row.low_ms) / row.time_ms;
+const spreadText = (row) => `${((100 * (row.high_ms - row.low_ms)) / row.time_ms).toFixed(1)} %`;

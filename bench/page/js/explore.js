@@ -11,17 +11,8 @@ const shown = (dim, value) => (dim === "n" ? length(value) : `${value}`);
 
 class Explorer {
   constructor(root, config) {
-    Object.assign(this, {
-      root,
-      config,
-      off: new Set(),
-      wish: {},
-      choice: {},
-      show: "rate",
-      heat: BEST,
-      every: false,
-      zero: config.zero,
-    });
+    Object.assign(this, { root, config, off: new Set(), wish: {}, choice: {} });
+    Object.assign(this, { show: "rate", heat: BEST, every: false, zero: config.zero });
     this.rows = ROWS.filter((row) => row.cell.kind === config.kind && row.source.timed);
     for (const row of this.rows) if (row.ours && row.contender.includes("/")) this.off.add(row.contender);
     this.fields = new Controls(root.querySelector(".controls"), config.id);
@@ -51,12 +42,17 @@ class Explorer {
     return options;
   }
 
+  /** What some rows have in a dimension, in order. */
+  values(rows, dim) {
+    const found = distinct(rows.map((row) => valueOf(row, dim)));
+    return this.config.natural.includes(dim) ? found.sort(compareKeys) : found;
+  }
+
   /** The rows that are left when each dimension has one value: the one wished for, or the usual one, or the first. */
   narrow(rows, dims, options) {
     let left = rows;
     for (const dim of dims) {
-      options[dim] = distinct(left.map((row) => valueOf(row, dim)));
-      if (this.config.natural.includes(dim)) options[dim].sort(compareKeys);
+      options[dim] = this.values(left, dim);
       const wished = [this.wish[dim], this.config.defaults[dim], options[dim][0]];
       this.choice[dim] = wished.find((it) => options[dim].includes(it));
       left = left.filter((row) => valueOf(row, dim) === this.choice[dim]);
@@ -146,9 +142,7 @@ class Explorer {
   /** The place of a row's value among all of its dimension in this suite: axes go by it. */
   order(dim, row) {
     if (!this.places[dim]) {
-      const values = distinct(this.members.map((it) => valueOf(it, dim)));
-      if (this.config.natural.includes(dim)) values.sort(compareKeys);
-      this.places[dim] = new Map(values.map((value, at) => [value, at]));
+      this.places[dim] = new Map(this.values(this.members, dim).map((value, at) => [value, at]));
     }
     return this.places[dim].get(valueOf(row, dim));
   }
@@ -166,7 +160,7 @@ class Explorer {
       ...{ contender: row.contender, ...styleOf(row.contender) },
       ...{ low: isRate ? (y * row.time_ms) / row.high_ms : y, high: isRate ? (y * row.time_ms) / row.low_ms : y },
       rate: `${figure(rateOf(row))} ${unitOf(row)}`,
-      spread: `${(100 * spreadOf(row)).toFixed(1)} %`,
+      spread: spreadText(row),
       over: ratio(row.ratio),
     };
   }

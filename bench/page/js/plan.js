@@ -55,21 +55,18 @@ function timesPart(row) {
   const boundName = inBytes(row) ? "stated bandwidth" : "roofline's bound";
   const copied = row.copy_tb_per_s;
   const busiest = !inBytes(row) && row.bound ? `, set by ${row.bound.busiest}` : "";
+  const quartiles = `${figure(row.low_ms, 4)} to ${figure(row.high_ms, 4)} ms, ${spreadText(row)} of the median`;
+  const ofBound = bound && `${figure(bound)} ${unitOf(row)}${busiest}; ${percent(rateOf(row) / bound)} of it`;
+  const ofCopy = copied && `${figure(copied)} TB/s; ${percent(row.tb_per_s / copied)} of it`;
   return part(
     "Measured",
     facts([
       ["rate", `${figure(rateOf(row))} ${unitOf(row)}${row.host_bound ? " (host-bound)" : ""}`],
       ["median", `${figure(row.time_ms, 4)} ms`],
-      [
-        "quartiles",
-        `${figure(row.low_ms, 4)} to ${figure(row.high_ms, 4)} ms, ${(100 * spreadOf(row)).toFixed(1)} % of the median`,
-      ],
+      ["quartiles", quartiles],
       ["over the best peer", row.ratio === null ? "" : row.ratio.toFixed(3)],
-      [
-        boundName,
-        bound === null ? "" : `${figure(bound)} ${unitOf(row)}${busiest}; ${percent(rateOf(row) / bound)} of it`,
-      ],
-      ["a copy's rate, same turns", copied === null ? "" : `${figure(copied)} TB/s; ${percent(row.tb_per_s / copied)} of it`],
+      [boundName, ofBound],
+      ["a copy's rate, same turns", ofCopy],
       ["of the stated peak", row.peak_share === null ? "" : percent(row.peak_share)],
       ["error over budget", typeof row.error_ratio === "number" ? row.error_ratio.toFixed(2) : row.error_ratio],
       ["memory beside inputs and outputs", bytes === null ? "" : `${(bytes / 2 ** 20).toFixed(1)} MiB`],

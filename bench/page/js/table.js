@@ -39,28 +39,14 @@ function makeSortable(table) {
 /** A table of `columns` (title, optional class) and rows of nodes, texts, or [node, what it is sorted by]. */
 function makeTable(caption, columns, rows) {
   const heads = columns.map(({ title, kind }) => el("th", { scope: "col", class: kind ?? null }, title));
-  const body = rows.map((cells) =>
-    el(
-      "tr",
-      {},
-      ...cells.map((cell, at) => {
-        const [inside, key] = Array.isArray(cell) ? cell : [cell, null];
-        return el(
-          at ? "td" : "th",
-          { scope: at ? null : "row", class: columns[at].kind ?? null, "data-sort": key },
-          inside,
-        );
-      }),
-    ),
-  );
-  const table = el(
-    "table",
-    {},
-    el("caption", { class: "away" }, caption),
-    el("thead", {}, el("tr", {}, ...heads)),
-    el("tbody", {}, ...body),
-  );
-  return makeSortable(table);
+  const made = (cell, at) => {
+    const [inside, key] = Array.isArray(cell) ? cell : [cell, null];
+    const scope = at ? null : "row";
+    return el(at ? "td" : "th", { scope, class: columns[at].kind ?? null, "data-sort": key }, inside);
+  };
+  const lines = rows.map((cells) => el("tr", {}, ...cells.map(made)));
+  const [title, head] = [el("caption", { class: "away" }, caption), el("thead", {}, el("tr", {}, ...heads))];
+  return makeSortable(el("table", {}, title, head, el("tbody", {}, ...lines)));
 }
 
 /** A figure that opens its panel. */
