@@ -181,17 +181,12 @@ def model_rows(run: models.ModelRun) -> Iterator[dict[str, Any]]:
     for at, row in enumerate(run.rows):
         ratio, rate = models.over_others(row, run.rows), row.tokens_per_s
         told = {name: getattr(row, name) for name in ("model", "mode", "implementation", "logits_error", "error")}
-        place = {
-            "x": row.implementation,
-            "xo": at,
-            "y": row.model,
-            "yo": at,
-            "cell": f"{row.model}, {row.implementation}",
-        }
+        place = {"x": row.implementation, "xo": at, "y": row.model, "yo": at}
         numbers = {"ratio": ratio, "thousands": rate and round(rate / 1000, 1), "value": rate and (ratio or 1.0)}
         text = models.rate_text(row)
         words = {"label": text, "figure": f"{text} tokens a second", "below": "" if ratio is None else f"{ratio:.2f}"}
         words["print"] = f"{words['below']} times the fastest other"
+        words["cell"] = f"{row.model}, {row.implementation}"
         words["step"] = f"{row.time_ms:.4g} ms, quartiles {row.low_ms:.4g} to {row.high_ms:.4g}" if rate else ""
         yield {**told, **where, **place, **numbers, **words}
 

@@ -27,6 +27,11 @@ def _x(**axis: Any) -> alt.X:
     return alt.X("x:N", sort=alt.EncodingSortField("xo", op="min"), title=None, axis=drawn)
 
 
+def _lanes(field: str, **axis: Any) -> alt.Y:
+    drawn = alt.Axis(ticks=False, domain=False, **axis)
+    return alt.Y(f"{field}:N", sort=alt.EncodingSortField("yo", op="min"), title=None, axis=drawn)
+
+
 def _colour(field: str = "colour") -> alt.Color:
     return alt.Color(f"{field}:N", scale=None, legend=None)
 
@@ -34,29 +39,27 @@ def _colour(field: str = "colour") -> alt.Color:
 def _spec(chart: Any) -> dict[str, Any]:
     """The spec of a chart that is as wide as its place in the page."""
     fitted = chart.properties(width="container", autosize=alt.AutoSizeParams(type="fit-x", contains="padding"))
-    spec: dict[str, Any] = (
-        fitted.configure(background="transparent", aria=False).configure_view(stroke=None).to_dict(validate=True)
-    )
+    plain = fitted.configure(background="transparent", aria=False).configure_view(stroke=None)
+    spec: dict[str, Any] = plain.to_dict(validate=True)
     return spec
 
 
 def lines() -> dict[str, Any]:
     """Rate by length, or what else is along x: a line, marks and whiskers for each contender, and the bounds above."""
+    along = _x(labelExpr=A_WORD_A_LINE)
     rate = alt.Y("y:Q", title=None, scale=alt.Scale(zero={"expr": "zero"}, nice=True), axis=alt.Axis(tickCount=6))
     shape = alt.Shape("shape:N", scale=None, legend=None)
     series = [alt.Detail("contender:N"), _colour()]
     dash = alt.StrokeDash("dash:N", scale=None, legend=None)
     tips = [alt.Tooltip(f"{name}:N", title=title) for name, title in TIPS]
-    drawn = alt.Chart(_data("rows")).encode(x=_x(labelExpr=A_WORD_A_LINE), y=rate)
+    drawn = alt.Chart(_data("rows")).encode(x=along, y=rate)
     parts = (
         alt.Chart(_data("bounds"))
         .mark_tick(thickness=2, size=34, color="#808890")
-        .encode(x=_x(labelExpr=A_WORD_A_LINE), y="y:Q", tooltip=[alt.Tooltip("told:N", title="bound")]),
+        .encode(x=along, y="y:Q", tooltip=[alt.Tooltip("told:N", title="bound")]),
         alt.Chart(_data("guide")).mark_rule(strokeWidth=1.5, color="#808890").encode(y="y:Q"),
         drawn.mark_rule(strokeWidth=1.5).encode(alt.Y2("high:Q"), *series, y="low:Q"),
-        alt.Chart(_data("paths"))
-        .mark_line(strokeWidth=2.25)
-        .encode(*series, dash, x=_x(labelExpr=A_WORD_A_LINE), y=rate),
+        alt.Chart(_data("paths")).mark_line(strokeWidth=2.25).encode(*series, dash, x=along, y=rate),
         drawn.mark_point(filled=True, size=64, opacity=1).encode(*series, shape),
         drawn.mark_point(filled=True, size=220, opacity=0, cursor="pointer").encode(*series, tooltip=tips),
     )
@@ -70,12 +73,7 @@ TIPS = (("contender", "contender"), ("rate", "rate"), ("spread", "spread"), ("ov
 def heat() -> dict[str, Any]:
     """Cells of two axes, each with a colour, a figure and a line of small print below it."""
     tips = [alt.Tooltip(f"{name}:N", title=name) for name in ("cell", "figure", "print")]
-    drawn = alt.Chart(_data("rows")).encode(
-        x=_x(orient="top", domain=False),
-        y=alt.Y(
-            "y:N", sort=alt.EncodingSortField("yo", op="min"), title=None, axis=alt.Axis(ticks=False, domain=False)
-        ),
-    )
+    drawn = alt.Chart(_data("rows")).encode(x=_x(orient="top", domain=False), y=_lanes("y"))
     ink = alt.Color("ink:N", scale=None, legend=None)
     parts = (
         drawn.mark_rect(cornerRadius=3, stroke="transparent", strokeWidth=3, cursor="pointer").encode(
@@ -89,19 +87,10 @@ def heat() -> dict[str, Any]:
 
 def strip(*, logarithmic: bool = False, size: int = 30) -> dict[str, Any]:
     """One mark a row of data along x, in lanes by name, with a rule at 1."""
-    scale = (
-        alt.Scale(type="log", base=2, nice=False, padding=24)
-        if logarithmic
-        else alt.Scale(zero=True, nice=False, padding=12)
-    )
+    kind: dict[str, Any] = {"type": "log", "base": 2, "padding": 24} if logarithmic else {"zero": True, "padding": 12}
     drawn = alt.Chart(_data("rows")).encode(
-        x=alt.X("x:Q", title=None, scale=scale, axis=alt.Axis(tickCount=6, labelBound=True)),
-        y=alt.Y(
-            "lane:N",
-            sort=alt.EncodingSortField("yo", op="min"),
-            title=None,
-            axis=alt.Axis(ticks=False, domain=False, labelLimit=200),
-        ),
+        x=alt.X("x:Q", title=None, scale=alt.Scale(**kind, nice=False), axis=alt.Axis(tickCount=6, labelBound=True)),
+        y=_lanes("lane", labelLimit=200),
         yOffset=alt.YOffset("jitter:Q", scale=alt.Scale(domain=[-1.1, 1.1])),
     )
     tips = [alt.Tooltip(f"{name}:N", title=title) for name, title in (("what", "case"), ("figure", "ratio"))]
