@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from bench.contenders import Ours
 from bench.matrix import Cell, Tensors
 from bench.peers import Peer
 from bench.results import Environment, Measured, Row, Store
-from bench.run import Job, Machine
+from bench.run import Job, Machine, run
 from multiattn.plan.arch import ARCHS
 from multiattn.tune.timing import Budget, Call, Sample
 
@@ -94,6 +99,20 @@ def job(*providers: Ours | Peer, cells: tuple[Cell, ...] = (CELL,), fresh: bool 
 def store(folder: Path) -> Store:
     """The store that `run` writes in `folder`."""
     return Store(folder / "smoke.json", "smoke")
+
+
+def run_once(
+    folder: Path, *providers: Ours | Peer, regime: str = "device", on: Machine | None = None, **more: Any
+) -> list[Row]:
+    """The rows of `job`, run in `folder`."""
+    return run(replace(job(*providers, **more), regime=regime), on or machine(), store(folder), quiet=True)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    """A module of nothing but `members` takes the place of another."""
+    module = types.ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
 
 
 def row(

@@ -8,7 +8,7 @@ import torch
 
 from bench.contenders import GRADS, Ours, alike, contender_of, differentiate, our_providers, require_grad
 from bench.results import load
-from bench.run import output_bytes, run
+from bench.run import output_bytes
 from multiattn.cutile.backward import STORED_BYTES
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS
@@ -20,9 +20,8 @@ OURS = Ours(backend="reference")
 BWD, BOTH = (replace(fakes.CELL, direction=direction) for direction in ("bwd", "fwdbwd"))
 
 
-def run_once(folder, *providers, cell=BWD, regime="device", machine=None):
-    job = replace(fakes.job(*providers, cells=(cell,)), regime=regime)
-    return run(job, machine or fakes.machine(), fakes.store(folder), quiet=True)
+def run_once(folder, *providers, cell=BWD, **more):
+    return fakes.run_once(folder, *providers, cells=(cell,), **more)
 
 
 def two_variants(monkeypatch, *, spoil=()):
@@ -138,7 +137,7 @@ def test_the_deterministic_variant_stands_beside_the_fastest(monkeypatch, tmp_pa
 
 def test_memory_is_what_a_launch_takes_beside_its_outputs(tmp_path):
     machine = replace(fakes.machine(), extra_bytes=lambda contestant, cell: 1234 if contestant.call() is None else 99)
-    ours, peer = run_once(tmp_path, OURS, fakes.peer("sdpa"), machine=machine)
+    ours, peer = run_once(tmp_path, OURS, fakes.peer("sdpa"), on=machine)
     assert (ours.measured.peak_extra_bytes, peer.measured.peak_extra_bytes) == (1234, 99)
     out = 2 * 48 * 16 * 2
     assert output_bytes(BWD) == 3 * out
@@ -182,6 +181,3 @@ def test_no_workspace_grows_with_the_product_of_the_lengths(name):
     for plan in made:
         more = divided_bytes(plan.problem) if plan.variant == "wgmma" else STORED_BYTES * (plan.variant == "stored")
         assert plan.workspace_bytes <= bytes_allowed(plan.problem) + more, plan
-
-
-# ---------------------------------------------------------------- what is made of rows

@@ -1,14 +1,12 @@
 """bench.decode: cells over caches, their truth, and runs of them; peers are modules of the reference here."""
 
 import math
-import sys
-import types
 from dataclasses import replace
 
 import bench_fakes as fakes
 import pytest
 import torch
-from xla_fakes import handlers
+from xla_fakes import wheel
 
 import bench.peers
 import multiattn
@@ -240,9 +238,7 @@ def modules(monkeypatch):
         "flash_attn.cute": {"flash_attn_varlen_func": fa4},
     }
     for name, members in functions.items():
-        module = types.ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
+        fakes.stand_in(monkeypatch, name, **members)
     monkeypatch.setattr(bench.peers, "_import_problem", lambda module: "")
     monkeypatch.setattr(peers_decode, "SPLITS", SPLITS)
 
@@ -315,17 +311,12 @@ def test_the_wheel_of_fa3_is_asked_right(cell, splits, monkeypatch):
         call.results[0].copy_(of_flash_attention(q, k, v, call.attributes["is_causal"], *given, lengths))
 
     served = cell.tensors("cpu")
-    with handlers(flash_mha_fwd=forward) as registered:
-        module = types.ModuleType(peers_jax.MODULE)
-        module.get_ffi_registrations = lambda: registered
-        monkeypatch.setitem(sys.modules, "flash_attn3_jax_lib", types.ModuleType("flash_attn3_jax_lib"))
-        monkeypatch.setitem(sys.modules, peers_jax.MODULE, module)
+    with wheel(monkeypatch, flash_mha_fwd=forward):
         options = {"page_table": served.page_table, "cu_seqlens_q": served.cu_seqlens_q}
         options |= {"max_seqlen_q": cell.queries, "causal": cell.causal, "num_splits": splits}
         swap = (lambda it: it) if cell.mixed else (lambda it: it.transpose(1, 2))
         caches = [it.transpose(1, 2) for it in served.caches[0]]
         out = peers_jax.flash_attn_with_kvcache(swap(served.q), *caches, cache_seqlens=served.seqlens_kv, **options)
-        peers_jax._forward.cache_clear()
     assert torch.equal(swap(out), attended(served.q, *served.caches[0], **cell.arguments(served)))
 
 

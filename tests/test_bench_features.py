@@ -7,13 +7,11 @@ import bench_fakes as fakes
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
-from test_bench_peers import time_peer
 
 from bench.contenders import Ours, check, truth_of
 from bench.features import FEATURES, SOFTCAP
 from bench.matrix import Cell, cell_flops
 from bench.peers import PACKED, PEERS, _with_sinks, find_peers
-from bench.run import run
 from multiattn.plan.arch import ARCHS
 
 PLAIN = replace(fakes.CELL, heads=4, seq=150)
@@ -71,8 +69,7 @@ def test_a_block_mask_is_that_of_flex(cell, seq):
 @pytest.mark.parametrize("cell", BOTH, ids=str)
 def test_ours_is_asked_for_what_the_cell_has(cell, tmp_path):
     for regime in ("device", "call"):
-        job = replace(fakes.job(Ours(backend="reference"), cells=(cell,)), regime=regime)
-        (row,) = run(job, fakes.machine(), fakes.store(tmp_path), quiet=True)
+        (row,) = fakes.run_once(tmp_path, Ours(backend="reference"), cells=(cell,), regime=regime)
         assert row.measured, row.error
         assert 0 < row.measured.error_ratio <= 1
 
@@ -102,11 +99,8 @@ def test_what_a_peer_cannot_is_a_reason_and_what_it_does_instead_an_error(cell, 
     lenient = replace(fakes.peer("causal only"), masks=("full", "causal", "two_sided"), features=FEATURES)
     build = lenient.build
     lenient = replace(lenient, build=lambda cell, tensors: build(cell, tensors[:3]))
-    (row,) = time_peer(lenient, tmp_path, cell)
+    (row,) = fakes.run_once(tmp_path, lenient, cells=(cell,))
     if cell.feature == "softcap30" or (cell.is_packed and cell.document_lengths == (cell.seq,)):
         assert row.measured, f"scores of normal values are far below {SOFTCAP}, or there is but one sequence"
     else:
         assert "computes something else" in row.error
-
-
-# ---------------------------------------------------------------- tables

@@ -1,7 +1,5 @@
 """bench.peers: what can be held of them without a GPU or the packages."""
 
-import sys
-import types
 from dataclasses import replace
 
 import bench_fakes as fakes
@@ -11,7 +9,6 @@ import torch
 from bench.contenders import RefusedError
 from bench.matrix import SUITES
 from bench.peers import PEERS, find_peers
-from bench.run import run
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS
 from multiattn.reference import reference
@@ -69,16 +66,6 @@ def test_flash_attn_is_called_in_its_own_layout(name, heads_kv, returns_lse, dir
         out = out.to(q.dtype).transpose(1, 2)
         return (out, lse) if returns_lse else out
 
-    stand_in(monkeypatch, peer.module, flash_attn_func=flash_attn_func)
-    (row,) = time_peer(replace(peer, module="torch"), tmp_path, cell)
+    fakes.stand_in(monkeypatch, peer.module, flash_attn_func=flash_attn_func)
+    (row,) = fakes.run_once(tmp_path, replace(peer, module="torch"), cells=(cell,))
     assert row.measured
-
-
-def stand_in(monkeypatch, name, **members):
-    module = types.ModuleType(name)
-    vars(module).update(members)
-    monkeypatch.setitem(sys.modules, name, module)
-
-
-def time_peer(peer, folder, cell=CELL):
-    return run(fakes.job(peer, cells=(cell,)), fakes.machine(), fakes.store(folder), quiet=True)

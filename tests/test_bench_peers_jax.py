@@ -1,23 +1,22 @@
 """bench.peers_jax: handlers that are Python stand for the kernels of the wheel flash-attn3-jax."""
 
+import itertools
 import math
-import sys
-import types
 from dataclasses import replace
 
 import bench_fakes as fakes
 import pytest
 import torch
-from xla_fakes import handlers
+import xla_fakes
 
 import bench.peers
 from bench import peers_jax
 from bench.contenders import RefusedError
 from bench.matrix import Cell
 from bench.peers import find_peers
-from bench.run import run
 from bench.xla_ffi import Spec
 from multiattn.plan.arch import ARCHS
+from multiattn.reference import reference
 
 (FA3,) = find_peers(("fa3",))
 WHEEL = FA3.instead
@@ -30,7 +29,7 @@ CELLS = (CELL, CAUSAL, replace(CAUSAL, dtype="fp16", window=7), PACKED_CELL)
 @pytest.mark.parametrize("direction", ["fwd", "bwd", "fwdbwd"])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_the_wheel_computes_every_cell_that_it_takes(cell, direction, wheel, tmp_path):
-    (row,) = time_peer(wheel, tmp_path, replace(cell, direction=direction))
+    (row,) = fakes.run_once(tmp_path, wheel, cells=(replace(cell, direction=direction),))
     assert row.measured, row.error
     assert row.detail.startswith("wheel flash-attn3-jax")
 
@@ -83,23 +82,19 @@ def test_the_backward_has_rows_for_whole_tiles(lengths):
 
 def attend(q, k, v, starts, attributes):
     """out and lse in fp64, of ``[B, S, H, D]`` or packed ``[tokens, H, D]``."""
-    is_packed = starts.numel() > 0
-    q, k, v = (it.unsqueeze(0) if is_packed else it for it in (q, k, v))
-    k, v = (it.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for it in (k, v))
-    places = torch.arange(q.shape[1])
-    distance = places[:, None] - places
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if attributes["is_causal"]:
-        hidden |= distance < 0
-    if attributes["window_size_left"] >= 0:
-        hidden |= distance > attributes["window_size_left"]
-    if is_packed:
-        sequence = torch.searchsorted(starts, places, right=True)
-        hidden |= sequence[:, None] != sequence
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * attributes["softmax_scale_val"]
-    scores = scores.masked_fill(hidden, -math.inf)
-    out, lse = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
-    return (out[0], lse[0]) if is_packed else (out, lse)
+    left = attributes["window_size_left"]
+    asked = {"causal": attributes["is_causal"], "window": (left, None) if left >= 0 else None}
+    asked |= {"scale": attributes["softmax_scale_val"], "compute_dtype": torch.float64}
+
+    def one(*tensors):
+        out, lse = reference(*(it.transpose(1, 2) for it in tensors), **asked)
+        return out.transpose(1, 2), lse
+
+    if not starts.numel():
+        return one(q, k, v)
+    parts = [one(*(it[None, first:last] for it in (q, k, v))) for first, last in itertools.pairwise(starts.tolist())]
+    out, lse = (torch.cat([its[at][0] for its in parts], dim=at) for at in (0, 1))
+    return out, lse
 
 
 def forward(call):
@@ -130,15 +125,5 @@ def backward(call):
 
 @pytest.fixture
 def wheel(monkeypatch):
-    with handlers(flash_mha_fwd=forward, flash_mha_bwd=backward) as registered:
-        module = types.ModuleType(peers_jax.MODULE)
-        module.get_ffi_registrations = lambda: registered
-        monkeypatch.setitem(sys.modules, "flash_attn3_jax_lib", types.ModuleType("flash_attn3_jax_lib"))
-        monkeypatch.setitem(sys.modules, peers_jax.MODULE, module)
+    with xla_fakes.wheel(monkeypatch, flash_mha_fwd=forward, flash_mha_bwd=backward):
         yield replace(WHEEL, module="torch", arches=())
-        for launches in (peers_jax._forward, peers_jax._backward):
-            launches.cache_clear()
-
-
-def time_peer(peer, folder, cell):
-    return run(fakes.job(peer, cells=(cell,)), fakes.machine(), fakes.store(folder), quiet=True)

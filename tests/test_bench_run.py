@@ -25,12 +25,8 @@ def halves(q, k, v, causal):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal) / 2
 
 
-def run_once(folder, *providers, **options):
-    return run(fakes.job(*providers, **options), fakes.machine(), fakes.store(folder), quiet=True)
-
-
 def test_a_measured_row_has_all_that_the_contract_asks(tmp_path):
-    (row,) = run_once(tmp_path, OURS)
+    (row,) = fakes.run_once(tmp_path, OURS)
     assert row.measured.time_ms == 0.5
     assert row.measured.tflops == pytest.approx(4 * 2 * (48 * 49 // 2) * 16 / 0.5e-3 / 1e12, rel=1e-5)
     assert 0 < row.measured.error_ratio <= 1
@@ -44,7 +40,7 @@ def test_a_measured_row_has_all_that_the_contract_asks(tmp_path):
 
 
 def test_a_failing_peer_is_a_row_and_the_run_goes_on(tmp_path):
-    rows = run_once(tmp_path, fakes.peer("broken", raises), fakes.peer("wrong", halves), fakes.peer("sdpa"), OURS)
+    rows = fakes.run_once(tmp_path, fakes.peer("broken", raises), fakes.peer("wrong", halves), fakes.peer("sdpa"), OURS)
     assert [row.contender for row in rows] == ["broken", "wrong", "sdpa", "reference"]
     broken, wrong, sdpa, ours = rows
     assert broken.error == "RuntimeError: no kernel for you"
@@ -72,7 +68,7 @@ def test_ours_is_held_to_parity_before_it_is_timed(tmp_path, monkeypatch):
         operands.out[0, 0, -1, 0] += 0.5
 
     launching(monkeypatch, wrong)
-    (row,) = run_once(tmp_path, OURS)
+    (row,) = fakes.run_once(tmp_path, OURS)
     assert row.error.startswith("multiattn.truth.tolerance.Mismatch: out is off")
     assert row.measured is None
 
@@ -123,7 +119,7 @@ def test_every_field_of_a_row_comes_back_from_its_file(tmp_path):
 
 def test_rows_timed_together_carry_one_run(tmp_path):
     cells = (fakes.CELL, replace(fakes.CELL, seq=32))
-    rows = run_once(tmp_path, OURS, fakes.peer("sdpa"), fakes.peer("broken", raises), cells=cells)
+    rows = fakes.run_once(tmp_path, OURS, fakes.peer("sdpa"), fakes.peer("broken", raises), cells=cells)
     runs = {cell: {row.run for row in rows if row.cell == cell} for cell in cells}
     assert all(len(found) == 1 for found in runs.values())
     assert runs[cells[0]] != runs[cells[1]]
@@ -163,11 +159,11 @@ AGAIN = {
 @pytest.mark.parametrize("case", AGAIN)
 def test_a_cell_takes_its_turns_again_only_for_a_reason(tmp_path, monkeypatch, case):
     change, runs = AGAIN[case]
-    first, clock = run_once(tmp_path, OURS, fakes.peer("sdpa")), fakes.FakeClock()
+    first, clock = fakes.run_once(tmp_path, OURS, fakes.peer("sdpa")), fakes.FakeClock()
     if case == "other sources":
         monkeypatch.setattr("bench.results.source_digest", lambda: "other")
     if case == "rows of two runs":
-        run_once(tmp_path, fakes.peer("sdpa"), fresh=True)
+        fakes.run_once(tmp_path, fakes.peer("sdpa"), fresh=True)
     job = change(fakes.job(OURS, fakes.peer("sdpa")))
     again = run(job, fakes.machine(clock), fakes.store(tmp_path), quiet=True)
     assert {name for _, name, _ in clock.log} == ({"run_forward", "partial"} if runs else set())
@@ -175,13 +171,12 @@ def test_a_cell_takes_its_turns_again_only_for_a_reason(tmp_path, monkeypatch, c
 
 
 def test_in_the_call_regime_the_call_itself_is_checked(tmp_path, monkeypatch):
-    job = replace(fakes.job(OURS), regime="call")
     right = multiattn.fmha
     monkeypatch.setattr(multiattn, "fmha", lambda *args, **options: right(*args, **options) * 1.5)
-    (row,) = run(job, fakes.machine(), fakes.store(tmp_path), quiet=True)
+    (row,) = fakes.run_once(tmp_path, OURS, regime="call")
     assert "out is off" in row.error
     monkeypatch.undo()
-    (row,) = run(job, fakes.machine(), fakes.store(tmp_path), quiet=True)
+    (row,) = fakes.run_once(tmp_path, OURS, regime="call")
     assert row.measured
 
 

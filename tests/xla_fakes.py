@@ -7,8 +7,9 @@ import ctypes
 import math
 
 import torch
+from bench_fakes import stand_in
 
-from bench import xla_ffi
+from bench import peers_jax, xla_ffi
 
 
 class FakeCall:
@@ -59,6 +60,17 @@ class FakeCall:
             memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(it.data)
             found.append(torch.frombuffer(memory, dtype=dtype).view(shape))
         return found
+
+
+@contextlib.contextmanager
+def wheel(monkeypatch, **functions):
+    """The wheel flash-attn3-jax, with such handlers."""
+    with handlers(**functions) as registered:
+        stand_in(monkeypatch, peers_jax.MODULE.partition(".")[0])
+        stand_in(monkeypatch, peers_jax.MODULE, get_ffi_registrations=lambda: registered)
+        yield
+        for launches in (peers_jax._forward, peers_jax._backward):
+            launches.cache_clear()
 
 
 @contextlib.contextmanager
