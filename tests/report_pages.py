@@ -17,27 +17,16 @@ from bench.results import NO_GPU, RESULTS, dumps, load
 
 HOSTILE = "Boom: </script><b>what</b> <!-- & \u2028"
 COMPARED = "bench/results/oldgpu/peers/standard.json", "bench/results/newergpu/standard.json"
+EVEN = {"case": "even", "backend": "cuda"}
 PARITY = {
     "verdict": "FAILED: 1 problems in 3 runs of 2 cases, 1 comparisons between backends.",
     "failures": [f"cuda failed on odd: {HOSTILE}"],
     "cases": [{"name": "odd", "problem": "B=1"}, {"name": "even", "problem": "B=2"}],
     "results": [
         {"case": "odd", "backend": "cuda", "variant": "w", "status": "failed", "out": ["inf", 1e-3, "inf", "max"]},
-        {
-            "case": "even",
-            "backend": "cuda",
-            "variant": "w",
-            "out": [1e-4, 1e-3, 0.1, "max"],
-            "lse": [0, 1e-3, 0, "rms"],
-        },
-        {"case": "even", "backend": "cuda", "direction": "backward", "dq": [2e-4, 1e-3, 0.2, "rms"], "fed_by": "cuda"},
-        {
-            "case": "even",
-            "backend": "cuda",
-            "direction": "backward",
-            "dq": [3e-4, 1e-3, 0.3, "rms"],
-            "fed_by": "triton",
-        },
+        {**EVEN, "variant": "w", "out": [1e-4, 1e-3, 0.1, "max"], "lse": [0, 1e-3, 0, "rms"]},
+        {**EVEN, "direction": "backward", "dq": [2e-4, 1e-3, 0.2, "rms"], "fed_by": "cuda"},
+        {**EVEN, "direction": "backward", "dq": [3e-4, 1e-3, 0.3, "rms"], "fed_by": "triton"},
     ],
 }
 

@@ -34,20 +34,6 @@ def test_a_cell_counts_the_pairs_that_its_mask_leaves(cell):
     assert Cell(**json.loads(json.dumps(cell.as_dict()))) == cell
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"window": 0}, "window: got 0; allowed None, or 1 and more of a causal cell"),
-        ({"window": 8, "causal": False}, "window: got 8"),
-        ({"feature": "softcap"}, "feature: got 'softcap'; allowed none, sinks"),
-        ({"feature": "documents16", "seq": 15}, "seq: got 15; allowed 16 and more"),
-    ],
-)
-def test_a_cell_says_what_it_accepts(change, told):
-    with pytest.raises(ValueError, match=told):
-        replace(PLAIN, **change)
-
-
 @pytest.mark.parametrize("seq", [128, 300, 1024])
 @pytest.mark.parametrize("cell", [PLAIN, WINDOW, DOCUMENTS], ids=str)
 def test_a_block_mask_is_that_of_flex(cell, seq):

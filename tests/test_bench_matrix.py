@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.decode_cells import DecodeCell
 from bench.matrix import (
     HIDDEN,
     SUITES,
@@ -38,8 +39,29 @@ def test_a_direction_is_part_of_a_cell():
     assert in_directions(SUITES["backward"], ()) == SUITES["backward"]
     assert len(in_directions(SUITES["floors"], ("fwdbwd",))) == 2
     assert cell.dout("cpu").stride() == cell.tensors("cpu")[0].stride()
-    with pytest.raises(ValueError, match="direction: got 'forward'; allowed fwd, bwd, fwdbwd"):
-        replace(cell, direction="forward")
+
+
+HEADS = "heads_kv: got {}; allowed None, or a divisor of heads=2 below it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"direction": "forward"}, "direction: got 'forward'; allowed fwd, bwd, fwdbwd"),
+        *(({"heads_kv": wrong}, HEADS.format(wrong)) for wrong in (0, 2, 3, 4)),
+        ({"window": 0, "causal": True}, "window: got 0; allowed None, or 1 and more of a causal cell"),
+        ({"window": 8}, "window: got 8"),
+        ({"feature": "softcap"}, "feature: got 'softcap'; allowed none, sinks"),
+        ({"feature": "documents16", "seq": 15}, "seq: got 15; allowed 16 and more"),
+        ({"causal": True, "queries": 1}, "causal: got True; allowed False of 1 queries"),
+        ({"queries": 2}, "causal: got False; allowed True of 2 queries"),
+        ({"page": 5}, "page: got 5; allowed None, or a divisor of seq=256"),
+    ],
+)
+def test_a_cell_says_what_it_accepts(changes, told):
+    kind = DecodeCell if {"queries", "page"} & set(changes) else Cell
+    with pytest.raises(ValueError, match=told):
+        kind(**SUITES["smoke"][0].as_dict() | changes)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -62,9 +84,6 @@ def test_fewer_key_value_heads_are_part_of_a_cell():
     assert grouped.dout("cpu").shape == cell.dout("cpu").shape
     assert cell_flops(grouped) == cell_flops(cell)
     assert Cell(**json.loads(json.dumps(grouped.as_dict()))) == grouped
-    for wrong in (0, 3, 4, 8):
-        with pytest.raises(ValueError, match=f"heads_kv: got {wrong}; allowed None, or a divisor of heads=4 below it"):
-            replace(cell, heads_kv=wrong)
 
 
 def test_tflops_and_how_they_are_told():

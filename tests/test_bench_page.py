@@ -35,6 +35,12 @@ def text(evidence):
     return page.report_page(evidence)
 
 
+def page_of(evidence, *rows):
+    """The page of these rows alone."""
+    its = (sources.Source(gpu="NVIDIA H200", suite="standard", rows=rows),)
+    return page.report_page(replace(evidence, sources=its))
+
+
 def data_of(text, name="data"):
     found = re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', text, re.DOTALL)
     return json.loads(found[1])
@@ -154,8 +160,7 @@ def test_what_did_not_run_keeps_its_reason(text):
 def test_results_that_have_no_time_at_all_have_their_reasons_on_the_page(evidence):
     why = Reason(code="module", got="none", allowed="one")
     refused = replace(fakes.row("fa2", 1.0, cell=CELLS[0]), measured=None, reasons=(why,))
-    its = (sources.Source(gpu="NVIDIA H200", suite="standard", rows=(refused,)),)
-    text = page.report_page(replace(evidence, sources=its))
+    text = page_of(evidence, refused)
     assert str(why) in text[: text.index('<script type="application/json"')]
 
 
@@ -189,9 +194,7 @@ def test_floors_of_this_machine_stand_before_what_is_recorded(tmp_path, evidence
 def test_what_auto_runs_is_said_of_that_alone(evidence):
     """Where nobody timed what it runs, the first of the others was taken for it."""
     times = {"triton": 4.0, "cutile": 2.0, "fa4": 1.0}
-    rows = tuple(fakes.row(name, time, cell=CELLS[0]) for name, time in times.items())
-    alone = replace(evidence, sources=(sources.Source(gpu="NVIDIA H200", suite="standard", rows=rows),))
-    text = page.report_page(alone)
+    text = page_of(evidence, *(fakes.row(name, time, cell=CELLS[0]) for name, time in times.items()))
     (hero,) = re.findall(r'<p class="hero">(.*?)</p>', text, re.DOTALL)
     assert "0.50" in hero
     assert "<code>cutile</code>" in hero
@@ -204,8 +207,7 @@ def test_a_peer_that_is_all_wrong_does_not_keep_the_page_from_being_written(rati
     """JSON has no such number."""
     row = fakes.row("fa4", 1.0, cell=CELLS[0])
     row = replace(row, measured=replace(row.measured, error_ratio=ratio))
-    its = (sources.Source(gpu="NVIDIA H200", suite="standard", rows=(row,)),)
-    (told,) = rows_of(data_of(page.report_page(replace(evidence, sources=its))))
+    (told,) = rows_of(data_of(page_of(evidence, row)))
     assert told["error_ratio"] == str(ratio)
 
 
