@@ -28,7 +28,7 @@ from multiattn.score import bind_score
 from multiattn.sequences import Batching
 from multiattn.tune.timing import Call, Contestant
 from parity.gradients import GradTruth
-from parity.tolerance import Expected, Mismatch, Packed, Truth, adds_up_in_fp16, deviate, takes_rough_tanh
+from parity.tolerance import Expected, Mismatch, Packed, Truth, deviate
 
 Results = Mapping[str, torch.Tensor]
 """The results of a contender by name: of out, lse, dq, dk, dv and dsinks those that its direction and cell have."""
@@ -274,25 +274,10 @@ class Truths:
     forward: Truth | None
     backward: GradTruth | None
 
-    @functools.cached_property
-    def lse_in_halves(self) -> Expected:
-        """lse for Plans that add scores up in fp16; few ask for it."""
-        assert self.forward is not None
-        return self.forward.lse_in_halves()
-
-    @functools.cached_property
-    def lse_of_rough_tanh(self) -> Expected:
-        """lse for Plans whose scores go through a GPU's own tanh."""
-        assert self.forward is not None
-        return self.forward.lse_of_rough_tanh()
-
     def expected(self, name: str, who: object) -> Expected:
         """The truth of one result, with the budget of a Plan or a peer."""
-        if name == "lse" and isinstance(who, Plan) and who.direction == "forward":
-            if adds_up_in_fp16(who):
-                return self.lse_in_halves
-            if takes_rough_tanh(who):
-                return self.lse_of_rough_tanh
+        if name == "lse" and self.forward is not None and isinstance(who, Plan) and who.direction == "forward":
+            return self.forward.of_plan(who)[1]
         found: Expected = getattr(self.backward if name in ALL_GRADS else self.forward, name)
         return found
 

@@ -28,12 +28,13 @@ from bench.features import (
 )
 from multiattn.inspect.options import HIDDEN, TOKENS
 from multiattn.layout import DTYPES
-from multiattn.mask import CAUSAL, FULL, Band, band_of
-from multiattn.operands import Operands, Options, with_score
-from multiattn.packed import as_batch_of_one
+from multiattn.mask import CAUSAL, FULL, Band
+from multiattn.operands import Operands, Options
+from multiattn.packed import as_batch_of_one, of_batch_of_one
 from multiattn.plan.backend import Direction as Pass
 from multiattn.problem import Problem, problem_of
-from multiattn.varlen import Lengths, with_packing
+from multiattn.signatures import dense_call
+from multiattn.varlen import Lengths, packed_call
 
 Tensors = tuple[torch.Tensor, ...]
 """q, k and v, each ``[B, H, S, D]``, and sinks ``[H]`` where there are any; or their gradients."""
@@ -162,15 +163,12 @@ class Cell:
         return problem_of(*self.asked(tensors))
 
     def asked(self, tensors: Tensors) -> tuple[Operands, Options]:
-        """A forward of these tensors, as `multiattn.fmha` reads `arguments`."""
+        """A forward of these tensors, as the public call reads `arguments`."""
         (q, k, v, *_), given = tensors, self.arguments(tensors)
-        band = band_of(given.pop("causal"), given.pop("window", None))
-        operands, options = Operands(q, k, v, sinks=given.pop("sinks", None)), Options(*band.window)
         if self.is_packed:
-            return with_packing(operands, options, Lengths(**given), None, None, None, None)
-        names = ("softcap", "alibi_slopes", "bias", "score_mod", "block_mask")
-        softcap, slopes, bias, score_mod, block_mask = (given.pop(name, None) for name in names)
-        return with_score(operands, options, softcap, slopes, bias, score_mod, block_mask)
+            q, k, v = map(of_batch_of_one, (q, k, v))
+            return packed_call(q, k, v, given, Lengths.of(given))
+        return dense_call(Operands(q, k, v), given)
 
     def arguments(self, tensors: Tensors) -> dict[str, Any]:
         """The keyword arguments of `multiattn.fmha`, or `fmha_varlen`, behind q, k and v."""

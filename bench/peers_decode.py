@@ -24,9 +24,8 @@ from bench.matrix import Cell, Tensors
 from bench.peers import Peer, Provider, find_peers, out_of
 from bench.results import NO_GPU
 from multiattn import kvcache
-from multiattn.operands import Options
 from multiattn.plan.arch import Arch
-from multiattn.plan.backend import BACKENDS, Plan
+from multiattn.plan.backend import BACKENDS
 from multiattn.plan.choice import choose
 from multiattn.plan.support import Reason
 from multiattn.problem import problem_of
@@ -92,8 +91,9 @@ class OverCache:
         """The contender; Unsupported with reasons."""
         assert isinstance(cell, DecodeCell)
         options = {**cell.arguments(tensors), "backend": self.backend}
-        out = torch.empty_like(tensors.q)  # in memory as q is
-        plan = plan_of(cell, tensors, self.backend, arch, out)
+        out, (k, v) = torch.empty_like(tensors.q), tensors.caches[0]  # out is in memory as q is
+        asked = kvcache.cached_call(tensors.q, k, v, options | {"out": out}, kvcache.Where.of(options))
+        (plan,) = choose(problem_of(*asked), arch, asked[1], "forward")
         calls = [functools.partial(multiattn.fmha_kvcache, tensors.q, *it, **options) for it in tensors.caches]
         launches = [functools.partial(call, out=out) for call in calls]
 
@@ -105,16 +105,6 @@ class OverCache:
 
         launch = Contestant(call=in_turns(launches))
         return Contender(launch=launch, call=Contestant(call=in_turns(calls)), output=output, plan=plan)
-
-
-def plan_of(cell: DecodeCell, served: Served, backend: str, arch: Arch, out: torch.Tensor) -> Plan:
-    """The Plan that the public call launches for these tensors; Unsupported with every reason."""
-    longest = None if served.cu_seqlens_q is None else cell.queries
-    where = kvcache.Where(served.seqlens_kv, served.page_table, served.cu_seqlens_q, longest, None)
-    causal = cell.causal
-    options = Options.of(causal=causal, window=None, scale=None, backend=backend, variant=None, deterministic=None)
-    operands, options = kvcache.with_cache(served.q, *served.caches[0], options, where, out=out)
-    return choose(problem_of(operands, options), arch, options, "forward")[0]
 
 
 # ---------------------------------------------------------------- what peers share
