@@ -36,18 +36,26 @@ def test_every_link_to_a_heading_leads_to_one(page):
 
 
 def docstrings(path):
-    """Every docstring of a file, those of attributes included, with its line."""
+    """Every docstring of a file, those of attributes included, or comment of C++ on its own lines, with its line."""
+    if path.suffix != ".py":
+        before = ""
+        for number, line in enumerate(map(str.strip, path.read_text().splitlines()), 1):
+            if line.startswith("//") and not before.startswith("//"):
+                yield number, line.strip("/ ")
+            before = line
+        return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Expr) and isinstance(text := getattr(node.value, "value", None), str):
             yield node.lineno, text.strip()
 
 
 @pytest.mark.parametrize("folder", ["multiattn", "parity", "bench", "tests"])
-def test_docstrings_begin_in_plain_english(folder):
+def test_docstrings_and_comments_of_cpp_begin_in_plain_english(folder):
     """A sentence has a subject: it does not begin with a question word, or with what it is a part of."""
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
-        for path in sorted((ROOT / folder).rglob("*.py"))
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in (".py", ".cuh", ".h", ".cpp")
         for line, text in docstrings(path)
         if re.match(r"(What|Of|Whether|Which|Who|Those of|The same|As the)\b", text)
     ]

@@ -1,4 +1,4 @@
-// What the kernels with mistakes share. Each macro names one, and how the error begins that it must be. Tiles are of 8 KiB:
+// Parts that the kernels with mistakes share. Each macro names one, and how the error begins that it must be. Tiles are of 8 KiB:
 // one box of 64 rows.
 #pragma once
 #include "shared.h"

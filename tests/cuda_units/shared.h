@@ -1,4 +1,4 @@
-// What all kernels of this folder share.
+// Parts that all kernels of this folder share.
 #pragma once
 #include <type_traits>
 

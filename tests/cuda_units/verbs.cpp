@@ -122,7 +122,7 @@ KERNEL(128, 1) write_box(PARAMETERS(Arguments) arguments) {
   tma_store_wait_read<0>();
 }
 
-// What stmatrix writes, ldmatrix reads; row 5 of the second chunk as it lies there.
+// ldmatrix reads all that stmatrix writes; row 5 of the second chunk as it lies there.
 KERNEL(32, 1) matrices(PARAMETERS(Arguments) arguments) {
   using T = Tile<16, 16>;
   const int lane = thread_index();

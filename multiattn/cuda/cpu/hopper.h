@@ -46,7 +46,7 @@ struct NamedBarrier : Condition {
 // Where a box begins in a tensor, innermost first: column, row, head, and so on.
 using BoxPlace = std::initializer_list<int>;
 
-// What TMA moves, a line of shared memory at a time: a box of a tensor, or a run of bytes as they are.
+// A move by TMA, a line of shared memory at a time: a box of a tensor, or a run of bytes as they are.
 struct Transfer {
   std::uint32_t tile;      // where it is in shared memory
   int bytes;               // there
@@ -96,7 +96,7 @@ class Hopper {
   void wait_stores(int groups_left);
   void fence_writes();
   static const EncodedMap& check_map(const char* verb, const void* map);
-  // The same for a verb that gives so many coordinates.
+  // An encoded map, of as many dimensions as the verb gives coordinates.
   static const EncodedMap& check_map(const char* verb, const void* map, BoxPlace place);
 
   // A grid that waits for earlier ones touches no global memory before.

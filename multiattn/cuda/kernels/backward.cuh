@@ -106,7 +106,7 @@ DEVICE void clear_masked(KeyScores<T>& scores, const Mask<T::BAND>& mask, int fi
   });
 }
 
-// The same of a partial block, where the expression's mask hides them.
+// Elements of a partial block that the expression's mask hides become 0.
 template <class T>
 DEVICE void clear_partial(KeyScores<T>& scores, const typename T::Params& params, const TileOf<T>& tile, int query_head,
                           int first_key, int first_query) {

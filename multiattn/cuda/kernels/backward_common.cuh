@@ -93,10 +93,10 @@ struct DqSum {
   static DEVICE float* rows(const BackwardParams& params, int head, int first_query) {
     return fragments(params, head, row_fragments(params), first_query / 16);
   }
-  // Of each head.
+  // Tiles of 16 rows of each head.
   static DEVICE int row_fragments(const BackwardParams& params) { return (params.seq_q + 15) / 16; }
 
-  // The same of a packed batch.
+  // The rows of a packed batch.
   static DEVICE float* rows(const BackwardParams& params, const TileLists& lists, int head, int number,
                             const Sequence& sequence, int first_query) {
     const int fragment = sequence.offset_q / 16 + number + first_query / 16;

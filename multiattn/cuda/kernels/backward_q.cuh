@@ -58,7 +58,7 @@ DEVICE void make_ds(Product<M, N>& scores, const Product<M, N>& dp, const RowSta
   });
 }
 
-// The same where the scores are an expression's.
+// dS where the scores are an expression's.
 template <class Score, int M, int N>
 DEVICE void make_modified_ds(Product<M, N>& scores, const Product<M, N>& dp, const RowStatistics<M>& rows,
                              const HeadScores<Score>& head, int first_query, int first_key, uint32 thread) {

@@ -140,7 +140,7 @@ class KeyWarpgroup {
     else
       wgmma_wait<1>();
     if constexpr (!T::EARLY_SCORES) release_dout(is_last);
-    // What overflows where the weight is 0 would be NaN.
+    // An overflow where the weight is 0 would be NaN.
     if (!is_full()) mask(dp());
     make_ds<T>(ds(), weights(), dp(), delta);
     if (!T::EARLY_SCORES && makes_scores) make_scores(next);

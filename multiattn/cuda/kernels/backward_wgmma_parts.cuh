@@ -16,7 +16,7 @@ struct KeySums {
   static DEVICE KeySums of(const Division& division, int tile) {
     return {division.key_sums + static_cast<int64>(tile) * TILE_FLOATS};
   }
-  // What a lane has: four floats, then four more behind those of all lanes.
+  // A lane's own: four floats, then four more behind those of all lanes.
   DEVICE float* of_lane(int warp, int lane) const { return place + warp * WARP_FLOATS + lane * 4; }
   DEVICE int32* steps(int warp) const { return reinterpret_cast<int32*>(place + WARPS * WARP_FLOATS) + warp; }
 };

@@ -9,7 +9,7 @@ namespace multiattn {
 template <class Element, RowConfig C, class Blocked = NoBlockMask>
 using StatisticsTraits = RowTraits<Element, C, Blocked, WgmmaBackwardParams>;
 
-// Of a kernel that begins while the one before it ends: nobody touches memory before that has.
+// For a kernel that begins while the one before it ends: nobody touches memory before that has.
 DEVICE void follow_earlier_grids() {
   if (thread_index() == 0) {
     admit_next_grid();

@@ -33,7 +33,7 @@ class QueryStatistics {
     for (int i = 0; i < T::QUERY_STEPS; ++i) four_[i] = load_shared_16(own + i * 64);
   }
 
-  // Of element i of the accumulators.
+  // The statistic of element i of the accumulators.
   DEVICE float of(int i) const { return float_of_bits(four_[i / 8].word[i / 4 % 2 * 2 + i % 2]); }
 
  private:
@@ -58,7 +58,7 @@ DEVICE void mask_transposed(TransposedScores<T>& weights, const Mask<T::BAND>& m
   }
 }
 
-// The same rounded, as operand A of wgmma_rs: 16 queries in four registers.
+// Accumulators rounded, as operand A of wgmma_rs: 16 queries in four registers.
 template <class T>
 using TransposedOperand = uint32[T::QUERY_STEPS][4];
 

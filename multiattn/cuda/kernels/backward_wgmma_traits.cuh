@@ -38,7 +38,7 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr int TILE_M = 64, TILE_N = WARPGROUP_KEYS * WARPGROUPS;
   static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 2);
   static constexpr int KEY_WARPS = 4 * WARPGROUPS, DQ_WARPS = 4;
-  // Of a thread; the four have 512.
+  // A thread's registers; the four warpgroups have 512.
   static constexpr int KEY_REGISTERS = F.head_dim > 96 ? 208 : EARLY_SCORES ? 200 : 184;
   static constexpr int PRODUCER_REGISTERS = F.head_dim > 96 ? 24 : 40;
   static constexpr int DQ_REGISTERS = 512 - 2 * KEY_REGISTERS - PRODUCER_REGISTERS;
@@ -94,7 +94,7 @@ DEVICE void store_tile(SharedAddress place, const KeyTile<T>& tile) {
     store_shared_16(place + 16, chunk_of(tile.first_step, tile.end_step, tile.sums, 0));
 }
 
-// The same in all lanes of a warp.
+// The tile at `place`, as one value in all lanes of a warp.
 template <class T>
 DEVICE KeyTile<T> load_key_tile(SharedAddress place) {
   const auto field = [](const Chunk& chunk, int word) { return static_cast<int>(uniform(chunk.word[word])); };
@@ -158,7 +158,7 @@ DEVICE int count_steps(const typename T::Params& params, const Blocks& blocks) {
   return max(blocks.end - blocks.begin, 0) * params.backward.group;
 }
 
-// Those of them that see keys of a warpgroup. With several query heads all of them, as one walk follows another without a break,
+// The tile's blocks that see keys of a warpgroup. With several query heads all of them, as one walk follows another without a break,
 // and with a part of a walk.
 // Each block of the tile sees keys of one warpgroup at least, as DqWarpgroup relies on: the first query that sees the upper half is
 // at most one behind the last that sees the lower half.
@@ -174,7 +174,7 @@ DEVICE Blocks group_blocks(const typename T::Params& params, const KeyTile<T>& t
   return own;
 }
 
-// Of a query's lse, or delta, in the list of its tile: what a thread wants at a time, of two queries in two neighbouring
+// The place of a query's lse, or delta, in the list of its tile: what a thread wants at a time, of two queries in two neighbouring
 // accumulators of 8 columns, is together.
 DEVICE int statistic_place(int query) {
   return query / 16 * 16 + query % 8 / 2 * 4 + query / 8 % 2 * 2 + query % 2;
@@ -205,7 +205,7 @@ struct BackwardShared {
   static DEVICE typename T::RingQ ring_q() { return {ring_v().barriers + Ring<1>::BYTES}; }
   static DEVICE typename T::RingDout ring_dout() { return {ring_q().barriers + T::RingQ::BYTES}; }
   static DEVICE typename T::RingDS ring_ds() { return {ring_dout().barriers + T::RingDout::BYTES}; }
-  // What a slot of K is of.
+  // The place of the record of a slot's tile of keys.
   static DEVICE SharedAddress tile_place(int slot) {
     return shared_base() + T::SMEM_BYTES - (1 + slot) * KeyTile<T>::BYTES;
   }

@@ -141,7 +141,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
       if constexpr (!T::IS_CROWDED) Shared::ring_weights().release(place.slot);
       wgmma_wait<GROUPS>();
       Shared::ring_dout().release(PlaceDout::of(steps_).slot);
-      // What overflows where the weight is 0 would be NaN. With an expression weights are of any size there: what comes of them
+      // An overflow where the weight is 0 would be NaN. With an expression weights are of any size there: what comes of them
       // is masked.
       if (!HAS_SCORE<typename T::Score> && !is_full) mask();
 #pragma unroll
@@ -214,7 +214,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
     mask_transposed<T>(products_, mask, first_key(), block_ * T::TILE_M);
   }
 
-  // What the gradient was made of in a step is used no more.
+  // The operands of a step's gradient are used no more.
   DEVICE void release_gradient_input(uint32 step) {
     if constexpr (OF_V)
       Shared::ring_dout().release(PlaceDout::of(step).slot);

@@ -156,7 +156,7 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
     read_statistics();
   }
 
-  // Of the thread's two queries. One that is not there weighs nothing.
+  // Reads lse and delta of the thread's two queries. One that is not there weighs nothing.
   DEVICE void read_statistics() {
     const int first = first_of_group();
     const int rows = count_queries(params_.backward, tile_.sequence) - first;
@@ -274,7 +274,7 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
 
   // Weights to dS = P * (dP - delta).
   DEVICE void make_ds(const Blocks& own) {
-    // What overflows where the weight is 0 would be NaN.
+    // An overflow where the weight is 0 would be NaN.
     if (!is_full(own)) mask(dp_);
 #pragma unroll
     for (int i = 0; i < T::TILE_N / 2; ++i) scores_[i] *= dp_[i] - delta_[i / 2 % 2];

@@ -83,7 +83,7 @@ struct TwoPassQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Bloc
   static constexpr int TILE_M = 64;  // queries of a warpgroup, and of a tile of statistics
   static constexpr int BLOCK_ROWS = TILE_M * WARPGROUPS, TILE_N = 64;
   static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
-  // Of a thread; the three have 504.
+  // A thread's; the three warpgroups have 504.
   static constexpr int CONSUMER_REGISTERS = F.head_dim > 224 ? 240 : 232, PRODUCER_REGISTERS = F.head_dim > 224 ? 24 : 40;
   static constexpr bool IS_CROWDED = HAS_SCORE<Score> && F.head_dim > 224;           // no register to spare
   static constexpr int DIM_STEPS = (F.head_dim + 15) / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma
@@ -101,7 +101,7 @@ struct TwoPassQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Bloc
 
   static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: multiples of 8 up to 256");
   static_assert(K_STAGES >= 2 && V_STAGES >= 1, "k_stages: 2 and more; v_stages: 1 and more");
-  static_assert(!AHEAD || !DP_LATE, "dp_late: without dq_ahead");
+  static_assert(!AHEAD || !DP_LATE, "dp_late: without ahead");
 };
 
 template <class T>
@@ -115,7 +115,7 @@ struct TwoPassQueriesShared {
   static DEVICE Ring<1> ring_dout(int group) { return ring_q(T::WARPGROUPS + group); }
   static DEVICE typename T::RingK ring_k() { return {ring_q(2 * T::WARPGROUPS).barriers}; }
   static DEVICE typename T::RingV ring_v() { return {ring_k().barriers + T::RingK::BYTES}; }
-  // What a warpgroup's queries are of.
+  // The place of the record of a warpgroup's tile of queries.
   static DEVICE SharedAddress tile_place(int group) {
     return shared_base() + T::SMEM_BYTES - (1 + group) * QueryTile<T>::BYTES;
   }

@@ -138,7 +138,7 @@ DEVICE void accumulate(Outputs<T>& out, const Weights<T>& weights, SharedAddress
   });
 }
 
-// The same with products added up in fp16, of one piece at most: sums of all keys would lose too much, and overflow.
+// Weights times V with products added up in fp16, of one piece at most: sums of all keys would lose too much, and overflow.
 template <class T>
 DEVICE void accumulate_in_halves(Outputs<T>& out, const Weights<T>& weights, SharedAddress v, int piece) {
   using E = typename T::Element;

@@ -6,7 +6,7 @@
 
 namespace multiattn {
 
-// Which queries of which head a block owns: tiles that see the most keys first. In a packed batch `batch` is the number of
+// The queries of a head that a block owns: tiles that see the most keys first. In a packed batch `batch` is the number of
 // the sequence, and `sequence` says where it lies.
 template <class T>
 struct Work {

@@ -43,7 +43,7 @@ struct CudaConfig {
   QPlace q_place;
 };
 
-// Which constants go together, as multiattn/cuda/forward_mma.py has it; shared memory and registers aside.
+// Constants that go together, as multiattn/cuda/forward_mma.py has it; shared memory and registers aside.
 template <class Element, Features F, Axes A, CudaConfig C>
 struct Legality {
   static constexpr bool SPLIT_KV = A.warps == Warps::SPLIT_KV, SLICED = A.tiling != Tiling::NONE;

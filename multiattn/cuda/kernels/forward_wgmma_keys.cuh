@@ -22,7 +22,7 @@ DEVICE void load_panels(SharedAddress tile, const TensorMap& map, SharedAddress 
   }
 }
 
-// Of a cache: one warp loads boxes by TMA. A lane has one box of every tile. A box whose keys are all beyond the last, or freed, is not
+// Loads a cache's keys: one warp loads boxes by TMA. A lane has one box of every tile. A box whose keys are all beyond the last, or freed, is not
 // loaded: its entry of the table may name anything.
 template <class T>
 class BoxLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
@@ -47,7 +47,7 @@ class BoxLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
  private:
   static DEVICE int lane() { return thread_index() % WARP; }
   static DEVICE int row_of_tile() { return lane() % BOXES_OF_PANEL * T::BOX_ROWS; }
-  // Of a box by its first key.
+  // True if a box is freed, by its first key.
   DEVICE bool is_freed_box(int key) const { return Freed::is_freed(key + T::BOX_ROWS - 1); }
 
   template <class Tile>
@@ -171,7 +171,7 @@ DEVICE void clear_values(SharedAddress v, int first, int count) {
   named_barrier_sync(TAIL_BARRIER, CONSUMERS);  // everybody's zeros are there, for wgmma too
 }
 
-// Those behind the last key, of the block that has it: the end of a page, or of a cache. No slot was used before, so that V's is
+// Clears V's rows behind the last key, of the block that has it: the end of a page, or of a cache. No slot was used before, so that V's is
 // known.
 template <class T>
 DEVICE void clear_behind_last(const Owned<T>& owned, const GroupRows<T>& rows) {
@@ -182,7 +182,7 @@ DEVICE void clear_behind_last(const Owned<T>& owned, const GroupRows<T>& rows) {
   clear_values<T>(SharedLayout<T>::kv(place.slot), keys, T::TILE_N - keys);
 }
 
-// Those before the first key that any row sees, of the block that has it, which is the next in the ring: freed boxes are not loaded
+// Clears V's rows before the first key that any row sees, of the block that has it, which is the next in the ring: freed boxes are not loaded
 // at all.
 template <class T>
 DEVICE void clear_before_first(const Owned<T>& owned, const GroupRows<T>& rows, const RingPlace<T::STAGES>& next) {

@@ -40,7 +40,7 @@ struct QueryPlaces {
       first = static_cast<int64>(batch * params.heads_q + head) * params.seq_q;
     return first + query;
   }
-  // Of query 0, and of a query from there on.
+  // The outputs of query 0, and of a query from there on.
   DEVICE uint16* outputs() const {
     const Strides& strides = params.strides_out;
     uint16* const out = static_cast<uint16*>(params.out);

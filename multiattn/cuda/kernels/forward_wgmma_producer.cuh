@@ -160,7 +160,7 @@ DEVICE void produce(const typename T::Params& params) {
   for (int slot = 0; T::CLUSTER > 1 && slot < T::STAGES; ++slot, kv.advance()) ring_kv.await_empty(kv);
 }
 
-// The same of the one tile of grouped rows that a block owns, and for which Q is gathered by those who compute. Pages are looked up
+// Loads keys for the one tile of grouped rows that a block owns, and for which Q is gathered by those who compute. Pages are looked up
 // three blocks ahead, so that nobody waits for the table.
 template <class T>
 DEVICE void produce(const typename T::Params& params, const Owned<T>& owned, const Blocks& blocks) {

@@ -40,14 +40,14 @@ struct WarpQueries {
   DEVICE int operator[](int half) const { return first + accumulator_row(2 * half); }
 };
 
-// What changes scores of a thread's two rows, where these are of one head.
+// Changes scores of a thread's two rows, where these are of one head.
 template <class Score>
 struct OneHead {
   HeadScores<Score> head;
   DEVICE const HeadScores<Score>& operator[](int) const { return head; }
 };
 
-// The same where they are of any.
+// Changes scores of a thread's two rows, where these are of any heads.
 template <class Score>
 struct TwoHeads {
   HeadScores<Score> heads[2];
@@ -78,7 +78,7 @@ struct QueryRows : LowerEdge<T::BAND> {
   // Blocks that are loaded above and below those that the warpgroup sees: others of the tile, or of the cluster, see them.
   DEVICE int above() const { return this->loaded + tile.blocks - 1 - last; }
   DEVICE int below() const { return this->first - this->loaded; }
-  // Of this thread's two rows.
+  // The queries of this thread's two rows.
   DEVICE WarpQueries queries() const { return {first_query + warp_row()}; }
   // Lengths without packing are from the parameters: where the mask keeps them for this, two kernels spill.
   DEVICE OneHead<typename T::Score> heads(const typename T::Params& params, const Mask<T::BAND>& mask) const {

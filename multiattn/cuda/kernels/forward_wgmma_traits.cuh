@@ -18,7 +18,7 @@ enum class Scheduler {
   DYNAMIC,   // a block for every SM: a free block takes the next tile from a counter
 };
 
-// What of the constants is the config's.
+// The constants that are the config's.
 struct WgmmaConfig {
   int warpgroups;   // that compute; one more loads
   int cluster = 1;  // blocks that share tiles of K and V, each loads a part

@@ -42,7 +42,7 @@ struct ListedSide {
     const int offset = start(number);
     return {offset, min(max(start(number + 1) - offset, 0), longest)};
   }
-  // Of the two numbers behind those of sequences: rows behind the last one, then before the first.
+  // The ranges of the two numbers behind those of sequences: rows behind the last one, then before the first.
   DEVICE RowRange around(int number) const {
     if (number > sequences) return {0, start(0)};
     return {start(sequences), rows - start(sequences)};

@@ -181,7 +181,7 @@ struct MergeFewTraits : AnyMergeTraits<Element, C> {
   static_assert(C.parts_max % MergeFewTraits::AHEAD == 0 && ROWS > 0, "whole steps, a row or more");
 };
 
-// The same for few parts, of which there are many rows. A thread has a chunk of a row's columns, and needs no other thread.
+// Merges few parts, of which there are many rows. A thread has a chunk of a row's columns, and needs no other thread.
 template <class T>
 DEVICE void merge_few_splits(const SplitParams& params) {
   const int rows = static_cast<int>(rows_of(params)), splits = params.splits;

@@ -93,7 +93,7 @@ class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
   static DEVICE int first_row() { return thread_index() % T::TEAM_THREADS / SPAN; }
   static DEVICE int first_chunk() { return thread_index() % SPAN; }
 
-  // Of a key in a page; where no tile crosses pages, of the thread's first row of the tile from `key` on.
+  // The sources of a key in a page; where no tile crosses pages, of the thread's first row of the tile from `key` on.
   DEVICE Sources sources(int key, int32 page) const {
     int64 entry = page, row = key;
     if constexpr (!T::IS_PAGED) entry = sequence_;

@@ -8,7 +8,7 @@ namespace multiattn {
 constexpr int WARPGROUP = 4 * WARP;
 constexpr int NO_TILE = -1;  // a schedule is done
 
-// Of the block that a warp is in: its first row among the warpgroup's. `again`: no register keeps it.
+// A warp's first row among the warpgroup's. `again`: no register keeps it.
 DEVICE int warp_row() { return thread_index() / WARP % 4 * 16; }
 DEVICE int warp_row_again() { return recomputed(thread_index()) / WARP % 4 * 16; }
 
@@ -63,8 +63,9 @@ struct Ring {
     else
       mbarrier_arrive_if(lane < CLUSTER && is_over, empty(slot), lane % CLUSTER);
   }
-  // The same where none is, as after the loop over keys, and a branch may end. ptxas 13 has made a jump of a predicated arrival
-  // that ended one, and taken the warp for whole all the same, sync_warp or not; of a warp that the source parts it knows.
+  // Releases a slot where no wgmma is under way, as after the loop over keys, and a branch may end. ptxas 13 has made a jump of a
+  // predicated arrival that ended one, and taken the warp for whole all the same, sync_warp or not; of a warp that the source parts
+  // it knows.
   // See multiattn.inspect.sass.parted_arrivals.
   DEVICE void release_apart(int slot) const {
     sync_warp();

@@ -52,7 +52,7 @@ struct ListedTiles {
 
   DEVICE bool is_partial(int step) const { return !HAS_FULL || step >= full_end; }
 
-  // Of a step before the end.
+  // The tile of a step before the end.
   DEVICE int tile(const BlockLists& lists, int step) const {
     const int32* indices = lists.indices;
     int entry = step;

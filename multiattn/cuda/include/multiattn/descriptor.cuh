@@ -24,7 +24,7 @@ class Descriptor {
   DEVICE Descriptor(SharedAddress start, int panel_bytes)
       : low_((start & 0x3ffff) / UNIT | static_cast<uint32>(panel_bytes / UNIT) << 16) {}
 
-  // The same, `bytes` further on.
+  // A descriptor of what lies `bytes` further on.
   DEVICE uint64 at(int bytes) const { return HIGH | (low_ + bytes / UNIT); }
 
  private:

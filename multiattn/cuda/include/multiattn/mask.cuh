@@ -1,4 +1,4 @@
-// Which keys a query sees: one predicate, and the loop bounds that follow from it, over keys and over queries.
+// The keys that a query sees: one predicate, and the loop bounds that follow from it, over keys and over queries.
 //
 // The band of visible keys is aligned bottom-right: the last query is level with the last key.
 #pragma once
@@ -40,7 +40,7 @@ struct Mask : private Reach<BAND> {
   template <class Params>
   DEVICE explicit Mask(const Params& params) : Reach<BAND>(params), seq_q(params.seq_q), seq_kv(params.seq_kv) {}
 
-  // Of a sequence that is shorter than all of the parameters' rows.
+  // The mask of a sequence that is shorter than all of the parameters' rows.
   template <class Params>
   DEVICE Mask(const Params& params, int32 seq_q, int32 seq_kv) : Reach<BAND>(params), seq_q(seq_q), seq_kv(seq_kv) {}
 

@@ -1,4 +1,4 @@
-// What a block owns where rows are queries of all heads that share keys, and blocks may divide the keys: rows of a sequence, and a
+// A block's own rows and keys where rows are queries of all heads that share keys, and blocks may divide the keys: rows of a sequence, and a
 // part of its keys, which may be in a cache.
 #pragma once
 #include "multiattn/sequence.cuh"

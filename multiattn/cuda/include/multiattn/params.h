@@ -35,7 +35,7 @@ struct TileLists {
   int32 sequences;
 };
 
-// Of the kernel that makes these lists. A list has room for the most tiles that so many rows in so many sequences can have.
+// For the kernel that makes these lists. A list has room for the most tiles that so many rows in so many sequences can have.
 struct ListParams {
   const int32* cu_seqlens_q;   // [sequences + 1], never null: where sequences begin in q, and where the last one ends
   const int32* cu_seqlens_kv;  // the same of k and v
@@ -69,7 +69,7 @@ struct ForwardParams {
   const float* sinks;  // [heads_q], contiguous, natural log; null: none
 };
 
-// Of kernels whose blocks own rows of one head of keys, the queries of all heads that share it, and a part of the keys; and of those
+// For kernels whose blocks own rows of one head of keys, the queries of all heads that share it, and a part of the keys; and for those
 // that merge what they leave. Row r of a sequence is query r / group of the head r % group among those.
 struct SplitParams {
   const void* q;    // [batch, heads_q, seq_q, D] 16-bit, never null
@@ -100,7 +100,7 @@ struct SplitParams {
   int32 left, right;
 };
 
-// Of the kernel for sm90 among those whose blocks own rows of one head of keys.
+// For the kernel for sm90 among those whose blocks own rows of one head of keys.
 struct SplitWgmmaParams {
   TensorMap map_k, map_v;  // 4-D: D, rows, heads_kv, entries, innermost first; boxes are 64 columns of BOX_ROWS keys. Empty
                            // where keys are gathered.

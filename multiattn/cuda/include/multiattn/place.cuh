@@ -1,4 +1,4 @@
-// Which tile of which head a block owns.
+// The tile of a head that a block owns.
 #pragma once
 #include "multiattn/ptx.cuh"
 

@@ -6,7 +6,7 @@
 #define DEVICE __device__ __forceinline__
 // The entry point of a kernel: at most `threads` a block; registers for `blocks` of them on each SM.
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
-// The same for a grid of clusters of so many blocks.
+// The entry point of a kernel whose grid is of clusters of so many blocks.
 #define CLUSTER_KERNEL(threads, blocks, cluster) \
   extern "C" __global__ void __cluster_dims__(cluster) __launch_bounds__(threads, blocks)
 // A parameter struct that stays in constant memory.
@@ -18,7 +18,7 @@ namespace multiattn {
 DEVICE int thread_index() { return threadIdx.x; }
 DEVICE int64 block_index() { return blockIdx.x; }
 
-// The same value, but the compiler does not know: what is computed from it is computed where it is needed, again and
+// `value`, but the compiler does not know that: what is computed from it is computed where it is needed, again and
 // again, instead of once and kept in registers.
 DEVICE uint32 recomputed(uint32 value) {
   asm volatile("" : "+r"(value));
@@ -96,7 +96,7 @@ DEVICE int32 load_global_4(const int32* source) { return *source; }
 DEVICE Chunk load_global_16(const void* source) { return *static_cast<const Chunk*>(source); }
 DEVICE void store_global_16(void* target, const Chunk& value) { *static_cast<Chunk*>(target) = value; }
 DEVICE void store_global_4(float* target, float value) { *target = value; }
-// What `pack` made, at a multiple of 4 bytes.
+// Stores a pair that `pack` made at a multiple of 4 bytes.
 DEVICE void store_global_pair(uint16* target, uint32 pair) { *reinterpret_cast<uint32*>(target) = pair; }
 // *target += value, by many blocks at a time, in any order.
 DEVICE void add_global_4(float* target, float value) {
@@ -140,7 +140,7 @@ DEVICE void cp_async_16(SharedAddress target, const void* source, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
                : "memory");
 }
-// The same for 4 bytes.
+// Copies 4 bytes, or zeros.
 DEVICE void cp_async_4(SharedAddress target, const void* source, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(valid ? 4 : 0) : "memory");
 }
@@ -182,7 +182,7 @@ DEVICE void mma_m16n8k16<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, u
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same for fp16, accumulated in fp16: d[0] is of the row lane / 4, d[1] of the row 8 below.
+// d += a * b in fp16, accumulated in fp16: d[0] is of the row lane / 4, d[1] of the row 8 below.
 DEVICE void mma_m16n8k16_fp16(uint32 (&d)[2], const uint32 (&a)[4], uint32 b0, uint32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%0,%1};"
       : "+r"(d[0]), "+r"(d[1])

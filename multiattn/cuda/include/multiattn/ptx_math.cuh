@@ -45,7 +45,7 @@ DEVICE float sqrt_rn(float x) {
   asm("sqrt.rn.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
-// Of integers, rounded to zero; by zero anything.
+// A quotient of integers, rounded to zero; by zero anything.
 template <class T, class U>
 DEVICE T quotient(T x, U y) {
   return x / y;

@@ -40,7 +40,7 @@ DEVICE uint32 max_of_halves(uint32 a, uint32 b) {
 }
 // Returns what was there.
 DEVICE int32 atomic_add_global(int32* target, int32 value) { return atomicAdd(target, value); }
-// The same in order: what a thread of the GPU did and knew of before its addition, those that add later know of.
+// Adds in order, and returns what was there: what a thread of the GPU did and knew of before its addition, those that add later know of.
 DEVICE int32 ordered_add_global(int32* target, int32 value) {
   int32 before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(target), "r"(value) : "memory");
@@ -54,7 +54,7 @@ DEVICE void mbarrier_init(SharedAddress barrier, int arrivals) {
 DEVICE void mbarrier_arrive(SharedAddress barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// The same for threads with a true `predicate`. Predicated, not branched over, so that the warp stays converged: what follows
+// Arrives for threads with a true `predicate`. Predicated, not branched over, so that the warp stays converged: what follows
 // may be an instruction that all of it must execute together.
 DEVICE void mbarrier_arrive_if(bool predicate, SharedAddress barrier) {
   asm volatile(
@@ -126,7 +126,7 @@ DEVICE void tma_load(SharedAddress target, const TensorMap& map, SharedAddress b
       ::"r"(target), "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-// The same of a 5-D map, by two more coordinates: ragged.cuh.
+// A box of a 5-D map, by two more coordinates: ragged.cuh.
 DEVICE void tma_load(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
                      int end, int wrap) {
   asm volatile(
@@ -197,7 +197,7 @@ DEVICE void raise_registers() {
 // ---- order of wgmma
 // Registers that this thread wrote are visible to the wgmmas that follow.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// Those since the last commit are a group.
+// Products since the last commit are a group.
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // At most N groups are under way.
 template <int N>

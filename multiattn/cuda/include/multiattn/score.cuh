@@ -6,7 +6,7 @@ namespace multiattn {
 
 struct NoScore {};  // a score is q k^T times the scale
 
-// What such a struct has: a change of scores, a mask of partial blocks, gradients of the tensors that it loads from.
+// The parts of such a struct: a change of scores, a mask of partial blocks, gradients of the tensors that it loads from.
 template <class Score, class = void>
 constexpr bool HAS_SCORE = false;
 template <class Score>
@@ -104,7 +104,7 @@ class HeadScores {
     return weight;
   }
 
-  // The same by an lse that is not -inf. (Were `weight` made of this, kernels of other archs would compile to other code.)
+  // The weight of a score by an lse that is not -inf. (Were `weight` made of this, kernels of other archs would compile to other code.)
   DEVICE float weight_of_seen(float raw, int query, Position key, float lse_log2, float& sloped) const {
     float slope;
     const float score = Score::score_and_slope(raw, batch_, head_, query, key, seq_q_, seq_kv_, aux_, slope);
@@ -124,7 +124,7 @@ class HeadScores {
     return Score::mask(batch_, head_, query, key, seq_q_, seq_kv_, aux_);
   }
 
-  // What a score adds to the gradients of captured tensors, of which `sums` stay with the thread until `add_sums`. `dscore`
+  // Adds a score's share to the gradients of captured tensors, of which `sums` stay with the thread until `add_sums`. `dscore`
   // is the gradient of the expression's score, in its natural domain; `raw` may be anything unless NEEDS_RAW.
   template <class Gradients>
   DEVICE void add_gradients(const Gradients& gradients, float raw, float dscore, int query, int key, float* sums) const {

@@ -166,7 +166,7 @@ DEVICE Mask<BAND> mask_of(const Params& params, const NoSequence&) { return Mask
 template <Band BAND, class Params>
 DEVICE Mask<BAND> mask_of(const Params& params, const Sequence& it) { return Mask<BAND>(params, it.len_q, it.len_kv); }
 
-// What `find_sequence` reads.
+// Writes the entry that `find_sequence` reads.
 DEVICE void store_tile(int32* list, int entry, const ListedTile& tile) {
   int32* place = list + static_cast<int64>(entry) * ListedTile::FIELDS;
   const Sequence& of = tile.sequence;

@@ -11,7 +11,7 @@ DEVICE uint32 fold_sign(uint32 half, int sign) {
   return (half & E::EXPONENT) == E::EXPONENT ? E::QUIET_NAN : 0u;
 }
 
-// The same for a chunk of Q in shared memory.
+// Folds the sign into a chunk of Q in shared memory.
 template <class E>
 DEVICE void fold_sign_into(SharedAddress place, int sign) {
   Chunk chunk = load_shared_16(place);

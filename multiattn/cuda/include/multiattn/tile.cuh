@@ -129,7 +129,7 @@ struct Accumulator {
   float value[4];
 };
 
-// The same in fp16, two columns of a row in a register. Sums of more than 65504 overflow.
+// An accumulator in fp16, two columns of a row in a register. Sums of more than 65504 overflow.
 struct HalfAccumulator {
   uint32 value[2];
 };

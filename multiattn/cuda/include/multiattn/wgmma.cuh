@@ -14,7 +14,7 @@ template <class E, int N>
 DEVICE void wgmma_ss(float (&d)[N / 2], uint64 a, uint64 b, bool add) {
   Wgmma<E, N>::ss(d, a, b, add);
 }
-// The same with both MN-major: A is [16, 64], one panel.
+// A and B from shared memory, both MN-major: A is [16, 64], one panel.
 template <class E, int N>
 DEVICE void wgmma_ss_mn(float (&d)[N / 2], uint64 a, uint64 b, bool add) {
   Wgmma<E, N>::ss_mn(d, a, b, add);
@@ -24,7 +24,7 @@ template <class E, int N>
 DEVICE void wgmma_rs(float (&d)[N / 2], const uint32 (&a)[4], uint64 b, bool add) {
   Wgmma<E, N>::rs(d, a, b, add);
 }
-// The same with B MN-major.
+// A from registers, B MN-major.
 template <class E, int N>
 DEVICE void wgmma_rs_mn(float (&d)[N / 2], const uint32 (&a)[4], uint64 b, bool add) {
   Wgmma<E, N>::rs_mn(d, a, b, add);
