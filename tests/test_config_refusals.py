@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from multiattn import Problem
+from multiattn.cuda.backward_wgmma_two_pass import TwoPassQueriesConfig
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, find_variant, get, plan_variant
 from multiattn.sequences import Batching
@@ -70,9 +71,10 @@ ROWS: dict[tuple[str, str, str], tuple[dict[str, Any] | None, tuple[tuple[int, d
     ("cuda", "backward", "wgmma_two_pass"): ({"tile_m": 64, "tile_n": 64}, (
         (256, {"kv_in_registers": True}, "", "up to 208"),
         (200, {"kv_in_registers": True}, "", "D up to 192"),
-        (192, {"ahead": True, "dq_ahead": True, "dp_late": True}, "", "one of them"),
+        (192, {"ahead": True, "dq": TwoPassQueriesConfig(ahead=True, dp_late=True)}, "", "one of them"),
         (256, {"q_stages": 3}, "bytes", SMEM),
-        (256, {"v_stages": 2}, "bytes", SMEM),
+        (256, {"dq": TwoPassQueriesConfig(v_stages=2)}, "bytes", SMEM),
+        (64, {"dq": TwoPassQueriesConfig(k_stages=1)}, "k_stages=1", "2 to 8"),
     )),
     ("cuda", "backward", "atomic"): ({"tile_m": 64, "tile_n": 128, "warps": 8, "stages": 2}, (
         (128, {"tile_m": 40}, "", "tile_m in multiples of 16"),

@@ -180,9 +180,9 @@ def test_who_takes_what(problem, deterministic, variant):
 def test_a_bias_has_configs_of_its_own_where_registers_are_few():
     configs = [plan_of(modified(head_dim), TWO).config for head_dim in (160, 192, 224, 256)]
     assert [it.kv_in_registers for it in configs] == [True, False, False, False]
-    assert [it.dp_late for it in configs] == [False, False, False, True]
+    assert [it.dq.dp_late for it in configs] == [False, False, False, True]
     candidates = BACKEND.backward.candidates(find_variant(BACKEND, TWO, "backward"), modified(256), SM90)
-    assert any(it.dp_late for it in candidates)
+    assert any(it.dq.dp_late for it in candidates)
 
 
 @pytest.mark.parametrize("variant", [ONE, TWO])

@@ -174,6 +174,11 @@ def test_a_config_of_every_rule_can_be_loaded():
                 told, old = asdict(rule.config), asdict(rule.config)
                 if name == "cutile":  # beside each other, as they were
                     old |= {f"dq_{it}": value for it, value in old.pop("dq", {}).items()}
+                if variant.name == "wgmma_two_pass":
+                    queries = old.pop("dq")
+                    old |= {it: queries[it] for it in ("k_stages", "v_stages", "dp_late")} | {
+                        "dq_ahead": queries["ahead"]
+                    }
                 old = json.dumps(old).replace("blocks_per_sm", "occupancy")  # as it was called
                 if name == "cutile":
                     old = old.replace('warps"', 'num_worker_warps"')

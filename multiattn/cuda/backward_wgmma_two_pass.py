@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from multiattn.cuda.backward_wgmma import STATISTICS, HopperBackwardConfig
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded
-from multiattn.cuda.naming import aggregate
+from multiattn.cuda.naming import aggregate, aggregate_of
 from multiattn.cuda.source import PlannedLaunch, WgmmaBackwardParams
 from multiattn.cuda.wgmma import (
     BARRIER_BYTES,
@@ -22,6 +22,7 @@ from multiattn.cuda.wgmma import (
 from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.config import Config
 from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
 from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.plan.support import Reason
@@ -39,18 +40,42 @@ KEPT_TO = 192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TwoPassQueriesConfig(Config):
+    """Launch parameters of the kernel of dq."""
+
+    tile_m: int = limited(one_of(QUERY_TILE), default=QUERY_TILE)
+    tile_n: int = limited(one_of(WARPGROUP_ROWS), default=WARPGROUP_ROWS)
+    k_stages: int = limited(between(2, 8), default=2)
+    """Buffers of K."""
+    v_stages: int = limited(between(1, 8), default=1)
+    """Buffers of V."""
+    ahead: bool = False
+    """Scores of the next step are made before the gradient of a step, as `WgmmaTwoPassConfig.ahead`."""
+    dp_late: bool = False
+    """dP is made behind the weights of a step, not beside them.
+
+    It leaves registers to an expression that reads an element for each key.
+    """
+
+    def smem_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory of a block, which the kernel asserts when compiled."""
+        rows = 2 * self.tile_m + (self.k_stages + self.v_stages) * self.tile_n
+        return rows * row_bytes(problem) + BARRIER_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WgmmaTwoPassConfig(HopperBackwardConfig):
     """Launch parameters of Hopper's backward in two kernels: of dk and dv, and of dq.
 
-    Each has two warpgroups that compute and one that loads. `tile_m` and `tile_n` are those of the first.
+    Each has two warpgroups that compute and one that loads.
     """
 
     tile_m: int = limited(one_of(WARPGROUP_ROWS))
     tile_n: int = limited(one_of(WARPGROUP_ROWS))
     q_stages: int = limited(between(2, 8), default=2)
-    """Buffers of Q in the kernel of dk and dv, with lse and delta of their queries."""
+    """Buffers of Q, with lse and delta of their queries."""
     dout_stages: int = limited(between(2, 8), default=2)
-    """Buffers of dO in the same."""
+    """Buffers of dO."""
     kv_in_registers: bool = False
     """K and V are read into registers once a tile, for scores and dP, or by wgmma from shared memory in each step."""
     ahead: bool = False
@@ -58,17 +83,8 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
 
     Before them, weights are made while gradients are under way, but what a step loads is wanted earlier.
     """
-    k_stages: int = limited(between(2, 8), default=2)
-    """Buffers of K in the kernel of dq."""
-    v_stages: int = limited(between(1, 8), default=1)
-    """Buffers of V in the same."""
-    dq_ahead: bool = False
-    """As `ahead`, in the kernel of dq."""
-    dp_late: bool = False
-    """In the kernel of dq dP is made behind the weights of a step, not beside them.
-
-    It leaves registers to an expression that reads an element for each key.
-    """
+    dq: TwoPassQueriesConfig = field(default_factory=TwoPassQueriesConfig)
+    """The config of the kernel of dq."""
 
     @property
     def threads(self) -> int:
@@ -81,11 +97,6 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
         weights = _WEIGHT_STAGES * self.tile_n * self.tile_m * ELEMENT_BYTES
         statistics = self.q_stages * STATISTICS * self.tile_m * FP32_BYTES
         return rows * row_bytes(problem) + weights + statistics + BARRIER_BYTES
-
-    def dq_smem_bytes(self, problem: Problem) -> int:
-        """Dynamic shared memory of a block of the kernel of dq, which asserts it, too."""
-        rows = 2 * QUERY_TILE + (self.k_stages + self.v_stages) * self.tile_n
-        return rows * row_bytes(problem) + BARRIER_BYTES
 
     def registers_at_least(self, problem: Problem) -> int:
         """32-bit registers a thread needs in the kernel of dk and dv: a gradient, scores or dP, weights or dS, K or V.
@@ -100,11 +111,11 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
     def listed(self) -> Mapping[str, int]:
         """Tiles of the kernel of dq, and of that of dk and dv."""
         queries, keys = TILE_LISTS
-        return {queries: QUERY_TILE, keys: self.tile_n}
+        return {queries: self.dq.tile_m, keys: self.tile_n}
 
     def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
         """Reasons of fields alone, or of the problem with them."""
-        if wrong := failed(limit_checks(self)):
+        if wrong := failed((*limit_checks(self), *limit_checks(self.dq))):
             return wrong
         registers, head_dim = self.registers_at_least(problem), problem.head_dim
         needed = f"{registers} registers for a gradient, scores, weights, K or V ({self})"
@@ -112,11 +123,11 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
         checks = (
             (registers <= REGISTERS_MAX, needed, f"up to {REGISTERS_MAX}"),
             (has_room, f"kv_in_registers of D={head_dim}", f"D up to {KEPT_TO}"),
-            (not (self.dp_late and self.dq_ahead), "dp_late with dq_ahead", "one of them"),
+            (not (self.dq.dp_late and self.dq.ahead), "dq.dp_late with dq.ahead", "one of them"),
             packed_check(problem),
         )
-        blocks = max(key_tiles(problem, self.tile_n), query_tiles(problem, QUERY_TILE))
-        memory = max(self.smem_bytes(problem), self.dq_smem_bytes(problem))
+        blocks = max(key_tiles(problem, self.tile_n), query_tiles(problem, self.dq.tile_m))
+        memory = max(self.smem_bytes(problem), self.dq.smem_bytes(problem))
         return (*self.why_not_boxes(problem), *failed((*checks, *size_checks(self, arch, memory, blocks))))
 
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
@@ -124,26 +135,25 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
         problem, packed = plan.problem, plan.problem.packing is not None
         lists = ("multiattn::Packed",) if packed else ()
         name = f"_two_pass{'_packed' * packed}"
-        queries: dict[str, Any] = {
-            "k_stages": self.k_stages, "v_stages": self.v_stages, "ahead": self.dq_ahead, "dp_late": self.dp_late,
-        }  # fmt: skip
+        dq = self.dq
+        queries = aggregate_of(dq, "k_stages", "v_stages", "ahead", "dp_late")
         names = ("q_stages", "dout_stages", "kv_in_registers", "ahead")
-        keys: dict[str, Any] = {name: getattr(self, name) for name in names}
-        names_q = f"s{self.k_stages}_{self.v_stages}{'_dplate' * self.dp_late}{'_ahead' * self.dq_ahead}"
+        keys = aggregate("TwoPassKeysConfig", **{name: getattr(self, name) for name in names})
+        names_q = f"s{dq.k_stages}_{dq.v_stages}{'_dplate' * dq.dp_late}{'_ahead' * dq.ahead}"
         names_kv = f"s{self.q_stages}_{self.dout_stages}{'_kvregisters' * self.kv_in_registers}{'_ahead' * self.ahead}"
         return (
             self.statistics(problem, QUERY_TILE, name, *lists, has_dq_sum=False),
-            self._pass(plan, "queries", queries, names_q, self.dq_smem_bytes(problem)),
+            self._pass(plan, "queries", queries, names_q, dq.smem_bytes(problem)),
             self._pass(plan, "keys", keys, names_kv, self.smem_bytes(problem)),
         )
 
-    def _pass(self, plan: Plan, owns: str, config: dict[str, Any], sizes: str, smem: int) -> PlannedLaunch:
+    def _pass(self, plan: Plan, owns: str, config: str, sizes: str, smem: int) -> PlannedLaunch:
         """The kernel whose blocks own keys, or the one whose blocks own queries."""
         problem = plan.problem
         kernel = wgmma_kernel(
             plan,
             f"TwoPass{owns.title()}Traits",
-            aggregate(f"TwoPass{owns.title()}Config", **config),
+            config,
             entry=f"backward_wgmma_{owns}",
             sizes=sizes,
             header=f"backward_wgmma_two_pass_{owns}.cuh",
@@ -152,7 +162,7 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
             smem_bytes=smem,
             wgmma_columns=(self.tile_m, problem.head_dim),  # of scores and dP, and of gradients; tile_n is tile_m
         )
-        blocks = key_tiles(problem, self.tile_n) if owns == "keys" else query_tiles(problem, QUERY_TILE)
+        blocks = key_tiles(problem, self.tile_n) if owns == "keys" else query_tiles(problem, self.dq.tile_m)
         return PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=True)
 
     def numbers(self, plan: Plan) -> dict[str, Any]:
@@ -169,8 +179,8 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
             stages: dict[str, Any] = {"q_stages": q_stages, "dout_stages": dout_stages}
             yield replace(plain, **stages, kv_in_registers=kept, ahead=ahead)
         late = ({"dp_late": True},) if problem.reads_keys else ()
-        for way, (k_stages, v_stages) in itertools.product(({}, {"dq_ahead": True}, *late), _QUERY_BUFFERS):
-            yield replace(plain, k_stages=k_stages, v_stages=v_stages, **way)
+        for way, (k_stages, v_stages) in itertools.product(({}, {"ahead": True}, *late), _QUERY_BUFFERS):
+            yield replace(plain, dq=replace(plain.dq, k_stages=k_stages, v_stages=v_stages, **way))
 
 
 _KEY_BUFFERS = ((2, 2), (3, 2), (3, 3), (4, 3))  # of Q and of dO, in the kernel of dk and dv

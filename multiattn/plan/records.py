@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
 from multiattn.plan.backend import Variant
@@ -14,7 +14,7 @@ from multiattn.plan.config import Config
 _RENAMED = {"occupancy": "blocks_per_sm", "num_worker_warps": "warps"}
 """Fields by the names that they had, which a user's measurements and emitted kernels may have."""
 _NESTED = "dq"
-"""A record whose fields stood beside the others, behind its name and an underscore."""
+"""A record whose fields stood beside the others, behind its name and an underscore where both kernels have one."""
 _INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
 
 Record = TypeVar("Record")
@@ -40,8 +40,10 @@ def record_of(kind: type[Record], value: object, what: str) -> Record:
     if not isinstance(value, dict):
         raise ValueError(f"{what}: got {value!r}; allowed a record")
     given = {str(it if it in names else _RENAMED.get(it, it)): value[it] for it in value}
-    if _NESTED in names and (own := [it for it in given if it not in names and it.startswith(f"{_NESTED}_")]):
-        given[_NESTED] = {it.removeprefix(f"{_NESTED}_"): given.pop(it) for it in own}
+    if _NESTED not in given and is_dataclass(nested := hints.get(_NESTED)):
+        theirs = {field.name: field.default for field in fields(nested) if field.default is not MISSING}
+        own = {it: it.removeprefix(f"{_NESTED}_") for it in given if it not in names}
+        given[_NESTED] = {**theirs, **{name: given.pop(it) for it, name in own.items()}}
     if absent := sorted(set(names) - set(given)):
         raise ValueError(f"{what}: got no {', '.join(absent)}; allowed {', '.join(names)}")
     if more := sorted(set(given) - set(names)):

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
-from multiattn.cuda.backward_wgmma_two_pass import WgmmaTwoPassConfig
+from multiattn.cuda.backward_wgmma_two_pass import TwoPassQueriesConfig, WgmmaTwoPassConfig
 from multiattn.cuda.decode_mma import LONE_MAX
 from multiattn.cuda.decode_wgmma import SplitWgmmaConfig
 from multiattn.cuda.forward_wgmma import WgmmaConfig
@@ -103,7 +103,13 @@ WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
 """First match wins."""
 
 _TWO_PASS = WgmmaTwoPassConfig(tile_m=64, tile_n=64)
-_TWO_PASS_KEPT = replace(_TWO_PASS, q_stages=3, dout_stages=3, k_stages=3, v_stages=2, kv_in_registers=True)
+_TWO_PASS_KEPT = replace(
+    _TWO_PASS,
+    q_stages=3,
+    dout_stages=3,
+    kv_in_registers=True,
+    dq=TwoPassQueriesConfig(k_stages=3, v_stages=2),
+)
 _H200_SCORED = "H200 2026-11-26, N=4096, H*D=2048 in bf16, causal, softcap / ALiBi: "
 TWO_PASS_SCORED: tuple[Rule[WgmmaTwoPassConfig], ...] = (
     _bias(
@@ -113,7 +119,7 @@ TWO_PASS_SCORED: tuple[Rule[WgmmaTwoPassConfig], ...] = (
     ),
     _bias(
         (225, 256),
-        replace(_TWO_PASS, dp_late=True),
+        replace(_TWO_PASS, dq=TwoPassQueriesConfig(dp_late=True)),
         COMPILED + "a bias spills one word in a loop, up to 2 instructions, with dP beside weights up to 22",
     ),
     _scored(
