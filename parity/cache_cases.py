@@ -47,6 +47,7 @@ def caches() -> Iterator[Case]:
     yield from _pages()
     yield from _queries()
     yield from _with_others()
+    yield from _freed()
     yield from _heads()
     yield from _splits()
     yield from _long()
@@ -61,9 +62,7 @@ def _dense() -> Iterator[Case]:
     yield cached("no_capacity", "no row in any entry", (0, 0), seq_kv=0)
     yield cached("no_sequence", "a batch of none", (), seq_kv=16)
     yield cached("no_query", "nothing is asked", (20, 3), 0)
-    yield cached(
-        "many", "more sequences than a warp has lanes", range(40), heads_q=2, heads_kv=1, nightly=True
-    )  # fmt: skip
+    yield cached("many", "more sequences than a warp has lanes", range(40), heads_q=2, heads_kv=1, nightly=True)
 
 
 def _pages() -> Iterator[Case]:
@@ -89,9 +88,7 @@ def _pages() -> Iterator[Case]:
     yield cached(
         "shared_page", "the second sequence ends in a page of the first", (40, 23, 9), page=16, shared=2, slack=1
     )
-    yield cached(
-        "shared_prefix", "two continue one prompt", (70, 69), 3, page=16, shared=4, causal=True, nightly=True
-    )  # fmt: skip
+    yield cached("shared_prefix", "two continue one prompt", (70, 69), 3, page=16, shared=4, causal=True, nightly=True)
 
 
 def _around(page: int) -> tuple[int, ...]:
@@ -124,7 +121,6 @@ def _queries() -> Iterator[Case]:
 def _with_others() -> Iterator[Case]:
     yield cached("window", "the last keys of each length", (90, 31, 0, 7), page=16, window=(30, 0))
     yield cached("window_few", "a band at each length", (90, 31, 5), 4, window=(20, None), causal=True, page=5)
-    yield cached("window_mixed", "and of each chunk", BEFORE, MIXED, window=(25, 3), page=16, nightly=True)
     yield cached("softcap", "scores of a sequence's own", (60, 17, 0), 2, softcap=3.0, causal=True, page=16)
     yield cached("softcap_dense", "the same of entries", EDGES, softcap=3.0, dtype="fp16", nightly=True)
     yield cached("sinks", "of rows that see nothing else, too", (50, 0, 17), sinks="normal", page=16)
@@ -144,6 +140,18 @@ def _with_others() -> Iterator[Case]:
             causal=True,
         )  # fmt: skip
     yield cached("scale_zero", "each key counts alike", EDGES, scale=0.0, page=16, nightly=True)
+
+
+def _freed() -> Iterator[Case]:
+    """Windows that begin around the edges of pages and tiles, of one part and of several."""
+    for page, left, right, queries, splits in (
+        (None, 50, 0, 1, 1), (5, 10, None, 1, 3), (16, 71, 0, 1, 3), (16, 72, 2, 1, 1), (5, 135, 0, 1, 2),
+        (16, 0, 0, 1, 1), (5, 31, 0, (40, 2, 3, 70), 3), (16, 50, 3, (40, 2, 3, 70), 1),
+    ):  # fmt: skip
+        yield cached(
+            f"freed_{page or 'dense'}_{left}", "what lies before a window is never read", (200, 0, 7, 130), queries,
+            page=page, window=(left, right), splits=splits, freed=True,
+        )  # fmt: skip
 
 
 def _heads() -> Iterator[Case]:
@@ -189,7 +197,6 @@ def _splits() -> Iterator[Case]:
     yield cached("splits_3_few", "parts of which some see nothing", (200, 3, 40), 4, splits=3, causal=True, page=16)
     yield cached("splits_7_mixed", "parts of each chunk", BEFORE, MIXED, splits=7, causal=True, page=5, behind=6)
     yield cached("splits_4_dense", "parts of entries", lengths, splits=4, dtype="fp16", nightly=True)
-    yield cached("splits_3_window", "parts of a window", lengths, 2, splits=3, window=(40, 0), page=16, nightly=True)
     yield cached("splits_256_d128", "the most parts", (40, 3), splits=256, head_dim=128, page=16, nightly=True)
     yield cached("splits_2_d512", "parts of wide heads", lengths, splits=2, head_dim=512, page=16, nightly=True)
 

@@ -67,23 +67,25 @@ def _page_table(case: Case, cache: CacheCase) -> torch.Tensor:
     pages = sum(needed) - cache.shared + cache.slack
     order = iter(torch.randperm(pages, generator=torch.Generator().manual_seed(case.seed + 4)).tolist())
     table = torch.full((len(needed), case.seq_kv // page), NO_PAGE)
-    for entry, number in enumerate(needed):
+    for entry, (number, keys) in enumerate(zip(needed, cache.owned(case), strict=True)):
         shared = cache.shared if entry == 1 else 0
         table[entry, :shared] = table[0, :shared]
         table[entry, shared:number] = torch.tensor([*itertools.islice(order, number - shared)], dtype=table.dtype)
+        table[entry, : keys.start // page] = NO_PAGE if entry % 2 else -1
     return table
 
 
 def _keys_of_rows(case: Case, cache: CacheCase, table: torch.Tensor | None) -> torch.Tensor:
     """The key of its sequence that each row of an entry, or of a page, is; -1 where it is none."""
-    if table is None or cache.page is None:
-        keys = torch.arange(case.seq_kv).expand(len(cache.lengths), -1)
-        return keys.where(keys < torch.tensor(cache.lengths, dtype=torch.int64)[:, None], -1)
-    pages = sum(-(-length // cache.page) for length in cache.lengths) - cache.shared + cache.slack
-    found = torch.full((pages, cache.page), -1)
-    for entry, length in enumerate(cache.lengths):
-        keys = torch.arange(length)
-        found[table[entry, keys // cache.page], keys % cache.page] = keys
+    page, pages = cache.page or case.seq_kv, len(cache.lengths)
+    if table is None:
+        table = torch.arange(pages)[:, None]
+    else:
+        pages = sum(-(-length // page) for length in cache.lengths) - cache.shared + cache.slack
+    found = torch.full((pages, page), -1)
+    for entry, own in enumerate(cache.owned(case)):
+        keys = torch.tensor(own, dtype=torch.int64)
+        found[table[entry, keys // max(page, 1)], keys % max(page, 1)] = keys
     return found
 
 

@@ -88,10 +88,19 @@ class CacheCase:
     """Leading pages that the second sequence shares with the first."""
     slack: int = 0
     """Pages that no sequence has."""
+    freed: bool = False
+    """Nor are keys before a window a sequence's own: entries of pages that have no others name none."""
     room: int = 0
     """How much more than the most queries `max_seqlen_q` is."""
     splits: int | None = None
     """The parts that the caller has the keys divided into."""
+
+    def owned(self, case: Case) -> list[range]:
+        """The keys of each sequence that it may read."""
+        if not self.freed or case.window is None or case.window[0] is None:
+            return [*map(range, self.lengths)]
+        left, queries = case.window[0], self.queries or (case.seq_q,) * len(self.lengths)
+        return [range(max(it - count - left, 0), it) for it, count in zip(self.lengths, queries, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,9 +48,10 @@ def code_kinds_of(case: Case) -> Iterator[str]:
     elif case.values in PLANTED:
         yield "values of no number" if case.values.endswith("_v") else "scores of no number"
     if case.cache is not None:
-        page = case.cache.page
-        yield f"cache {'dense' if page is None else 'by rows' if page % 8 else 'by boxes' if page < 64 else 'by tiles'}"
-        yield "cache with packed queries" if case.cache.queries is not None else "cache"
+        page, freed = case.cache.page, ", freed" if case.cache.freed else ""
+        keys = "dense" if page is None else "by rows" if page % 8 else "by boxes" if page < 64 else "by tiles"
+        yield f"cache {keys}{freed}"
+        yield f"cache with packed queries{freed}" if case.cache.queries is not None else f"cache{freed}"
 
 
 def _knows_heads(case: Case) -> bool:

@@ -1,14 +1,18 @@
-"""The tester tested on caches: what goes wrong with lengths, pages and parts must fail, and what is right must pass."""
+"""The tester tested on packed batches and caches: what goes wrong between sequences, pages and parts must fail."""
 
+import functools
 import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from parity_breaks import BY_NAME, CPU, attend, check, each, options_of
+from parity_breaks import BY_NAME, CPU, attend, check, each, options_of, then
 
 import multiattn
+from multiattn.operands import Operands
+from multiattn.problem import options_of as its_options
+from multiattn.reference import attend as attend_to
 from parity.cache_cases import cached
 from parity.cache_tensors import NO_PAGE
 from parity.cases import CASES
@@ -17,8 +21,60 @@ from parity.results import Contender
 from parity.tensors import Inputs
 from parity.tolerance import Mismatch, operands_and_problem, reference_in_chunks
 
+PACKED = "varlen_apart_d64_full varlen_apart_d64_causal varlen_uneven_d64_causal varlen_window"
+
+
+def moved(case, inputs, side, by):
+    """The case with sequences that end, and those behind them start, `by` rows later."""
+    cu_seqlens = [it.clone() for it in inputs.packed.cu_seqlens]
+    part = cu_seqlens[side][1:-1]
+    part += by * ((part > -by) & (part + by <= cu_seqlens[side][-1])).int()
+    return attend(case, inputs, packed=inputs.packed._replace(cu_seqlens=tuple(cu_seqlens)))
+
+
+def neighbour_seen(case, inputs):
+    """Each sequence also sees the first key of the next one, as a tile does that is not cut."""
+    out, lse = attend(case, inputs)
+    starts_q, starts_kv = (it.tolist() for it in inputs.packed.cu_seqlens)
+    operands, problem = operands_and_problem(inputs.q, inputs.k, inputs.v, **options_of(case, inputs, packed=None))
+    for entry in range(len(starts_q) - 1):
+        rows, keys = slice(*starts_q[entry : entry + 2]), slice(starts_kv[entry], starts_kv[entry + 1] + 1)
+        own = Operands(operands.q[:, :, rows], operands.k[:, :, keys], operands.v[:, :, keys], sinks=inputs.sinks)
+        part_out, lse[:, :, rows] = attend_to(own, its_options(problem), torch.float32)
+        out[:, :, rows] = part_out.to(out.dtype)
+    return out, lse
+
+
+def behind(value):
+    """Rows that are in no sequence have this value."""
+
+    def broken(case, inputs):
+        out, lse = attend(case, inputs)
+        end = sum(case.cache.queries) if case.cache else int(inputs.packed.cu_seqlens[0][-1])
+        out[:, :, end:] = value
+        return out, lse
+
+    return broken
+
+
+def neighbours_nan(case, inputs):
+    """A weight of zero times the NaN of the next sequence, in the last row of one that is not NaN."""
+    out, lse = attend(case, inputs)
+    end = int(inputs.packed.cu_seqlens[0][2])
+    out[:, :, end - 1, 0] = math.nan
+    return out, lse
+
+
+def biased_by_first(case, inputs):
+    tensors = tuple(it[:1].expand_as(it) if it.ndim == 4 else it for it in inputs.score.tensors)
+    return attend(case, inputs, score=inputs.score._replace(tensors=tensors))
+
+
+# ---------------------------------------------------------------- caches
+
+
 CACHES = [case for case in CASES if case.cache is not None and case.size == "any"]
-NAMES = "cache_page_16 cache_page_5 cache_page_1 cache_mixed cache_splits_3_few cache_window_few"
+CACHED = "cache_page_16 cache_page_5 cache_page_1 cache_mixed cache_splits_3_few cache_window_few"
 
 
 def with_tensor(place, change):
@@ -59,16 +115,6 @@ def zeros_counted(case, inputs):
     return attend(case, replace(inputs, k=k, v=v, cached=inputs.cached._replace(tensors=(longer, *rest))))
 
 
-def behind(value):
-    def broken(case, inputs):
-        out, lse = attend(case, inputs)
-        end = sum(case.cache.queries)
-        out[:, :, end:] = value
-        return out, lse
-
-    return broken
-
-
 def with_sinks_of_parts(case, inputs):
     """A sink for each of three parts: log 3 more."""
     return attend(case, inputs, sinks=inputs.sinks + math.log(3))
@@ -80,8 +126,18 @@ def heads_in_the_order_of_rows(case, inputs):
     return out, lse
 
 
+# ---------------------------------------------------------------- all of them, each found
+
 BROKEN = {
-    "the last key left out": (with_tensor(0, one_less), NAMES + " cache_dense cache_d512_bf16_page_16"),
+    "a key of the neighbour seen": (neighbour_seen, PACKED),
+    "queries' cu_seqlens off by one": (lambda case, inputs: moved(case, inputs, 0, -1), PACKED),
+    "keys' cu_seqlens off by one": (lambda case, inputs: moved(case, inputs, 1, 1), PACKED),
+    "keys' cu_seqlens one less": (lambda case, inputs: moved(case, inputs, 1, -1), PACKED),
+    "lse in the wrong row": (then(lambda out, lse: (out, lse.roll(1, dims=-1))), PACKED),
+    "the batch as one sequence": (lambda case, inputs: attend(case, inputs, packed=None), "varlen_apart_d64_causal"),
+    "bias of the first sequence": (biased_by_first, "varlen_bias"),
+    "NaN of a neighbour": (neighbours_nan, "varlen_nan_neighbours_d64 varlen_nan_neighbours_d128"),
+    "the last key left out": (with_tensor(0, one_less), CACHED + " cache_dense cache_d512_bf16_page_16"),
     "a key of the page's tail": (with_tensor(0, one_more), "cache_page_16 cache_shared_page cache_mixed"),
     "another sequence's tail": (with_tensor(0, lambda it, case: it + (it == 23).int()), "cache_shared_page"),
     "zeros of the tail counted": (zeros_counted, "cache_dense cache_page_16_unaligned"),
@@ -92,7 +148,10 @@ BROKEN = {
     "two pages exchanged": (with_tensor(1, first_pages_exchanged), "cache_page_16 cache_page_5"),
     "rows one before": (with_tensor(2, rows_of_one_before), "cache_mixed cache_splits_7_mixed"),
     "one length for all": (with_tensor(0, lambda it, case: it.clamp(max=9)), "cache_shared_page cache_mixed"),
-    "mask ignored": (lambda case, inputs: attend(case, inputs, causal=False, window=None), "cache_mixed cache_window"),
+    "mask ignored": (
+        lambda case, inputs: attend(case, inputs, causal=False, window=None),
+        "varlen_uneven_d64_causal cache_mixed cache_window",
+    ),
     "diagonal one further": (
         lambda case, inputs: attend(case, inputs, causal=False, window=(None, 1)),
         "cache_speculative_4 cache_splits_3_few cache_mixed",
@@ -101,8 +160,12 @@ BROKEN = {
     "a sink of each part": (with_sinks_of_parts, "cache_sinks_mixed"),
     "score ignored": (lambda case, inputs: attend(case, inputs, score=None), "cache_softcap"),
     "heads go round": (heads_in_the_order_of_rows, "cache_page_16 cache_mixed"),
+    "rows behind the last are not written": (behind(math.nan), "varlen_behind varlen_sinks"),
     "rows behind the last are zero": (behind(0.0), "cache_mixed cache_fewer_than_room cache_packed_no_query"),
-    "rows behind the last are written": (behind(1.0), "cache_mixed cache_packed_no_capacity"),
+    "rows behind the last are written": (
+        behind(1.0),
+        "varlen_behind varlen_sinks cache_mixed cache_packed_no_capacity",
+    ),
 }
 
 
@@ -118,10 +181,10 @@ def test_a_broken_result_fails(broken, name):
 def test_the_truth_is_attention_of_each_sequence_alone(case):
     """Its keys are found one by one. Rows of q that are in no sequence have no truth but that nobody writes them."""
     inputs, truth = prepare_case(case, CPU)
-    queries, lengths = case.cache.queries, inputs.cached.tensors[0].tolist()
+    queries = case.cache.queries
     starts = None if queries is None else [0, *itertools.accumulate(queries)]
-    for entry, length in enumerate(lengths):
-        k, v = (rows_of(it, case, inputs, entry, length) for it in (inputs.k, inputs.v))
+    for entry, own in enumerate(case.cache.owned(case)):
+        k, v = (rows_of(it, case, inputs, entry, own) for it in (inputs.k, inputs.v))
         batch, rows = (entry, slice(None)) if starts is None else (0, slice(starts[entry], starts[entry + 1]))
         q = inputs.q[batch : batch + 1, :, rows]
         operands, problem = operands_and_problem(q, k, v, **options_of(case, inputs, cached=None))
@@ -133,10 +196,10 @@ def test_the_truth_is_attention_of_each_sequence_alone(case):
         assert truth.lse.truth[:, :, starts[-1] :].isnan().all()
 
 
-def rows_of(cache, case, inputs, entry, length):
-    """The rows of a sequence, ``[1, Hkv, length, D]``, each of which is some number."""
-    found = cache.new_empty(1, case.heads_kv, length, case.head_dim)
-    for key in range(length):
+def rows_of(cache, case, inputs, entry, own):
+    """The rows of a sequence, ``[1, Hkv, length, D]``, each of which is some number; those that were freed are 0."""
+    found = cache.new_zeros(1, case.heads_kv, own.stop, case.head_dim)
+    for key in own:
         place, row = entry, key
         if case.cache.page is not None:
             place, row = int(inputs.cached.tensors[1][entry, key // case.cache.page]), key % case.cache.page
@@ -150,15 +213,27 @@ def test_what_no_sequence_has_is_nan_and_no_page_is_named_beyond_a_length(case):
     inputs = Inputs.of(case, CPU)
     lengths, page = torch.tensor(case.cache.lengths, dtype=torch.int64), case.cache.page
     assert inputs.k.isfinite().sum() == inputs.v.isfinite().sum()
-    owned = int(lengths.sum()) * case.heads_kv * case.head_dim
+    owned = case.cache.owned(case)
     if not case.cache.shared:
-        assert int(inputs.k.isfinite().sum()) == owned
+        assert int(inputs.k.isfinite().sum()) == sum(map(len, owned)) * case.heads_kv * case.head_dim
     if page is not None:
         table = inputs.cached.tensors[1]
-        used = torch.arange(table.shape[1]) < (-(-lengths // page))[:, None]
-        assert (table[~used] == NO_PAGE).all()
+        places, first = torch.arange(table.shape[1]), torch.tensor([it.start // page for it in owned])
+        used = (places >= first[:, None]) & (places < (-(-lengths // page))[:, None])
+        assert {*table[~used].tolist()} <= {NO_PAGE, -1}
         assert table[used].unique().numel() == int(used.sum()) - case.cache.shared
-        assert case.cache.slack + table[used].unique().numel() == inputs.k.shape[0]
+        assert case.cache.freed or case.cache.slack + table[used].unique().numel() == inputs.k.shape[0]
+
+
+def test_a_call_takes_a_table_without_pages_before_a_window():
+    """A window that begins a key earlier needs one of them, and the call says which."""
+    inputs = Inputs.of(BY_NAME["cache_freed_16_71"], CPU)
+    named = dict(zip(("seqlens_kv", "page_table"), inputs.cached.tensors, strict=True))
+    call = functools.partial(multiattn.fmha_kvcache, inputs.q, inputs.k, inputs.v, **named, causal=True)
+    assert call(window=(71, 0)).isfinite().all()
+    for window in ((72, 0), None):
+        with pytest.raises(ValueError, match=r"page_table: got .* of sequence 0 at .*; allowed 0 to 22,"):
+            call(window=window)
 
 
 def test_k_and_v_lie_in_memory_as_cases_say():
