@@ -8,15 +8,7 @@ import torch
 
 from multiattn import Problem
 from multiattn.cutile.families import launches_of
-from multiattn.cutile.forward import (
-    FAMILY,
-    PIPELINES,
-    STEPS,
-    begins_at_diagonal,
-    grid_of,
-    is_linear,
-    keeps_maxima,
-)
+from multiattn.cutile.forward import FAMILY, PIPELINES, STEPS, begins_at_diagonal, grid_of, is_linear, keeps_maxima
 from multiattn.cutile.launches import Together
 from multiattn.cutile.rules import shorthand
 from multiattn.mask import Band
