@@ -1,15 +1,14 @@
 """NVIDIA's driver as its library has it, for the host path of launches: it only remembers what it was asked."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from dataclasses import dataclass
 
 import torch
 
-from multiattn.operands import Operands
+from multiattn.operands import Operands, with_score
 from multiattn.plan import abi
+from multiattn.problem import Problem, options_of, problem_of
 from multiattn.run import compat, counters, driver
 from multiattn.run.driver import CUlaunchConfig
 
@@ -38,7 +37,8 @@ def encode(of, address):
 
 
 class FakeDriver:
-    """`did` has the names of what was done on the stream, in order; `encoded` what tensor maps were made of.
+    """`did` has the names of what was done on the stream, in order; `encoded` what tensor maps were made of; `kernels`
+    has the names of those that were loaded.
 
     `contexts` has the devices whose contexts were made current, and when a thread's was asked for; `current` is it.
     `sizes` are those of the parameters of the kernel, or by function of each, or of each launch in turn. `refuse` is
@@ -48,7 +48,7 @@ class FakeDriver:
     def __init__(self, sizes=()):
         self.sizes = sizes
         self.launched, self.did, self.cleared, self.encoded, self.loaded, self.attributes = [], [], [], [], [], []
-        self.preferring = []
+        self.preferring, self.kernels = [], []
         self.resident, self.contexts, self.refuse, self.status = [], [], 0, 0
         self.current, self.context_status = CONTEXT, 0
         self.stream, self.capturing, self.memory = 70, False, 1 << 20
@@ -111,6 +111,7 @@ class FakeDriver:
 
     def cuLibraryGetKernel(self, kernel, library, symbol):  # noqa: N802
         kernel._obj.value = 0x100 * library.value + len(symbol)
+        self.kernels.append(symbol.decode())
         return 0
 
     def attributes_of(self, attribute):
@@ -184,6 +185,22 @@ def operands(*, batch=1, heads_q=4, heads_kv=2, seq_q=128, seq_kv=192, head_dim=
     return Operands(q, k, v, out, lse, dout, None, dq, torch.empty_like(k), torch.empty_like(v))
 
 
+def asked(direction, *, has_scores=False, sizes=None, **options):
+    """Operands of a call in one direction, and its problem; those of scores have slopes, a bias and a softcap."""
+    given = operands(**sizes or {})
+    if (sinks := options.get("sinks")) is not None:
+        given = given._replace(sinks=sinks, delta=given.lse.clone())
+    if direction == "forward":
+        given = given._replace(dout=None, dq=None, dk=None, dv=None)
+    problem = Problem.of(given.q, given.k, given.v, **options)
+    if has_scores:
+        (batch, heads, queries), keys = given.lse.shape, given.k.shape[2]
+        bias = torch.zeros(batch, heads, keys, queries).transpose(2, 3)
+        given, modified = with_score(given, options_of(problem), 2.0, torch.ones(heads), bias, None)
+        problem = problem_of(given, modified)
+    return given, problem
+
+
 OPERANDS = set(Operands._fields) - {"delta"}
 """Names of tensors that are never areas of workspace."""
 
@@ -199,7 +216,17 @@ def check_launches(launched, bindings, tensors, **areas):
         assert (it.grid, it.block, it.stream) == (binding.grid, (image.threads, 1, 1), 70)
         assert it.smem_bytes == image.dynamic_smem_bytes
         for got, argument in zip(it.parameters, binding.arguments, strict=True):
-            if isinstance(argument, abi.Pointer) and argument.tensor not in (None, *OPERANDS):
-                known.setdefault(argument.tensor, int.from_bytes(got, "little"))
+            pointers = {0: argument.tensor} if isinstance(argument, abi.Pointer) else getattr(argument, "pointers", {})
+            for offset, name in pointers.items():
+                if name not in (None, *OPERANDS):
+                    known.setdefault(name, int.from_bytes(got[offset : offset + 8], "little"))
             assert got == abi.pack(argument, known, encode)
     return known
+
+
+def check_run(driver, launcher, bindings, given, **areas):
+    """`check_launches` of one call of a launcher."""
+    driver.sizes = [[abi.size_of(it) for it in binding.arguments] for binding in bindings]
+    driver.launched.clear()
+    launcher(given)
+    return check_launches(driver.launched, bindings, given, **areas)

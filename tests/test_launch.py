@@ -1,7 +1,6 @@
-"""Launches by the driver itself: the bytes of their parameters are those of a Binding, whatever it has."""
+"""Launches by the driver itself, and a thread's CUDA context: the bytes of parameters are those of a Binding."""
 
-from __future__ import annotations
-
+import contextlib
 import ctypes
 import struct
 import threading
@@ -15,6 +14,7 @@ from multiattn.operands import Indices, Operands
 from multiattn.plan import abi
 from multiattn.run import compat, counters
 from multiattn.run import driver as driver_module
+from multiattn.run import execute as launching
 from multiattn.run.driver import CUlaunchAttribute, CUlaunchConfig, load_kernel
 from multiattn.run.launch import ByPresence, DriverLauncher, LoadedKernel, Workspace, fresh_memory
 
@@ -396,3 +396,49 @@ def test_where_there_is_no_counter_left_even_the_default_stream_brings_its_own(d
 def test_a_counter_that_is_too_large_is_refused(driver):
     with pytest.raises(ValueError, match="counter: got 129 bytes; allowed up to 128"):
         counters.counter_lender(driver_fakes.DEVICE, 129)
+
+
+# ---------------------------------------------------------------- contexts
+
+
+def test_a_thread_without_a_context_gets_that_of_pytorch_once(driver):
+    driver.current = 0
+    for _ in range(3):
+        driver_module.ensure_context(1)
+    assert driver.contexts == ["current?", 1]
+    with ThreadPoolExecutor(1) as other:
+        other.submit(driver_module.ensure_context, 0).result()
+    assert driver.contexts[2:] == ["current?", 0]
+
+
+def test_a_context_that_is_there_stays_unless_another_is_asked_for(driver):
+    driver_module.ensure_context(0)
+    assert driver.contexts == ["current?"]
+    driver_module.make_context_current(1)
+    assert driver.contexts[1:] == [1]
+
+
+def test_without_a_driver_nothing_happens_unless_it_must(monkeypatch):
+    driver_fakes.install(monkeypatch, None)
+    driver_module.ensure_context(0)
+    with pytest.raises(OSError, match="no NVIDIA driver"):
+        driver_module.make_context_current(0)
+
+
+def test_an_error_has_the_drivers_words(driver):
+    driver.context_status = 3
+    with pytest.raises(RuntimeError, match="cuCtxGetCurrent: CUDA_ERROR_OTHER: its words"):
+        driver_module.ensure_context(0)
+
+
+def test_every_launch_sees_to_it(monkeypatch):
+    seen = []
+    monkeypatch.setattr(launching, "ensure_context", lambda index: seen.append(f"context {index}"))
+    monkeypatch.setattr(compat, "current_device", lambda: 1)
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda device: contextlib.nullcontext(seen.append(f"device {device.index}"))
+    )
+    for device in (torch.device("cpu"), torch.device("cuda", 1), torch.device("cuda", 0)):
+        with launching.on_device(device):
+            seen.append(f"body {device}")
+    assert seen == ["body cpu", "context 1", "body cuda:1", "device 0", "context 0", "body cuda:0"]

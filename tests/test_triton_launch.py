@@ -1,7 +1,5 @@
 """The launcher of compiled Triton kernels: the driver's launch is what Triton's would be, or Triton's own is used."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import time
@@ -33,43 +31,35 @@ pytestmark = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason="; ".join
 
 DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 MULTIPROCESSORS = 3
+SINKS = torch.zeros(4)
 CASES = {
-    "descriptors": ("forward", "full", "sm90", {}, {}),
-    "pointers": ("forward", "full", "sm80", {}, {"causal": True, "scale": -1.0}),
-    "all ones": ("forward", "full", "sm80", {"heads_q": 1, "heads_kv": 1, "seq_q": 1}, {}),
-    "gluon": ("forward", "warp_specialized", "sm90", {"head_dim": 48}, {"causal": True}),
-    "window": ("forward", "full", "sm90", {}, {"window": (40, 3), "sinks": torch.zeros(4)}),
-    "scores": ("forward", "full", "sm90", {}, {"causal": True, "sinks": torch.zeros(4)}),
-    "packed": ("forward", "full", "sm80", {}, {"causal": True}),
-    "parts": ("forward", "split_keys", "sm90", {"seq_q": 1}, {}),
-    **{variant.name: ("backward", variant.name, "sm90", {}, {}) for variant in BACKEND.backward.variants},
-    "packed gradients": ("backward", "warp_specialized", "sm90", {}, {}),
-    "its gradients": ("backward", "two_pass", "sm80", {}, {"window": (16, 1), "sinks": torch.zeros(4)}),
-    "gradients of scores": ("backward", "atomic", "sm80", {"seq_q": 1}, {}),
+    "descriptors": ("forward", "full", "sm90", {}),
+    "pointers": ("forward", "full", "sm80", {"causal": True, "scale": -1.0}),
+    "all ones": ("forward", "full", "sm80", {"sizes": {"heads_q": 1, "heads_kv": 1, "seq_q": 1}}),
+    "gluon": ("forward", "warp_specialized", "sm90", {"sizes": {"head_dim": 48}, "causal": True}),
+    "window": ("forward", "full", "sm90", {"window": (40, 3), "sinks": SINKS}),
+    "scores": ("forward", "full", "sm90", {"causal": True, "sinks": SINKS, "has_scores": True}),
+    "packed": ("forward", "full", "sm80", {"causal": True}),
+    "parts": ("forward", "split_keys", "sm90", {"sizes": {"seq_q": 1}}),
+    **{variant.name: ("backward", variant.name, "sm90", {}) for variant in BACKEND.backward.variants},
+    "packed gradients": ("backward", "warp_specialized", "sm90", {}),
+    "its gradients": ("backward", "two_pass", "sm80", {"window": (16, 1), "sinks": SINKS}),
+    "gradients of scores": ("backward", "atomic", "sm80", {"sizes": {"seq_q": 1}, "has_scores": True}),
 }
 
 
 def plan_of(case):
-    direction, variant, arch, sizes, options = CASES[case]
-    given = driver_fakes.operands(**sizes)
-    if "sinks" in options:
-        given = given._replace(sinks=options["sinks"], delta=given.lse.clone())
-    problem = Problem.of(given.q, given.k, given.v, **options)
-    if "scores" in case:
-        (batch, heads, queries), keys = given.lse.shape, given.k.shape[2]
-        bias = torch.zeros(batch, heads, keys, queries).transpose(2, 3)
-        given, modified = with_score(given, options_of(problem), 2.0, torch.ones(heads), bias, None)
-        problem = problem_of(given, modified)
+    direction, variant, arch, options = CASES[case]
+    given, problem = driver_fakes.asked(direction, **options)
     if case.startswith("packed"):
         sizes = {"heads_q": 4, "heads_kv": 2, "seq_q": 90, "seq_kv": 70, "head_dim": 64}
         problem = Problem.contiguous(batch=1, batching=Batching.packed(3), **sizes, **options)
         given = Operands.like(problem.layouts, lambda it: torch.empty_strided(it.shape, it.strides, dtype=it.dtype))
-        given = given._replace(delta=None, dlse=None)
+        own = () if direction == "backward" else ("dout", "dq", "dk", "dv")
+        given = given._replace(**dict.fromkeys(("delta", "dlse", *own)))
     plan = make_plan(BACKEND, problem, ARCHS[arch], direction=direction, variant=variant, probe=False)
     if case == "gluon":
         plan = replace(plan, config=replace(plan.config, scheduler="dynamic"))
-    if direction == "forward":
-        given = given._replace(dout=None, dq=None, dk=None, dv=None)
     return plan, given
 
 
@@ -103,7 +93,7 @@ def prepare(monkeypatch, case, **metadata):
 
 
 def prepare_with(monkeypatch, plan, kernels):
-    driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver({}))
+    driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())
     monkeypatch.setattr("multiattn.run.launch._warned", set())
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -124,11 +114,8 @@ def test_the_driver_is_handed_every_tensor_of_each_kernel(monkeypatch, case):
             calls = calls_of(plan, has_dlse=dlse is not None, multiprocessors=MULTIPROCESSORS)
             pairs = zip(kernels, calls, strict=True)
             bindings = {function_of(driver, kernel): checked_binding(kernel, call.table) for kernel, call in pairs}
-            driver.sizes = {it: [abi.size_of(each) for each in of.arguments] for it, of in bindings.items()}
-            driver.launched.clear()
-            launcher(given._replace(dlse=dlse))
+            known = driver_fakes.check_run(driver, launcher, bindings.values(), given._replace(dlse=dlse))
             assert [it.function for it in driver.launched] == list(bindings)
-            known = driver_fakes.check_launches(driver.launched, bindings.values(), given._replace(dlse=dlse))
     assert all(kernel.launched == [] for kernel in kernels)
     assert [it.overlaps for it in driver.launched] == [kernel.metadata.launch_pdl for kernel in kernels]
     assert any(it.overlaps for it in driver.launched) == (
@@ -301,7 +288,7 @@ def test_what_is_compiled_ahead_is_what_a_launch_wants(monkeypatch, tmp_path, ca
     BACKEND.op(plan.direction).compile_ahead(plan)
     monkeypatch.setattr(compiling.triton, "compile", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda it: SimpleNamespace(multi_processor_count=132))
-    driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver({}))
+    driver = driver_fakes.install(monkeypatch, driver_fakes.FakeDriver())
     BACKEND.op(plan.direction).prepare(plan)
     assert driver.loaded == expected
 
