@@ -1,7 +1,5 @@
 """Emitted kernels with no compiler: ELF files that say what the loader reads, and folders of them."""
 
-from __future__ import annotations
-
 import json
 import struct
 from importlib import import_module

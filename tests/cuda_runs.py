@@ -1,7 +1,5 @@
 """Runs of the CUDA kernels on the CPU that their tests share, and what they need of the machine."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Results of a good kernel for parity's cases, and what breaks them: the tester's tests judge both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

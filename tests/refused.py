@@ -1,7 +1,5 @@
 """Tables of wrong calls, by the class of their errors; each row ends with pieces of what the error says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The loader of kernels ahead of time, against a driver that only remembers; no compiler, no GPU."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

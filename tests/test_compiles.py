@@ -1,7 +1,5 @@
 """Kernels that random problems of one head_dim and dtype take: few, so that a new length compiles nothing."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections import defaultdict
@@ -211,11 +209,7 @@ ASKED = {
     "bias": {"bias": BIAS},
     "trained bias": {"bias": BIAS.clone().requires_grad_()},
 }
-SHARED = {
-    "softcap": {"softcap": 50.0},
-    "window": {"window": (70, 30)},
-    "blocks": {"block_mask": blocks(4)},
-}
+SHARED = {"softcap": {"softcap": 50.0}, "window": {"window": (70, 30)}, "blocks": {"block_mask": blocks(4)}}
 """Calls that differ from those above in numbers and lists alone."""
 
 

@@ -1,11 +1,8 @@
 """The CUDA backend with no GPU: configs of GPUs run emulated, what selects, compiles and caches them, scores."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import re
-import subprocess
 import sys
 from dataclasses import fields, replace
 
@@ -23,6 +20,7 @@ from multiattn.cuda.instances import kernels_of
 from multiattn.cuda.score import text_of
 from multiattn.cuda.source import DEVICE_INCLUDES, _wgmma, files_reached, translation_unit
 from multiattn.cuda.variants import WGMMA
+from multiattn.inspect import sanitize
 from multiattn.inspect.facts import read_plan
 from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import ARCHS
@@ -59,13 +57,16 @@ def test_a_gpus_own_config_has_no_bank_conflicts(arch, point, head_dim):
 
 @on_cpu
 @pytest.mark.parametrize("which", [["--sample"], pytest.param([], marks=pytest.mark.nightly)], ids=["sample", "all"])
-def test_sanitizers(which):
+def test_sanitizers(which, monkeypatch, capfd):
     """Clean as it is, and a finding where K is too small: one after the other, as one build does for both."""
     for broken in (False, True):
-        command = [sys.executable, "-m", "multiattn.inspect.sanitize", *which, *(["--break-bounds"] if broken else [])]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == broken, done.stderr
-        assert ("heap-buffer-overflow" in done.stderr) == broken
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["sanitize", *which, *(["--break-bounds"] if broken else [])])
+            for name in ("_KERNEL_FLAGS", "_RUNTIME_FLAGS"):
+                patch.setattr(host, name, getattr(host, name))  # which the command changes for its process
+            status, said = sanitize.main(), capfd.readouterr().err
+        assert status == broken, said
+        assert ("heap-buffer-overflow" in said) == broken
 
 
 # ---------------------------------------------------------------- configs

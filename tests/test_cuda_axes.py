@@ -1,7 +1,5 @@
 """The ladder of the CUDA forward: every point of its axes is a kernel that computes attention, or says why not."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 from dataclasses import asdict, replace

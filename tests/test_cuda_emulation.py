@@ -1,7 +1,5 @@
 """The emulation of a GPU: its verbs and masks against plain arithmetic, and every mistake that it finds."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import math

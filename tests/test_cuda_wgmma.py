@@ -417,9 +417,7 @@ def test_a_kernel_of_an_illegal_config_does_not_compile():
         pytest.param(cached(16, queries=8), {}, id="64 rows", marks=pytest.mark.nightly),
         pytest.param(cached(16, queries=8), {"gathers": False}, id="64 rows in boxes"),
         pytest.param(
-            cached(queries=512),
-            {"tile_m": 192, "tile_n": 64, "stages": 10, "q_in_registers": True},
-            id="192 rows",
+            cached(queries=512), {"tile_m": 192, "tile_n": 64, "stages": 10, "q_in_registers": True}, id="192 rows"
         ),
         pytest.param(cached(None, head_dim=256, dtype="fp16"), {}, id="D=256", marks=pytest.mark.nightly),
     ],

@@ -1,7 +1,5 @@
 """Kernels compiled to run elsewhere: their code, and that what a launch hands over is what languages and cubins say."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Streams, graph capture, device indices, no synchronisation: only a GPU can show them. Skipped without one."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Hopper's own kernels on the GPU, in every way to run them: sweeps may choose any, rules have few of them."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 from collections.abc import Iterator

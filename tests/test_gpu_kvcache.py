@@ -1,6 +1,4 @@
-"""Caches on a GPU: one captured graph for every length, pages in no order, many threads, and no waiting."""
-
-from __future__ import annotations
+"""Packed batches and caches on a GPU: one graph for all lengths, pages in no order, many threads, no waiting."""
 
 import itertools
 import random
@@ -14,6 +12,103 @@ from multiattn import Plan
 from multiattn.plan.backend import BACKENDS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
+
+def captured(run):
+    """A graph of `run`, and what it returns."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph, results
+
+
+def check_no_wait(run):
+    """A warm run never waits for the device."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def files_in(folders):
+    return {path for folder in folders for path in folder.rglob("*")}
+
+
+# ---------------------------------------------------------------- packed batches
+
+ROWS = 600
+
+
+def starts(*lengths):
+    return torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
+
+
+def call_packed(tensors, cu_seqlens, backend, **options):
+    longest = {"max_seqlen_q": ROWS, "max_seqlen_kv": ROWS}
+    named = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "causal": True}
+    return multiattn.fmha_varlen(*tensors, **named, **longest, backend=backend, **options)
+
+
+def draw(rows=ROWS, head_dim=64):
+    return [torch.randn(rows, heads, head_dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_serves_all_lengths(backend):
+    leaves = [it.requires_grad_() for it in draw()]
+    cu_seqlens = starts(300, 0, 100, 150, 50)
+    dout = torch.randn_like(leaves[0])
+
+    def train():
+        out = call_packed(leaves, cu_seqlens, backend)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    train()  # compiles
+    graph, results = captured(train)
+    for lengths in ((1, 2, 3, 4, 5), (600, 0, 0, 0, 0), (0, 100, 200, 7, 200)):
+        cu_seqlens.copy_(starts(*lengths))
+        graph.replay()
+        out = call_packed(leaves, cu_seqlens.clone(), "reference")
+        expected = (out, *torch.autograd.grad(out, leaves, dout))
+        for got, want in zip(results, expected, strict=True):
+            torch.testing.assert_close(got.float(), want.float(), atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_200_batches_compile_nothing_after_the_first(backend, own_caches):
+    """By the files that compilers leave: all of them keep what they make on disk."""
+    generator = torch.Generator().manual_seed(0)
+
+    def train():
+        lengths = torch.randint(1, 400, (int(torch.randint(1, 40, (), generator=generator)),), generator=generator)
+        leaves = [it.requires_grad_() for it in draw(int(lengths.sum()), head_dim=128)]
+        call_packed(leaves, starts(*lengths.tolist()), backend).sum().backward()
+        torch.cuda.synchronize()
+
+    train()
+    before = files_in(own_caches)
+    for _ in range(200):
+        train()
+    assert files_in(own_caches) == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_packed_call_waits_for_the_device(backend):
+    leaves = [it.requires_grad_() for it in draw()]
+    cu_seqlens = starts(300, 0, 100, 150, 50)
+    check_no_wait(lambda: call_packed(leaves, cu_seqlens, backend).sum().backward())
+
+
+# ---------------------------------------------------------------- caches
+
 
 DEVICE = "cuda"
 PAGE, HEADS_Q, HEADS_KV, HEAD_DIM = 16, 8, 2, 128
@@ -65,19 +160,6 @@ def needs(backend, q, k, v, rest, **options):
     plan = multiattn.explain(q, k, v, **rest, causal=True, backend=backend, **options)
     if not isinstance(plan, Plan):
         pytest.skip("; ".join(map(str, plan)))
-
-
-def captured(run):
-    """A graph of `run`, and what it returns."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    return graph, results
 
 
 LONGEST = 4096
@@ -221,17 +303,14 @@ def test_200_requests_compile_nothing_after_the_first(backend, own_caches):
         starts = int32(0, *itertools.accumulate(queries))
         return call(q, k, v, rest | {"seqlens_kv": int32(*lengths), "cu_seqlens_q": starts}, backend)
 
-    def compiled():
-        return {path for folder in own_caches for path in folder.rglob("*")}
-
     needs(backend, q, k, v, rest | {"seqlens_kv": int32(1, 1, 1, 1), "cu_seqlens_q": int32(0, 1, 1, 1, 1)})
     serve((1, 1, 1, 1), (1, 0, 0, 0))
     torch.cuda.synchronize()
-    before, chosen = compiled(), random.Random(0)
+    before, chosen = files_in(own_caches), random.Random(0)
     for _ in range(200):
         serve([chosen.randrange(2049) for _ in range(4)], [chosen.randrange(6) for _ in range(4)])
     torch.cuda.synchronize()
-    assert compiled() == before
+    assert files_in(own_caches) == before
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -242,13 +321,7 @@ def test_no_call_waits_for_the_device(backend):
     q, sinks = drawn(3, HEADS_Q, 4, HEAD_DIM), torch.zeros(HEADS_Q, device=DEVICE)
     rest = {"seqlens_kv": int32(300, 7, 0), "page_table": table}
     needs(backend, q, k, v, rest, sinks=sinks)
-    call(q, k, v, rest, backend, sinks=sinks)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call(q, k, v, rest, backend, sinks=sinks)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    check_no_wait(lambda: call(q, k, v, rest, backend, sinks=sinks))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

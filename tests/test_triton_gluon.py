@@ -3,8 +3,6 @@
 What they compute is shown by parity and `test_triton_gluon_cpu.py`, interpreted, and on a GPU by `test_gpu_hopper.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import replace
@@ -25,14 +23,7 @@ from multiattn.triton.bind import image_of
 from multiattn.triton.calls import calls_of
 from multiattn.triton.compile import export_plan, specialise
 from multiattn.triton.families import tables_of
-from multiattn.triton.gluon_forward import (
-    BOOKKEEPING_BYTES,
-    GluonConfig,
-    class_of,
-    pieces_of,
-    smem_bytes,
-    why_not_fit,
-)
+from multiattn.triton.gluon_forward import BOOKKEEPING_BYTES, GluonConfig, class_of, pieces_of, smem_bytes, why_not_fit
 from multiattn.triton.score import lowered_score
 from multiattn.triton.staged import follows_distance, stages_of, under_diagonal
 from multiattn.triton.table import Integer
@@ -40,6 +31,7 @@ from multiattn.triton.table import Integer
 SM90 = ARCHS["sm90"]
 WINDOW = Band(300, 5)
 needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
+shares_code = pytest.mark.xdist_group("Gluon's forward, D=64")  # which one process compiles for several tests
 needs_machine_code = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
 
 
@@ -170,6 +162,7 @@ def deep(**options):
 
 
 @needs_compiler
+@shares_code
 @pytest.mark.parametrize(
     ("head_dim", "mask", "config"),
     [
@@ -205,6 +198,7 @@ def test_its_code_is_what_the_config_asks_for():
 
 
 @needs_compiler
+@shares_code
 @pytest.mark.parametrize(
     ("options", "mask"),
     [
@@ -235,6 +229,7 @@ def test_barriers_are_waited_for_and_come_after_what_they_order(options, mask):
 
 
 @needs_compiler
+@shares_code
 def test_a_tile_is_judged_by_the_sums_of_whole_rows():
     """Not of what a row's four threads have: each may be finite where their sum is not. Parity has it as twin_peaks."""
     config = deep(lazy_max=True)
@@ -270,8 +265,6 @@ def test_alibi_takes_a_sum_for_each_score_and_a_product_where_distance_has_no_si
 
 
 ROOMS = {ONE: gluon_backward, TWO: gluon_two_pass}
-BY_QUERIES, BY_KEYS = PASSES = ("gradient_of_own_queries", "gradients_of_own_keys")
-KERNELS = {ONE: ("prepare_statistics", "gradients", "round_dq"), TWO: ("prepare_statistics", *PASSES)}
 
 
 @pytest.mark.parametrize(
@@ -286,12 +279,6 @@ KERNELS = {ONE: ("prepare_statistics", "gradients", "round_dq"), TWO: ("prepare_
 def test_what_there_is_no_code_for_is_a_reason(variant, changes, code):
     found = plan_variant(BACKEND, variant, replace(problem(), **changes), SM90, direction="backward")
     assert code in [reason.code for reason in found]
-
-
-def test_two_passes_promise_the_same_bits():
-    asked = {"arch": "sm90", "backend": "triton", "direction": "backward", "deterministic": True}
-    assert explain(problem(), **asked).variant != ONE.name
-    assert explain(problem(), **asked, variant=TWO.name).variant == TWO.name
 
 
 SIDE_BY_SIDE = (
@@ -340,13 +327,6 @@ def test_expressions_that_there_are_registers_for_are_taken(variant, head_dim, m
     assert set(factors) == {Integer(value=1, specialised=True)}
 
 
-@functools.cache
-def compiled_gradients(variant, kernel, head_dim, mask, dtype="bf16"):
-    plan = plan_of(head_dim, variant=variant, band=mask, dtype=dtype)
-    (call,) = (it for it in calls_of(plan) if it.table.kernel == kernel)
-    return specialise(call, SM90), plan
-
-
 _VERBS = (
     "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16",
     "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16",  # of the narrow piece
@@ -358,40 +338,37 @@ _VERBS = (
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("variant", "threads", "verbs", "none"),
+    ("variant", "barriers", "threads", "verbs", "none"),
     [
-        (ONE, 512, ("red.relaxed.gpu.global.add.v4.f32", "stmatrix"), "mma.sync.aligned.m16n8k16"),
+        (ONE, {"gradients": 10}, 512, ("red.relaxed.gpu.global.add.v4.f32", "stmatrix"), "mma.sync.aligned.m16n8k16"),
         # Rows of gradients go from registers to memory, and no layout is converted through shared memory.
-        (TWO, 384, ("shfl.sync.bfly", "st.global.v4"), "stmatrix"),
+        (
+            TWO,
+            {"gradient_of_own_queries": 8, "gradients_of_own_keys": 10},
+            384,
+            ("shfl.sync.bfly", "st.global.v4"),
+            "stmatrix",
+        ),
     ],
 )
-def test_shared_memory_and_code_are_what_they_are_said_to_be(variant, threads, verbs, none):
-    names = [name for name in KERNELS[variant] if name.startswith("gradient")]
-    found = [compiled_gradients(variant, name, 96, CAUSAL, "fp16") for name in names]
-    plan = found[0][1]
-    spare = ROOMS[variant].smem_bytes(plan.config, plan.problem) - max(it.metadata.shared for it, _ in found)
+def test_shared_memory_and_code_are_what_they_are_said_to_be(variant, barriers, threads, verbs, none):
+    """Every barrier that is made is waited for: see `ring.make_barriers`. Beside them are buffers of tiles."""
+    plan = plan_of(96, variant=variant, band=CAUSAL, dtype="fp16")
+    calls = [call for call in calls_of(plan) if call.table.kernel in barriers]
+    kernels = [specialise(call, SM90) for call in calls]
+    spare = ROOMS[variant].smem_bytes(plan.config, plan.problem) - max(it.metadata.shared for it in kernels)
     assert 0 <= spare < BOOKKEEPING_BYTES
-    for kernel, _ in found:
+    for call, kernel in zip(calls, kernels, strict=True):
         assert image_of(kernel.metadata).threads == threads
-        ptx = kernel.asm["ptx"]
+        ptx, ttgir = kernel.asm["ptx"], kernel.asm["ttgir"]
         for verb in (*_VERBS, *verbs):
             assert verb in ptx, verb
         assert "wgmma.mma_async.sync.aligned.m64n128k16" not in ptx  # head_dim is not padded to 128
         assert none not in ptx
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("variant", "kernel", "head_dim", "barriers"),
-    [(ONE, "gradients", 64, 10), (TWO, BY_QUERIES, 128, 8), (TWO, BY_KEYS, 128, 10)],
-)
-def test_every_barrier_that_is_made_is_waited_for(variant, kernel, head_dim, barriers):
-    """See `ring.make_barriers`; beside them are the buffers of tiles, of words, of weights and of statistics."""
-    code, _ = compiled_gradients(variant, kernel, head_dim, FULL)
-    made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg.memdesc<\d+x1xi64", code.asm["ttgir"])
-    (used,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", code.asm["ttgir"])
-    assert len(made) == barriers
-    assert set(made) <= set(used.split(", "))
+        made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg.memdesc<\d+x1xi64", ttgir)
+        (used,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
+        assert len(made) == barriers[call.table.kernel]
+        assert set(made) <= set(used.split(", "))
 
 
 @needs_compiler
