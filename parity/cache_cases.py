@@ -79,9 +79,7 @@ def _pages() -> Iterator[Case]:
     yield cached("page_16_heads_first", "pages [Hkv, page, D]", EDGES, page=16, order="hnd")
     yield cached("page_5_heads_first", "the same of an odd page", EDGES, page=5, order="hnd", nightly=True)
     yield cached("page_16_joint", "K and V of a page beside each other", EDGES, page=16, joint="entries", slack=1)
-    yield cached(
-        "page_16_rows_joint", "K and V of a token beside each other", EDGES, page=16, joint="rows", order="hnd"
-    )
+    yield cached("page_16_rows_joint", "K and V of a token in one row", EDGES, page=16, joint="rows", order="hnd")
     yield cached("page_1_joint", "the same of a page of one", (7, 20), page=1, joint="entries", nightly=True)
     yield cached("page_16_unaligned", "rows that start anywhere", EDGES, page=16, offset=1, row_pad=3, slack=1)
     yield cached("dense_unaligned", "the same of entries", EDGES, offset=3, row_pad=1, nightly=True)
