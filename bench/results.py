@@ -243,21 +243,17 @@ def load(path: Path) -> list[Row]:
     """The rows of a results file. InputError, naming the file, for one that is not ours."""
 
     def rows(data: dict[str, Any]) -> list[Row]:
-        setups = [Environment(**it) for it in data["environments"]]
+        setups: list[Any] = [Environment(**it) for it in data["environments"]]
         cells = [(DecodeCell if "queries" in it else Cell)(**it) for it in data["cells"]]
         reasons = [tuple(Reason(**reason) for reason in its) for its in data["reasons"]]
+        lists = {"cell": cells, "environment": setups, "reasons": reasons}
+        lists |= {"command": data["commands"], "run": data["runs"], "plan": data["plans"]}
 
         def row_of(values: Sequence[Any]) -> Row:
-            row = {name: it for name, it in zip(data["columns"], values, strict=True) if it is not None}
+            told = {name: it for name, it in zip(data["columns"], values, strict=True) if it is not None}
+            row = {name: lists[name][it] if name in lists else it for name, it in told.items()}
             times = {name: row.pop(name, None) for name in _TIMES}
-            for name, its in (("command", data["commands"]), ("run", data["runs"]), ("plan", data["plans"])):
-                row |= {name: its[row[name]]} if name in row else {}
-            return Row(
-                **row
-                | {"cell": cells[row["cell"]], "environment": setups[row["environment"]]}
-                | {"measured": Measured(**times) if times["time_ms"] is not None else None}
-                | {"reasons": reasons[row["reasons"]] if "reasons" in row else ()}
-            )
+            return Row(**row, measured=Measured(**times) if times["time_ms"] is not None else None)
 
         return list(map(row_of, data["rows"]))
 
@@ -354,9 +350,13 @@ def results_dir(gpu: str) -> Path:
     """The folder bench/results/<gpu>, which is committed; out/bench/no-gpu where nothing was measured."""
     if gpu == "none":
         return ROOT / "out" / "bench" / "no-gpu"
+    return RESULTS / re.sub(r"[^a-z0-9]+", "-", short_name(gpu).lower()).strip("-")
+
+
+def short_name(gpu: str) -> str:
+    """``H100`` of all that the driver calls it."""
     known = find_gpu(gpu)
-    name = known.name if known is not None else gpu.removeprefix("NVIDIA ")
-    return RESULTS / re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return known.name if known is not None else gpu.removeprefix("NVIDIA ")
 
 
 def versions() -> Mapping[str, str]:

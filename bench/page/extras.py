@@ -10,10 +10,11 @@ from typing import Any
 from bench import host, models
 from bench.page.data import table
 from bench.page.parts import shown
-from bench.page.sources import Evidence, Parity, kind_of, short_name
+from bench.page.sources import Evidence, Parity, kind_of
 from bench.record import Record
 from bench.record_kernels import Kernel, main_of
 from bench.report import describe, notes, provenance
+from bench.results import short_name
 from multiattn.inspect.build import Compilation
 from multiattn.inspect.facts import Facts
 from multiattn.plan import backend as registry

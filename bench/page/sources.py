@@ -11,9 +11,8 @@ from typing import Any
 from bench import host, models, record
 from bench.decode_cells import DecodeCell
 from bench.matrix import SUITES, Cell
-from bench.results import RESULTS, Environment, Row, environment, load, one_run
+from bench.results import RESULTS, Environment, Row, environment, load, one_run, short_name
 from multiattn.inspect.build import Compilation
-from multiattn.plan.arch import find_gpu
 
 SUITE_NAMES = (*SUITES, "decode")
 """Suites that the page has plots of; ladders have a page of their own, docs/ladder.md."""
@@ -67,12 +66,6 @@ class Evidence:
     """The requests that this machine compiled just now."""
     hosts: tuple[host.HostTable, ...] = ()
     models: tuple[models.ModelRun, ...] = ()
-
-
-def short_name(gpu: str) -> str:
-    """``H100`` of all that the driver calls it."""
-    known = find_gpu(gpu)
-    return known.name if known is not None else gpu.removeprefix("NVIDIA ")
 
 
 def kind_of(cell: Cell) -> str:
