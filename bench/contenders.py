@@ -6,23 +6,28 @@ Their results are held to parity's own budgets.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+import multiattn
+from bench.decode_cells import DecodeCell, Served
 from bench.features import hide_others, ids_of
 from bench.matrix import Cell, Direction, InputError, Tensors
 from bench.results import NO_GPU
+from multiattn import kvcache
 from multiattn.layout import Strides
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import BACKENDS, Plan, make_plan
+from multiattn.plan.choice import choose
 from multiattn.plan.config import Config
 from multiattn.plan.support import Reason, Unsupported
-from multiattn.problem import Problem
+from multiattn.problem import Problem, problem_of
 from multiattn.run.execute import gradient_of_sinks
 from multiattn.score import bind_score
 from multiattn.sequences import Batching
@@ -214,8 +219,10 @@ class Ours:
             return error.reasons
         return ()
 
-    def prepare(self, cell: Cell, tensors: Tensors, arch: Arch) -> Contender:
-        """The contender, with the Plan of these very tensors, as `multiattn.fmha` would make it."""
+    def prepare(self, cell: Cell, tensors: Any, arch: Arch) -> Contender:
+        """The contender, with the Plan of these very tensors, as the public call would make it."""
+        if isinstance(cell, DecodeCell):
+            return over_cache(cell, tensors, self.backend, arch)
         plan, forward = self.plans(cell, cell.problem_of(tensors), arch)
         return contender_of(plan, tensors, cell, forward)
 
@@ -226,6 +233,35 @@ class Ours:
         if cell.direction == "fwd":
             return plan(variant=self.variant, config=self.config), None
         return plan(direction="backward", variant=self.variant, config=self.config), plan()
+
+
+def over_cache(cell: DecodeCell, served: Served, backend: str, arch: Arch) -> Contender:
+    """The public call of a backend on each copy of a cache in turns; Unsupported with reasons."""
+    options = {**cell.arguments(served), "backend": backend}
+    out, (k, v) = torch.empty_like(served.q), served.caches[0]  # out is in memory as q is
+    asked = kvcache.cached_call(served.q, k, v, options | {"out": out}, kvcache.Where.of(options))
+    (plan,) = choose(problem_of(*asked), arch, asked[1], "forward")
+    calls = [functools.partial(multiattn.fmha_kvcache, served.q, *it, **options) for it in served.caches]
+    launches = [functools.partial(call, out=out) for call in calls]
+
+    def output() -> Results:
+        for launch in launches:
+            out.fill_(math.nan)
+            launch()
+        return {"out": out}
+
+    launch = Contestant(call=in_turns(launches))
+    return Contender(launch=launch, call=Contestant(call=in_turns(calls)), output=output, plan=plan)
+
+
+def in_turns(calls: Sequence[Call]) -> Call:
+    """One call that makes the next of `calls` each time, and begins again after the last."""
+    turns = itertools.cycle(calls)
+
+    def launch() -> Any:
+        return next(turns)()
+
+    return launch
 
 
 def our_providers(

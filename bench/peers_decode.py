@@ -9,26 +9,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-import multiattn
-from bench.contenders import Contender, RefusedError, Results
+from bench.contenders import Ours, RefusedError, in_turns
 from bench.decode_cells import DecodeCell, Served, starts_of
 from bench.matrix import Cell, Tensors
 from bench.peers import Peer, Provider, find_peers, out_of
-from bench.results import NO_GPU
-from multiattn import kvcache
-from multiattn.plan.arch import Arch
 from multiattn.plan.backend import BACKENDS
-from multiattn.plan.choice import choose
 from multiattn.plan.support import Reason
-from multiattn.problem import problem_of
 from multiattn.tune.timing import Budget, Call, Contestant, CudaClock, Timing, measure
 
 SPLITS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
@@ -37,16 +29,6 @@ TRIAL = Budget(rounds=3, sample_ms=1.0, warmup_ms=1.0)
 """The time for each choice of a peer."""
 WORKSPACE_BYTES = 512 << 20
 """Room for FlashInfer's partial results."""
-
-
-def in_turns(calls: Sequence[Call]) -> Call:
-    """One call that makes the next of `calls` each time, and begins again after the last."""
-    turns = itertools.cycle(calls)
-
-    def launch() -> Any:
-        return next(turns)()
-
-    return launch
 
 
 def on_each(served: Served, attend: Callable[[torch.Tensor, torch.Tensor], Any]) -> Call:
@@ -66,45 +48,6 @@ def fastest(choices: Mapping[str, Call]) -> tuple[Call, str]:
         raise next(it for it in found.values() if isinstance(it, Exception))
     best = min(times, key=lambda name: times[name])
     return choices[best], best
-
-
-# ---------------------------------------------------------------- ours
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OverCache:
-    """One of our backends, by the public call."""
-
-    backend: str
-    is_ours: bool = True
-
-    @property
-    def name(self) -> str:
-        """The backend."""
-        return self.backend
-
-    def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
-        """Every reason known before there is a tensor; `arch` None is a machine without a GPU."""
-        return (NO_GPU,) if arch is None else ()
-
-    def prepare(self, cell: Cell, tensors: Any, arch: Arch) -> Contender:
-        """The contender; Unsupported with reasons."""
-        assert isinstance(cell, DecodeCell)
-        options = {**cell.arguments(tensors), "backend": self.backend}
-        out, (k, v) = torch.empty_like(tensors.q), tensors.caches[0]  # out is in memory as q is
-        asked = kvcache.cached_call(tensors.q, k, v, options | {"out": out}, kvcache.Where.of(options))
-        (plan,) = choose(problem_of(*asked), arch, asked[1], "forward")
-        calls = [functools.partial(multiattn.fmha_kvcache, tensors.q, *it, **options) for it in tensors.caches]
-        launches = [functools.partial(call, out=out) for call in calls]
-
-        def output() -> Results:
-            for launch in launches:
-                out.fill_(math.nan)
-                launch()
-            return {"out": out}
-
-        launch = Contestant(call=in_turns(launches))
-        return Contender(launch=launch, call=Contestant(call=in_turns(calls)), output=output, plan=plan)
 
 
 # ---------------------------------------------------------------- what peers share
@@ -334,5 +277,5 @@ PEERS: tuple[Peer, ...] = _peers()
 
 def providers(backends: Sequence[str] = BACKENDS, peers: Sequence[str] | None = None) -> tuple[Provider, ...]:
     """The providers of some backends and peers, all by default, in the order in which tables have them."""
-    ours = (OverCache(backend=name) for name in BACKENDS if name in backends)
+    ours = (Ours(backend=name) for name in BACKENDS if name in backends)
     return (*ours, *(peer for peer in PEERS if peers is None or peer.name in peers))

@@ -11,10 +11,10 @@ from xla_fakes import wheel
 import bench.peers
 import multiattn
 from bench import cli, decode, peers_decode, peers_jax
-from bench.contenders import RefusedError, check
+from bench.contenders import Ours, RefusedError, check, in_turns
 from bench.decode_cells import CELLS, CHUNKS, COPIES_ON_CPU, DecodeCell, matching, too_large
 from bench.matrix import cell_flops
-from bench.peers_decode import OverCache, fastest, in_turns
+from bench.peers_decode import fastest
 from bench.results import Store, load
 from multiattn.plan.arch import ARCHS
 from parity.tolerance import Mismatch
@@ -36,7 +36,7 @@ KINDS = (
 )
 
 
-OURS = OverCache(backend="reference")
+OURS = Ours(backend="reference")
 SPLITS = (0, 1, 8)
 
 
@@ -189,7 +189,7 @@ def test_another_copy_than_the_first_is_checked(monkeypatch, tmp_path):
 
 
 def test_reasons_are_those_of_the_plan(tmp_path):
-    (row,), _ = run(tmp_path, OverCache(backend="cuda"), cells=(replace(DENSE, head_dim=2048),))
+    (row,), _ = run(tmp_path, Ours(backend="cuda"), cells=(replace(DENSE, head_dim=2048),))
     assert "head_dim" in {it.code for it in row.reasons}
     assert [it.code for it in OURS.why_not(DENSE, None)] == ["gpu"]
 
