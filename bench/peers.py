@@ -14,12 +14,12 @@ import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.contenders import Contender, RefusedError, Results, alike, differentiate, named, require_grad
+from bench.contenders import Contender, Ours, RefusedError, Results, alike, differentiate, named, require_grad
 from bench.features import FEATURES, SOFTCAP, Feature, ids_of, slopes_of
 from bench.matrix import Cell, Tensors
 from bench.results import NO_GPU
@@ -315,22 +315,8 @@ PEERS: tuple[Peer, ...] = (
 """Every peer. A module that is there but breaks is an error of its cell, never the end of a run."""
 
 
-class Provider(Protocol):
-    """Makes contenders; its name, unique in a run, names its rows."""
-
-    @property
-    def name(self) -> str:
-        """As in `Peer`."""
-
-    @property
-    def is_ours(self) -> bool:
-        """True if it is held to parity's own budgets."""
-
-    def why_not(self, cell: Cell, arch: Arch | None) -> tuple[Reason, ...]:
-        """As in `Peer`."""
-
-    def prepare(self, cell: Cell, tensors: Tensors, arch: Arch) -> Contender:
-        """As in `Peer`."""
+Provider = Ours | Peer
+"""Makes contenders; its name, unique in a run, names its rows."""
 
 
 def find_peers(names: tuple[str, ...]) -> tuple[Peer, ...]:
