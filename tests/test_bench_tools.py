@@ -120,6 +120,10 @@ def test_what_finds_no_memory_beside_others_is_checked_alone(monkeypatch):
         (["--out", "/proc/none"], "/proc/none"),
         (["compare", "a.json", "b.json"], "a.json: No such file"),
         (["record", "--sample"], "--sample: got it without --check; allowed with it"),
+        (["decode", "--backends", "cublas"], "--backends: got 'cublas'; allowed none, triton, cutile, cuda"),
+        (["decode", "--cells", "dense", "--cells", "H7 dense"], "--cells: got 'H7 dense'; allowed words as in"),
+        (["scaling", "--heads", "12"], "--heads-kv: got 8; allowed divisors of --heads 12"),
+        (["scaling", "--head-dim", "96"], "--head-dim: got 96; "),
     ],
 )
 def test_wrong_arguments_say_what_is_accepted(arguments, message, capsys):
