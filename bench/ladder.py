@@ -107,10 +107,7 @@ def point_tables(rows: Iterable[Row]) -> list[Table]:
             row = found.get(f"cuda/{variant.name}")
             if row is not None and row.measured is not None:
                 gain = times_as_fast(row, found.get(f"cuda/{variant.parent}"))
-                gains = (
-                    "-" if gain is None else f"{100 * (gain - 1):+.1f} %",
-                    over(row, peer, "x"),
-                )
+                gains = ("-" if gain is None else f"{100 * (gain - 1):+.1f} %", over(row, peer, "x"))
                 lines.append((variant.name, f"{row.measured.time_ms:.3f}", figure(row), *gains))
             elif row is not None:
                 refused.setdefault(row.text, []).append(variant.name)

@@ -186,13 +186,9 @@ def time_model(
     rows: list[ModelRow] = []
     for mode in modes:
         built.train(mode == "training")
-        calls = {
-            name: Contestant(
-                call=functools.partial(_step, built, ids, mode), context=functools.partial(_asking, built, name)
-            )
-            for name in implementations
-            if name not in faults
-        }
+        step = functools.partial(_step, built, ids, mode)
+        able = (name for name in implementations if name not in faults)
+        calls = {name: Contestant(call=step, context=functools.partial(_asking, built, name)) for name in able}
         outcomes: Mapping[str, Timing | Exception] = measure(calls, clock, regime="call", budget=BUDGET)
         rows += [_row(model, mode, it, errors.get(it), faults.get(it) or outcomes[it]) for it in implementations]
         built.zero_grad(set_to_none=True)
@@ -256,9 +252,8 @@ def _logits_errors(
             faults[name] = f"{type(error).__name__}: {error}"
             continue
         if not errors[name] <= SLACK:
-            faults[name] = (
-                f"computes something else: its logits are {errors[name]:.3g} times as far from fp32 as eager's"
-            )
+            told = f"its logits are {errors[name]:.3g} times as far from fp32 as eager's"
+            faults[name] = f"computes something else: {told}"
     return errors, faults
 
 

@@ -70,9 +70,7 @@ def key_of(plan: Plan) -> Key:
 
 
 def cases(
-    backends: Sequence[str] = BACKENDS,
-    directions: Sequence[Direction] = DIRECTIONS,
-    arches: Sequence[str] = GPU_ARCHS,
+    backends: Sequence[str] = BACKENDS, directions: Sequence[Direction] = DIRECTIONS, arches: Sequence[str] = GPU_ARCHS
 ) -> list[Plan]:
     """A Plan for every rule, arch, head_dim and mask, with a problem for which the rule is the one chosen.
 

@@ -134,9 +134,8 @@ def forecast(layer: Layer, direction: Direction, ranks: int, way: Way, rates: Ra
     tokens = layer.seq // steps
     heads, heads_kv = layer.heads // sharing, max(layer.heads_kv / sharing, 1)  # each rank needs one of k and v
     alone = speed_of(rates, direction, True, layer.seq)
-    speed = (
-        alone if steps == 1 else speed_of(rates, direction, False, tokens // 2)
-    )  # half the keys, or half the queries
+    half = tokens // 2  # of the keys, or of the queries
+    speed = alone if steps == 1 else speed_of(rates, direction, False, half)
     if alone is None or speed is None:
         return None
     work = FLOP_PER_PAIR[direction] * layer.head_dim * layer.heads * layer.seq**2 / 2
@@ -175,15 +174,10 @@ def _exchange_s(size: float, sharing: int) -> float:
 # ---------------------------------------------------------------- tables
 
 HEADER = (
-    "GPUs",
-    "tokens of each",
-    "ring: work / transfer of a step, ms",
-    "efficiency",
-    "heads: exchanges, ms",
-    "efficiency",
-    "both: work / transfer of a step, ms",
-    "exchanges, ms",
-    "efficiency",
+    *("GPUs", "tokens of each"),
+    *("ring: work / transfer of a step, ms", "efficiency"),
+    *("heads: exchanges, ms", "efficiency"),
+    *("both: work / transfer of a step, ms", "exchanges, ms", "efficiency"),
 )
 
 

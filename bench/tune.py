@@ -19,7 +19,7 @@ from tabulate import tabulate
 from bench import options as shared
 from bench.contenders import Ours, RefusedError, Truths, check, truth_of
 from bench.matrix import SUITES, Cell, InputError, Tensors, rate_text
-from bench.peers import Provider, find_peers
+from bench.peers import find_peers
 from bench.results import ROOT, Row, Store
 from bench.run import Job, Machine, run
 from bench.tuned_lines import print_lines
@@ -142,19 +142,16 @@ def sweep(options: argparse.Namespace) -> int:
         kept = Store((options.out or ROOT / "out" / "tune") / f"{name}.json", name)
         for cell in cells:
             mine = {it.ours: failure for it, failure in failures.items() if it.cell == cell}
-            ready: tuple[Provider, ...] = (
-                *(ours for ours, failure in mine.items() if not failure),
-                *find_peers((YARDSTICK,)),
-            )
-            job = shared.as_asked(Job(suite=name, cells=(cell,), providers=ready, budget=TUNE_BUDGET), options)
+            ready = [ours for ours, failure in mine.items() if not failure]
+            everybody = (*ready, *find_peers((YARDSTICK,)))
+            job = shared.as_asked(Job(suite=name, cells=(cell,), providers=everybody, budget=TUNE_BUDGET), options)
             rows = run(replace(job, jobs=1, fresh=True), machine, kept, quiet=True)
             ranking = sorted(rows, key=lambda row: -row.tflops)
             if options.finals:
                 ranking = time_finalists(job, ranking, machine, kept, options.finals)
             told = {ours.name: failure for ours, failure in mine.items() if failure}
-            print(
-                f"\n{backend}: {cell.key}\n{table(ranking, told, top=options.top)}\n\nWritten: {kept.path}", flush=True
-            )
+            places = table(ranking, told, top=options.top)
+            print(f"\n{backend}: {cell.key}\n{places}\n\nWritten: {kept.path}", flush=True)
     return 0
 
 

@@ -21,11 +21,7 @@ import torch
 
 DTYPES = {torch.float16: 10, torch.bfloat16: 16, torch.float32: 11, torch.int32: 4}
 """XLA_FFI_DataType of a tensor's dtype."""
-SCALARS: Mapping[type, tuple[int, Any]] = {
-    bool: (1, ctypes.c_bool),
-    int: (5, c_int64),
-    float: (12, ctypes.c_double),
-}
+SCALARS: Mapping[type, tuple[int, Any]] = {bool: (1, ctypes.c_bool), int: (5, c_int64), float: (12, ctypes.c_double)}
 """XLA_FFI_DataType and C type of an attribute's value."""
 BUFFER = 1
 """XLA_FFI_ArgType_BUFFER, XLA_FFI_RetType_BUFFER."""
@@ -91,24 +87,12 @@ FreeRequest = _growing("DeviceMemory_Free_Args", context=c_void_p, size=c_size_t
 OrdinalRequest = _growing("DeviceOrdinal_Get_Args", context=c_void_p, ordinal=c_int32)
 
 FUNCTIONS: Mapping[str, Any] = {
-    "error_create": ErrorRequest,
-    "error_message": MessageRequest,
-    "error_destroy": MessageRequest,
-    "handler_register": None,
-    "stream": StreamRequest,
-    "type_register": None,
-    "context_get": None,
-    "state_set": None,
-    "state_get": None,
-    "allocate": AllocateRequest,
-    "free": FreeRequest,
-    "pool_schedule": None,
-    "pool_threads": None,
-    "future_create": None,
-    "future_set_available": None,
-    "future_set_error": None,
-    "run_id": None,
-    "ordinal": OrdinalRequest,
+    **{"error_create": ErrorRequest, "error_message": MessageRequest, "error_destroy": MessageRequest},
+    **{"handler_register": None, "stream": StreamRequest, "type_register": None, "context_get": None},
+    **{"state_set": None, "state_get": None, "allocate": AllocateRequest, "free": FreeRequest},
+    **{"pool_schedule": None, "pool_threads": None},
+    **{"future_create": None, "future_set_available": None, "future_set_error": None},
+    **{"run_id": None, "ordinal": OrdinalRequest},
 }
 """The runtime's functions in the order of the table, and what each is asked with. None stands for a function that no
 kernel of attention asks for: the table has NULL there."""
