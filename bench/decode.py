@@ -19,25 +19,12 @@ from typing import Any
 
 import torch
 
+from bench import report
 from bench.contenders import Truths
 from bench.decode_cells import DecodeCell, matching, too_large
 from bench.matrix import Cell, InputError
 from bench.options import AGAIN, positive
 from bench.peers_decode import PEERS, providers
-from bench.report import (
-    NOTHING,
-    Column,
-    by_cell,
-    cells_table,
-    fastest,
-    footnotes,
-    markdown,
-    mean_text,
-    over,
-    rates,
-    timed_names,
-    times_as_fast,
-)
 from bench.results import Row, Store, is_ours, newest, results_dir
 from bench.run import Copy, Job, Machine, run, tensors_and_truth
 from multiattn.inspect.options import count, some_of
@@ -211,37 +198,37 @@ def copy_share(row: Row | None) -> float | None:
 def share_text(row: Row | None) -> str:
     """`copy_share` for a table."""
     share = copy_share(row)
-    return NOTHING if share is None else f"{100 * share:.0f} %"
+    return report.NOTHING if share is None else f"{100 * share:.0f} %"
 
 
 def figure(row: Row | None) -> str:
     """TB/s for a table, or TFLOPS where products bound the cell; ``refused`` or ``error``."""
     if row is None:
-        return NOTHING
+        return report.NOTHING
     if row.measured is None or row.measured.tb_per_s is None or not cell_of(row).has_rate_of_memory:
         return row.figure
     return f"{row.measured.tb_per_s:.2f}" + (" (host-bound)" if row.measured.host_bound else "")
 
 
 def _best(its: Mapping[str, Row]) -> Row | None:
-    return fastest(its.values(), ours=True)
+    return report.fastest(its.values(), ours=True)
 
 
 def _us(row: Row | None) -> str:
-    return NOTHING if row is None or row.measured is None else f"{1e3 * row.measured.time_ms:.1f}"
+    return report.NOTHING if row is None or row.measured is None else f"{1e3 * row.measured.time_ms:.1f}"
 
 
 def line(rows: Sequence[Row]) -> str:
     """The rows of one cell, on one line."""
-    cell, peer = cell_of(rows[0]), fastest(rows, ours=False)
+    cell, peer = cell_of(rows[0]), report.fastest(rows, ours=False)
     unit = "TB/s" if cell.has_rate_of_memory else "TFLOPS"
     copied = next((it.measured.copy_tb_per_s for it in rows if it.measured is not None), None)
     parts = [cell.key, f"{cell.moved_bytes / 1e9:.3g} GB", f"copy {copied:.2f} TB/s" if copied else "no copy"]
     for row in rows:
         words = [row.contender, figure(row), f"({row.text[:100]})" if row.error else ""]
         if row.measured is not None:
-            ratio = f"x{over(row, peer)}" if is_ours(row.contender) else ""
-            share = share_text(row).replace(NOTHING, "")
+            ratio = f"x{report.over(row, peer)}" if is_ours(row.contender) else ""
+            share = share_text(row).replace(report.NOTHING, "")
             words = [row.contender, f"{_us(row)} us", figure(row), unit, share, ratio]
             words += [f"({row.detail})"] if row.detail else []
         parts.append(" ".join(filter(None, words)))
@@ -251,19 +238,19 @@ def line(rows: Sequence[Row]) -> str:
 def table(rows: Sequence[Row]) -> str:
     """A line for each cell, a column for each contender that has a time anywhere."""
     names = dict.fromkeys(row.contender for row in rows if row.measured is not None or row.error)
-    columns: dict[str, Column] = {
+    columns: dict[str, report.Column] = {
         "cache": lambda cell, _: cell.cache,
         "heads": lambda cell, _: cell.heads_text,
         "Q": lambda cell, _: cell.queries,
         "B": lambda cell, _: cell.batch,
         "N": lambda cell, _: cell.seq,
         "GB": lambda cell, _: f"{cell.moved_bytes / 1e9:.3g}",
-        **rates(names, figure),
+        **report.rates(names, figure),
         "best of ours, us": lambda _, its: _us(_best(its)),
         "of a copy": lambda _, its: share_text(_best(its)),
-        "over the best peer": lambda _, its: over(_best(its), fastest(its.values(), ours=False)),
+        "over the best peer": lambda _, its: report.over(_best(its), report.fastest(its.values(), ours=False)),
     }
-    return cells_table(sorted(rows, key=_place), columns)
+    return report.cells_table(sorted(rows, key=_place), columns)
 
 
 def _place(row: Row) -> tuple[int, ...]:
@@ -283,20 +270,22 @@ def summary(rows: Sequence[Row]) -> str:
     others = [name for name in BACKENDS if name != "cuda"]
     lines = []
     for place, members in groups.items():
-        cells = by_cell(members)
+        cells = report.by_cell(members)
         best = {cell: _best(its) for cell, its in cells.items()}
-        over_peers = [times_as_fast(best[cell], fastest(its.values(), ours=False)) for cell, its in cells.items()]
+        peers = {cell: report.fastest(its.values(), ours=False) for cell, its in cells.items()}
+        over_peers = [report.times_as_fast(best[cell], peers[cell]) for cell in cells]
         shares = [copy_share(row) for row in best.values() if row and cell_of(row).cache_bytes >= LARGE_BYTES]
-        over_cuda = ([times_as_fast(its.get(name), its.get("cuda")) for its in cells.values()] for name in others)
+        found = cells.values()
+        over_cuda = ([report.times_as_fast(its.get(name), its.get("cuda")) for its in found] for name in others)
         lines.append((*place, len(cells), *map(_mean_and_least, (over_peers, shares, *over_cuda))))
     header = ("D", "cache", "cells", "best of ours over the best peer", "of a copy, past 256 MB")
-    return markdown((*header, *(f"{name} over cuda" for name in others)), lines)
+    return report.markdown((*header, *(f"{name} over cuda" for name in others)), lines)
 
 
 def _mean_and_least(ratios: Iterable[float | None]) -> str:
     """``1.108, least 0.952 (410)``."""
     found = [ratio for ratio in ratios if ratio is not None]
-    return f"{mean_text(found, 3)}, least {min(found):.3f} ({len(found)})" if found else NOTHING
+    return f"{report.mean_text(found, 3)}, least {min(found):.3f} ({len(found)})" if found else report.NOTHING
 
 
 def block(path: Path) -> str:
@@ -308,10 +297,10 @@ def block(path: Path) -> str:
         kind = "mixed batches" if cell.mixed else "decode" if cell.has_rate_of_memory else "chunks of prefill"
         unit = "TB/s" if cell.has_rate_of_memory else "TFLOPS"
         groups.setdefault(f"{kind}, D = {cell.head_dim}, {cell.dtype}, {unit}", []).append(row)
-    made = [f"**{title}**\n\n{table(members)}" for title, members in groups.items() if timed_names(members)]
+    made = [f"**{title}**\n\n{table(members)}" for title, members in groups.items() if report.timed_names(members)]
     if not made:
         return NOT_MEASURED
-    notes = (f"{title}:\n\n" + "\n".join(f"- {it}" for it in lines) for title, lines in footnotes(rows).items())
+    notes = (f"{title}:\n\n" + "\n".join(f"- {it}" for it in lines) for title, lines in report.footnotes(rows).items())
     if means := summary(rows):
         made.insert(0, f"**One query: the geometric mean, the least, and in brackets the number of cells**\n\n{means}")
     return "\n\n".join((*made, *notes))

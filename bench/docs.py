@@ -13,29 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from bench import decode, host, ladder, models, pictures, record, scaling
+from bench import decode, host, ladder, models, pictures, record, report, scaling
 from bench.comparison import auto_backend, compared, comparison_block, verdict_block
 from bench.docs_support import features_block, support_block
 from bench.matrix import SUITES, Cell, InputError
 from bench.page.extras import targets
-from bench.report import (
-    NOT_MEASURED,
-    NOTHING,
-    Column,
-    by_cell,
-    cells_table,
-    describe,
-    figure,
-    markdown,
-    mean_text,
-    memory_summary,
-    over,
-    provenance,
-    rates,
-    timed,
-    timed_names,
-    write,
-)
 from bench.results import RESULTS, ROOT, Row, load, newest
 from multiattn.triton import GLUON_VARIANTS
 
@@ -63,9 +45,10 @@ def targets_block() -> str:
     """Registers, spills in hot loops and occupancy of each backend's best variant, by head_dim and arch."""
     recorded, lines = record.load_all(), dict[tuple[str, ...], list[str]]()
     for it in targets(recorded):
-        text = NOTHING if it["value"] is None else f"{it['label']} {100 * it['value']:.3g}%"
+        text = report.NOTHING if it["value"] is None else f"{it['label']} {100 * it['value']:.3g}%"
         lines.setdefault((it["backend"], it["direction"], it["d"]), []).append(text)
-    return markdown(("backend", "direction", "D", *recorded), [(*place, *texts) for place, texts in lines.items()])
+    rows = [(*place, *texts) for place, texts in lines.items()]
+    return report.markdown(("backend", "direction", "D", *recorded), rows)
 
 
 # ---------------------------------------------------------------- what was measured
@@ -79,14 +62,14 @@ def results_block(results: Path) -> str:
         if any(sections.values()):
             parts.append(f"## {folder.name.upper()}")
             parts += [f"### {title}, {folder.name.upper()}\n\n{text}" for title, text in sections.items() if text]
-    return "\n\n".join(parts) or NOT_MEASURED
+    return "\n\n".join(parts) or report.NOT_MEASURED
 
 
 def _sections(folder: Path) -> Iterator[tuple[str, list[str]]]:
     forward = [row for row in newest(folder / "standard.json") if "/" not in row.contender]
     yield "Forward", [_speed_table(forward, "forward")]
     training = newest(folder / "backward.json")
-    yield "Backward", [_speed_table(training, "backward"), memory_summary(training)]
+    yield "Backward", [_speed_table(training, "backward"), report.memory_summary(training)]
     yield "Masks and scores", features_tables(newest(folder / "features.json"))
     yield "Packed batches", features_tables(newest(folder / "packed.json"))
     if (folder / "models.json").exists():
@@ -97,7 +80,7 @@ def _sections(folder: Path) -> Iterator[tuple[str, list[str]]]:
         yield "Host cost", [told, found.table("github")]
 
 
-PLACE: Mapping[str, Column] = {
+PLACE: Mapping[str, report.Column] = {
     "D": lambda cell, _: cell.head_dim,
     "mask": lambda cell, _: cell.mask,
     "N": lambda cell, _: cell.seq,
@@ -107,8 +90,9 @@ PLACE: Mapping[str, Column] = {
 def _speed_table(rows: Sequence[Row], what: str) -> str:
     """TFLOPS back to back at some lengths; nothing where nothing was measured."""
     chosen = [row for row in rows if row.regime == "device" and row.cell.seq in SHOWN_SEQS]
-    table = cells_table(sorted(chosen, key=_place), {**PLACE, **rates(names := timed_names(chosen), figure)})
-    told = f"TFLOPS, {what}, 16k tokens, H*D = 2048, back to back:\n\n{table}\n\n" + "\n".join(provenance(chosen))
+    names, where = report.timed_names(chosen), "\n".join(report.provenance(chosen))
+    table = report.cells_table(sorted(chosen, key=_place), {**PLACE, **report.rates(names, report.figure)})
+    told = f"TFLOPS, {what}, 16k tokens, H*D = 2048, back to back:\n\n{table}\n\n{where}"
     return told if names else ""
 
 
@@ -117,7 +101,7 @@ def _auto(cell: Cell, its: Mapping[str, Row]) -> str:
 
 
 def _over_auto(peer: str, cell: Cell, its: Mapping[str, Row]) -> str:
-    return over(its.get(_auto(cell, its)), its.get(peer))
+    return report.over(its.get(_auto(cell, its)), its.get(peer))
 
 
 def features_tables(rows: Sequence[Row]) -> list[str]:
@@ -126,16 +110,16 @@ def features_tables(rows: Sequence[Row]) -> list[str]:
     for title, direction in (("forward", "fwd"), ("backward", "bwd")):
         chosen = [it for it in rows if it.regime == "device" and it.tflops and it.cell.direction == direction]
 
-        columns: dict[str, Column] = {
+        columns: dict[str, report.Column] = {
             "mask and feature": lambda cell, _: cell.attention,
             "D": PLACE["D"],
             "N": PLACE["N"],
-            **rates(timed_names(chosen), lambda row: NOTHING if row is None else figure(row)),
+            **report.rates(report.timed_names(chosen), lambda row: report.figure(row) if row else report.NOTHING),
             "auto": _auto,
             **{f"auto / {name}": partial(_over_auto, name) for name in FEATURE_PEERS},
         }
         told = f"TFLOPS over visible pairs, {title}, B = 1, H*D = 2048, back to back:"
-        tables += [told, cells_table(chosen, columns), *provenance(chosen)] if chosen else []
+        tables += [told, report.cells_table(chosen, columns), *report.provenance(chosen)] if chosen else []
     return tables
 
 
@@ -146,14 +130,14 @@ def models_table(runs: Sequence[models.ModelRun]) -> str:
     for run in runs:
         names = ", ".join(dict.fromkeys(row.model for row in run.rows))
         release = ", ".join(f"{name} {number}" for name, number in run.versions.items())
-        where.append(f"{names}: {release}. {describe(run.environment)}")
+        where.append(f"{names}: {release}. {report.describe(run.environment)}")
     return "\n\n".join((told, models.table_text(runs, "github"), *where))
 
 
 def over_peers(rows: Iterable[Row], name_of: Callable[[Row], str]) -> dict[str, dict[Cell, float]]:
     """By name and cell, TFLOPS of the best row over those of the fastest of PEERS; rows named "" are left out."""
     found: dict[str, dict[Cell, float]] = {}
-    for cell, its in by_cell(rows).items():
+    for cell, its in report.by_cell(rows).items():
         peer = max((its[name].tflops for name in PEERS if name in its), default=0.0)
         for row in its.values():
             if peer and (name := name_of(row)):
@@ -168,11 +152,11 @@ def _cuda_over_peers(rows: Iterable[Row]) -> dict[Cell, float]:
 
 def peers_block(results: Path) -> str:
     """CUDA beside its peers, a line for each cell of the suite `standard`, back to back."""
-    rows = timed(results / GPU_FOLDER / "peers" / "standard.json")
+    rows = report.timed(results / GPU_FOLDER / "peers" / "standard.json")
     ratios = _cuda_over_peers(rows)
     chosen = sorted((row for row in rows if row.cell in ratios), key=_place)
-    columns = {**PLACE, **rates(("cuda", *PEERS), figure), "ratio": lambda cell, _: f"{ratios[cell]:.2f}"}
-    return "\n\n".join((cells_table(chosen, columns), *provenance(rows))) if rows else NOT_MEASURED
+    columns = {**PLACE, **report.rates(("cuda", *PEERS), report.figure), "ratio": lambda cell, _: f"{ratios[cell]:.2f}"}
+    return "\n\n".join((report.cells_table(chosen, columns), *report.provenance(rows))) if rows else report.NOT_MEASURED
 
 
 def peers_summary(results: Path) -> str:
@@ -183,11 +167,11 @@ def peers_summary(results: Path) -> str:
         ("`standard`, CUDA graph", "peers/standard.json", "graph"),
         ("`heldout`, back to back", "heldout.json", "device"),
     ):
-        ratios = _cuda_over_peers(timed(results / GPU_FOLDER / name, regime))
+        ratios = _cuda_over_peers(report.timed(results / GPU_FOLDER / name, regime))
         least = min(ratios, key=lambda cell: ratios[cell], default=None)
-        worst = NOTHING if least is None else f"{ratios[least]:.3f}, {least.key}"
-        rows.append((title, len(ratios), mean_text([*ratios.values()], 3), worst))
-    return markdown(("suite", "cells", "geometric mean", "least ratio, and where"), rows)
+        worst = report.NOTHING if least is None else f"{ratios[least]:.3f}, {least.key}"
+        rows.append((title, len(ratios), report.mean_text([*ratios.values()], 3), worst))
+    return report.markdown(("suite", "cells", "geometric mean", "least ratio, and where"), rows)
 
 
 # ---------------------------------------------------------------- languages
@@ -210,12 +194,12 @@ def speed_block(gpu: Path) -> str:
     columns: dict[str, tuple[str, Mapping[Cell, float]]] = {}
     told: list[str] = []
     for suite, direction in (("standard", "forward"), ("backward", "backward")):
-        rows = timed(gpu / f"{suite}.json")
+        rows = report.timed(gpu / f"{suite}.json")
         ratios = over_peers(rows, language_of)
         columns |= {f"{it}, {direction}": (suite, ratios[it]) for it in LANGUAGES if it in ratios}
         for cell in sorted(SUITES[suite], key=lambda it: (it.head_dim, it.causal)):
             groups.setdefault((cell.head_dim, cell.mask), {}).setdefault(suite, []).append(cell)
-        told += [it for it in provenance(row for row in rows if language_of(row)) if it not in told]
+        told += [it for it in report.provenance(row for row in rows if language_of(row)) if it not in told]
     groups["all", ""] = {suite: [*SUITES[suite]] for suite in ("standard", "backward")}
     lines: list[list[object]] = []
     for place, members in groups.items():
@@ -223,8 +207,8 @@ def speed_block(gpu: Path) -> str:
         for suite, its in columns.values():
             found = [its[cell] for cell in members[suite] if cell in its]
             counted = f" ({len(found)} of {len(members[suite])} cells)" if 0 < len(found) < len(members[suite]) else ""
-            lines[-1].append(mean_text(found, 2) + counted)
-    return "\n\n".join((markdown(("D", "mask", *columns), lines), "\n".join(told)))
+            lines[-1].append(report.mean_text(found, 2) + counted)
+    return "\n\n".join((report.markdown(("D", "mask", *columns), lines), "\n".join(told)))
 
 
 # ---------------------------------------------------------------- ladders
@@ -235,7 +219,7 @@ def ladder_block(results: Path, backend: str) -> str:
     rows = [row for path in sorted(results.glob(f"*/ladder_{backend}.json")) for row in load(path)]
     rows = [row for row in rows if row.cell.head_dim in LADDER_HEAD_DIMS[backend]]
     made = ladder.axes_tables(rows) if backend == "cuda" else ladder.length_tables(rows, backend)
-    return "\n\n".join(f"**{it.title}**\n\n{write(it, 'github')}" for it in made) or NOT_MEASURED
+    return "\n\n".join(f"**{it.title}**\n\n{report.write(it, 'github')}" for it in made) or report.NOT_MEASURED
 
 
 def pages(results: Path = RESULTS) -> Mapping[str, Blocks]:

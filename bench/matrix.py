@@ -11,21 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 import multiattn
-from bench.features import (
-    DOCUMENTS,
-    FEATURES,
-    SOFTCAP,
-    Feature,
-    Mod,
-    capped,
-    draw_lengths,
-    ids_of,
-    make_alibi,
-    make_block_mask,
-    make_mask_mod,
-    packed_lengths,
-    slopes_of,
-)
+from bench import features
 from multiattn.inspect.options import HIDDEN, TOKENS
 from multiattn.layout import DTYPES
 from multiattn.mask import CAUSAL, FULL, Band
@@ -67,7 +53,7 @@ class Cell:
     """Key/value heads where they are fewer (GQA); None: as many as query heads."""
     window: int | None = None
     """The keys that a query of a causal cell sees, its own the last of them; None: all up to its own."""
-    feature: Feature = "none"
+    feature: features.Feature = "none"
 
     def __post_init__(self) -> None:
         if self.direction not in DIRECTIONS:
@@ -77,10 +63,10 @@ class Cell:
             raise ValueError(f"heads_kv: got {self.heads_kv}; allowed {allowed}")
         if self.window is not None and not (self.causal and self.window > 0):
             raise ValueError(f"window: got {self.window}; allowed None, or 1 and more of a causal cell")
-        if self.feature not in FEATURES:
-            raise ValueError(f"feature: got {self.feature!r}; allowed {', '.join(FEATURES)}")
-        if self.has_documents and self.seq < DOCUMENTS:
-            raise ValueError(f"seq: got {self.seq}; allowed {DOCUMENTS} and more, of as many documents")
+        if self.feature not in features.FEATURES:
+            raise ValueError(f"feature: got {self.feature!r}; allowed {', '.join(features.FEATURES)}")
+        if self.has_documents and self.seq < features.DOCUMENTS:
+            raise ValueError(f"seq: got {self.seq}; allowed {features.DOCUMENTS} and more, of as many documents")
 
     @property
     def heads_text(self) -> str:
@@ -133,8 +119,8 @@ class Cell:
     def document_lengths(self) -> tuple[int, ...]:
         """Lengths of the documents in a sequence: one of all without the feature."""
         if self.is_packed:
-            return packed_lengths(self.feature, self.seq)
-        return draw_lengths(self.seq) if self.has_documents else (self.seq,)
+            return features.packed_lengths(self.feature, self.seq)
+        return features.draw_lengths(self.seq) if self.has_documents else (self.seq,)
 
     @property
     def visible_pairs(self) -> int:
@@ -185,9 +171,9 @@ class Cell:
         if self.has_sinks:
             found["sinks"] = tensors[3]
         if self.feature == "softcap30":
-            found["softcap"] = SOFTCAP
+            found["softcap"] = features.SOFTCAP
         if self.feature == "alibi":
-            found["alibi_slopes"] = slopes_of(self.heads, device)
+            found["alibi_slopes"] = features.slopes_of(self.heads, device)
         return found
 
     def attend(self, *tensors: torch.Tensor, **more: Any) -> torch.Tensor:
@@ -209,16 +195,16 @@ class Cell:
         """Flex's BlockMask; None where no key is hidden."""
         return _block_mask(self, device) if self.band.hides_keys or self.has_documents else None
 
-    def mask_mod(self, device: torch.device | str) -> Mod | None:
+    def mask_mod(self, device: torch.device | str) -> features.Mod | None:
         """Flex's mask_mod; None where no key is hidden."""
-        ids = ids_of(self.document_lengths, device) if self.has_documents else None
-        return make_mask_mod(self.causal, self.window, ids)
+        ids = features.ids_of(self.document_lengths, device) if self.has_documents else None
+        return features.make_mask_mod(self.causal, self.window, ids)
 
-    def score_mod(self, device: torch.device | str) -> Mod | None:
+    def score_mod(self, device: torch.device | str) -> features.Mod | None:
         """Flex's score_mod; None for none."""
         if self.feature == "alibi":
-            return make_alibi(slopes_of(self.heads, device), self.causal)
-        return capped if self.feature == "softcap30" else None
+            return features.make_alibi(features.slopes_of(self.heads, device), self.causal)
+        return features.capped if self.feature == "softcap30" else None
 
     @property
     def _heads(self) -> tuple[int, int, int]:
@@ -265,7 +251,7 @@ def _block_mask(cell: Cell, device: torch.device) -> Any:
     left, right = cell.band.reach(cell.seq, cell.seq)
     lengths = torch.tensor(cell.document_lengths)
     begin, end = ((lengths.cumsum(0) - part).repeat_interleave(lengths).to(device) for part in (lengths, 1))
-    return make_block_mask(mod, torch.maximum(places - left, begin), torch.minimum(places + right, end))
+    return features.make_block_mask(mod, torch.maximum(places - left, begin), torch.minimum(places + right, end))
 
 
 _PLAIN = Cell(batch=1, heads=16, seq=4096, head_dim=128, dtype="bf16", causal=False, layout="bshd")

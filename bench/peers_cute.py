@@ -50,23 +50,15 @@ def documents(ids: torch.Tensor, blocks: Any, causal: bool) -> dict[str, Any]:
             return (of_query == of_key) & (key <= query)
         return of_query == of_key
 
-    forward = BlockSparseTensorsTorch(
-        mask_block_cnt=blocks.kv_num_blocks,
-        mask_block_idx=blocks.kv_indices,
-        full_block_cnt=blocks.full_kv_num_blocks,
-        full_block_idx=blocks.full_kv_indices,
-        block_size=blocks.BLOCK_SIZE,
-    )
-    backward = BlockSparseTensorsTorch(
-        mask_block_cnt=blocks.q_num_blocks,
-        mask_block_idx=blocks.q_indices,
-        full_block_cnt=blocks.full_q_num_blocks,
-        full_block_idx=blocks.full_q_indices,
-        block_size=blocks.BLOCK_SIZE,
-    )
-    return {
-        "mask_mod": same_document,
-        "aux_tensors": [ids],
-        "block_sparse_tensors": forward,
-        "block_sparse_tensors_bwd": backward,
-    }
+    def sparse(side):
+        """The blocks of keys that each block of queries has (``kv``), or the other way around (``q``)."""
+        return BlockSparseTensorsTorch(
+            mask_block_cnt=getattr(blocks, f"{side}_num_blocks"),
+            mask_block_idx=getattr(blocks, f"{side}_indices"),
+            full_block_cnt=getattr(blocks, f"full_{side}_num_blocks"),
+            full_block_idx=getattr(blocks, f"full_{side}_indices"),
+            block_size=blocks.BLOCK_SIZE,
+        )
+
+    tensors = {"block_sparse_tensors": sparse("kv"), "block_sparse_tensors_bwd": sparse("q")}
+    return {"mask_mod": same_document, "aux_tensors": [ids], **tensors}
