@@ -324,8 +324,9 @@ def test_a_broken_promise_is_told():
         assert told(key, hot_spills=spills + 1)
 
 
-def command(monkeypatch, tmp_path, plans, *words, **made):
+def command(monkeypatch, tmp_path, plans, *words, dead=(), **made):
     """The command over some Plans, of which each compiles to one kernel; the record is in `tmp_path`."""
+    monkeypatch.setattr(record, "dead_rules", lambda: dead)
     monkeypatch.setattr(record, "FOLDER", tmp_path)
     monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.setattr(record, "cases", lambda: plans)
@@ -350,5 +351,7 @@ def test_the_command_writes_checks_and_finds_what_is_gone(monkeypatch, tmp_path,
     assert ["cuda", "forward", "0", "0", "3"] in [it.split()[:5] for it in capsys.readouterr().out.splitlines()]
     assert command(monkeypatch, tmp_path, plans[:2], "--check") == 1
     assert "no rule has it any more: cuda forward" in capsys.readouterr().out
+    assert command(monkeypatch, tmp_path, plans, "--check", dead=("nothing chooses it",)) == 1
+    assert "nothing chooses it\n" in capsys.readouterr().out
     assert command(monkeypatch, tmp_path, plans[:2]) == 0
     assert len(load(tmp_path / "sm80.json").rows) == 2
