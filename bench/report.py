@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,52 +82,34 @@ def rates(names: Iterable[str], show: Callable[[Row | None], str]) -> dict[str, 
     return {name: lambda _, its, name=name: show(its.get(name)) for name in names}  # type: ignore[misc]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
-    """Rows of one table or plot: they share all but length and batch size, and the regime and the GPU."""
-
-    title: str
-    cells: tuple[Cell, ...]
-    contenders: tuple[str, ...]
-    rows: Mapping[tuple[str, str], Row]
-
-
-def groups(rows: Iterable[Row]) -> list[Group]:
-    """Rows by all that they share but for the length, with one run of each cell; groups without a time are left out."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
-    for row in one_run(rows):
-        cell = row.cell
-        sizes = (cell.direction, cell.head_dim, cell.attention, cell.dtype, cell.layout, cell.heads_text)
-        found.setdefault((*sizes, row.regime, row.environment.gpu), []).append(row)
-    return [_group(members) for members in found.values() if any(row.measured is not None for row in members)]
-
-
-def _group(members: Sequence[Row]) -> Group:
-    cell = members[0].cell
-    cells = sorted({row.cell for row in members}, key=lambda it: (it.seq, it.batch))
-    tokens = {it.batch * it.seq for it in cells}
-    batch = f"{tokens.pop()} tokens" if len(tokens) == 1 else f"B={cell.batch}"
-    return Group(
-        title=f"{TITLES[cell.direction]}D={cell.head_dim} {cell.attention}, H={cell.heads_text}, {batch}, "
-        f"{cell.dtype} {cell.layout}, {members[0].regime} regime, {members[0].environment.gpu}",
-        cells=tuple(cells),
-        contenders=tuple(dict.fromkeys(row.contender for row in members if row.measured is not None or row.error)),
-        rows={(row.cell.key, row.contender): row for row in members},
-    )
-
-
 def figure(row: Row | None) -> str:
     """TFLOPS for a table, or a word."""
     return row.figure if row is not None else "not in this run"
 
 
-def speed_table(group: Group) -> Table:
-    """TFLOPS by length, a column for each contender that could run at all."""
-    rows = tuple(
-        (str(cell.seq), *(figure(group.rows.get((cell.key, name))) for name in group.contenders))
-        for cell in group.cells
-    )
-    return Table(title=f"TFLOPS, {group.title}", note="", header=("N", *group.contenders), rows=rows)
+def speed_tables(rows: Iterable[Row]) -> list[Table]:
+    """TFLOPS by length, with one run of each cell, of rows that share all but length and batch size.
+
+    A table has a column for each contender that could run at all; there is none of rows without a time.
+    """
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in one_run(rows):
+        cell = row.cell
+        sizes = (cell.direction, cell.head_dim, cell.attention, cell.dtype, cell.layout, cell.heads_text)
+        found.setdefault((*sizes, row.regime, row.environment.gpu), []).append(row)
+    return [_speed_table(members) for members in found.values() if timed_names(members)]
+
+
+def _speed_table(members: Sequence[Row]) -> Table:
+    cell, by_name = members[0].cell, {(row.cell, row.contender): row for row in members}
+    cells = sorted({row.cell for row in members}, key=lambda it: (it.seq, it.batch))
+    names = dict.fromkeys(row.contender for row in members if row.measured is not None or row.error)
+    tokens = {it.batch * it.seq for it in cells}
+    batch = f"{tokens.pop()} tokens" if len(tokens) == 1 else f"B={cell.batch}"
+    title = f"TFLOPS, {TITLES[cell.direction]}D={cell.head_dim} {cell.attention}, H={cell.heads_text}, {batch}, "
+    title += f"{cell.dtype} {cell.layout}, {members[0].regime} regime, {members[0].environment.gpu}"
+    lines = tuple((str(it.seq), *(figure(by_name.get((it, name))) for name in names)) for it in cells)
+    return Table(title=title, note="", header=("N", *names), rows=lines)
 
 
 def memory_summary(rows: Iterable[Row]) -> str:
@@ -190,7 +171,7 @@ def text_report(rows: Sequence[Row], *, form: str = "simple", made: Sequence[Tab
     """The tables that rows fill, or those `made` of them, with lists below; `form` ``github`` makes it Markdown."""
     heading = "### " if form == "github" else ""
     if made is None:
-        made = list(map(speed_table, groups(rows)))
+        made = speed_tables(rows)
     parts: list[str] = []
     for table in made:
         parts += filter(None, (f"{heading}{table.title}", table.note, write(table, form)))
