@@ -20,8 +20,7 @@ from multiattn.tune.timing import Budget, Contestant, CudaClock, Sample, Timing,
 class EventClock:
     """A timer for pytest-benchmark, in seconds: it moves by measured event times and by nothing else."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    seconds = 0.0
 
     def __call__(self) -> float:
         return self.seconds

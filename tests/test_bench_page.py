@@ -330,9 +330,9 @@ def test_differences_are_counted_and_averaged():
     assert told == (False, "Of 3 cells of ours: 1 faster, 1 same, 0 slower, 1 gone.")
     assert differences.headline(changed(2.0))[0]
     (summary,) = differences.summaries(changed(2.0, 0.5, 0.0))
-    assert (summary.mean, summary.least_text, summary.counts["gone"]) == ("1.000", "0.500", 1)
+    assert (summary["mean"], summary["least"], summary["counts"]["gone"]) == ("1.000", "0.500", 1)
     (gone,) = differences.summaries(changed(0.0))
-    assert (gone.mean, gone.least_text) == ("-", "-")
+    assert (gone["mean"], gone["least"]) == ("-", "-")
 
 
 @pytest.mark.parametrize(("speedup", "status"), [(1.0, 0), (0.5, 1)])

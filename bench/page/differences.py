@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from bench.page.data import page_data, script_json, table
@@ -19,33 +18,17 @@ from bench.verdicts import Change
 VERDICTS = ("faster", "same", "slower", "gone")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
-    """The outcome of one contender."""
-
-    name: str
-    is_ours: bool
-    counts: Counter[str]
-    mean: str
-    """The geometric mean of its speed-ups."""
-    least: Change | None
-
-    @property
-    def least_text(self) -> str:
-        """Its least speed-up; a dash where it has no time any more."""
-        return f"{self.least.speedup:.3f}" if self.least is not None else "-"
-
-
-def summaries(changes: Sequence[Change]) -> list[Summary]:
-    """A summary for each contender, ours first."""
+def summaries(changes: Sequence[Change]) -> list[dict[str, Any]]:
+    """How each contender came out, ours first: its verdicts, the mean of its speed-ups, the least and where that is."""
     made = []
     for name in in_order(it.before.contender for it in changes):
         mine = [it for it in changes if it.before.contender == name]
         timed = [it for it in mine if it.speedup]
-        mean = mean_text([it.speedup for it in timed], 3)
         least = min(timed, key=lambda it: it.speedup, default=None)
-        counts = Counter(it.verdict for it in mine)
-        made.append(Summary(name=name, is_ours=is_ours(name), counts=counts, mean=mean, least=least))
+        told: dict[str, Any] = {"name": name, "counts": Counter(it.verdict for it in mine)}
+        told |= {"mean": mean_text([it.speedup for it in timed], 3), "least": "-", "where": ""}
+        told |= {"least": f"{least.speedup:.3f}", "where": least.before.cell.key} if least is not None else {}
+        made.append(told)
     return made
 
 
