@@ -6,7 +6,6 @@ import functools
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,25 +36,16 @@ LEVEL = 0.02
 """How far from 1 a mean may be and still count as level."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """Cells of one results file that have a line of the table."""
-
-    title: str
-    stem: str
-    direction: str = "fwd"
-    regime: str = "device"
-
-
-PARTS = (
-    Part(title="forward", stem="standard"),
-    Part(title="backward", stem="backward", direction="bwd"),
-    Part(title="decode", stem="decode", regime="graph"),
-    Part(title="masks and scores, forward", stem="features"),
-    Part(title="masks and scores, backward", stem="features", direction="bwd"),
-    Part(title="packed, forward", stem="packed"),
-    Part(title="packed, backward", stem="packed", direction="bwd"),
-)
+PARTS = {
+    "forward": ("standard", "fwd", "device"),
+    "backward": ("backward", "bwd", "device"),
+    "decode": ("decode", "fwd", "graph"),
+    "masks and scores, forward": ("features", "fwd", "device"),
+    "masks and scores, backward": ("features", "bwd", "device"),
+    "packed, forward": ("packed", "fwd", "device"),
+    "packed, backward": ("packed", "bwd", "device"),
+}
+"""The lines of the table by title: each has the cells of a results file in one direction and regime."""
 
 
 class Ratio(NamedTuple):
@@ -199,13 +189,12 @@ def mark_of(ratios: Sequence[Ratio]) -> str:
 
 
 def _of_kernels(results: Path) -> Iterator[Compared]:
-    for part, folder in itertools.product(PARTS, GPU_FOLDERS):
-        rows = timed(results / folder / f"{part.stem}.json", part.regime)
-        rows = [row for row in rows if row.cell.direction == part.direction]
+    for (title, (stem, direction, regime)), folder in itertools.product(PARTS.items(), GPU_FOLDERS):
+        rows = [row for row in timed(results / folder / f"{stem}.json", regime) if row.cell.direction == direction]
         ratios = over_best_peer(rows)
         if ratios[AUTO]:
             peers = peers_of((row.contender, row.cell) for row in rows)
-            yield Compared(part.title, folder.upper(), len({row.cell for row in rows}), ratios, peers)
+            yield Compared(title, folder.upper(), len({row.cell for row in rows}), ratios, peers)
 
 
 def _of_models(results: Path) -> Iterator[Compared]:
