@@ -106,9 +106,9 @@ def contender_of(plan: Plan, tensors: Tensors, cell: Cell, forward: Plan | None 
     launch_backward = registry.get(plan.backend).backward.prepare(plan)
     dout = alike(out, cell.dout(q.device))
     strides = problem.strides_dq, problem.strides_dk, problem.strides_dv
-    grads = {name: _empty(tensor, its) for name, tensor, its in zip(GRADS, given.qkv, strides, strict=True)}
-    dq, dk, dv = grads.values()
-    of_backward = given._replace(out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv)
+    zipped = zip(GRADS, given.qkv, strides, strict=True)
+    grads: dict[str, Any] = {name: _empty(tensor, its) for name, tensor, its in zipped}
+    of_backward = given._replace(out=out, lse=lse, dout=dout, **grads)
     if given.sinks is not None:
         of_backward = of_backward._replace(delta=torch.empty_like(lse))
         grads["dsinks"] = torch.empty_like(given.sinks)
@@ -171,15 +171,13 @@ def differentiate(
     """
     graph: list[torch.Tensor] = []
 
-    def again() -> Tensors:
-        if not graph:
-            graph.append(forward())
-        return torch.autograd.grad(graph[0], leaves, dout, retain_graph=True)
+    def call() -> Tensors:
+        out = graph[0] if graph else forward()
+        if keeps_graph and not graph:
+            graph.append(out)
+        return torch.autograd.grad(out, leaves, dout, retain_graph=keeps_graph)
 
-    def anew() -> Tensors:
-        return torch.autograd.grad(forward(), leaves, dout)
-
-    return again if keeps_graph else anew
+    return call
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:

@@ -26,16 +26,14 @@ LABELS = {
     "batch": "B",
 }
 SUITE_LABELS = {
-    "standard": "standard",
     "backward": "standard",
     "heldout": "held out",
     "headdims": "every head_dim",
-    "features": "features",
     "packed": "packed batches",
-    "floors": "floors",
     "peers/standard": "standard, run again",
     "peers/backward": "standard, run again",
 }
+"""Of suites that are not shown by their names."""
 REGIME_LABELS = {"device": "back to back", "graph": "in a CUDA graph", "call": "call by call"}
 _DENSE: dict[str, Any] = {
     "zero": True,

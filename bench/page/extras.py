@@ -11,7 +11,7 @@ from bench import host, models
 from bench.page.data import table
 from bench.page.parts import shown
 from bench.page.sources import Evidence, Parity, kind_of
-from bench.record import Record
+from bench.record import HEAD_DIMS, Record
 from bench.record_kernels import Kernel, main_of
 from bench.report import describe, notes, provenance
 from bench.results import short_name
@@ -111,8 +111,6 @@ def _size(point: Mapping[str, Any]) -> float:
 
 
 # ---------------------------------------------------------------- targets
-
-HEAD_DIMS = (64, 128, 256)
 
 
 def targets(compiled: Mapping[str, Record]) -> Iterator[dict[str, Any]]:

@@ -61,12 +61,8 @@ def render(**told: Any) -> str:
     loader = jinja2.FileSystemLoader(FOLDER)
     undefined = jinja2.StrictUndefined
     made = jinja2.Environment(autoescape=True, undefined=undefined, loader=loader, trim_blocks=True, lstrip_blocks=True)
-    parts: dict[str, Any] = {
-        "style": (FOLDER / "page.css").read_text(),
-        "specs": script_json(plots.all_specs()),
-        "runtime": runtime(),
-        "script": script(),
-    }
+    style, specs = (FOLDER / "page.css").read_text(), script_json(plots.all_specs())
+    parts = {"style": style, "specs": specs, "runtime": runtime(), "script": script()}
     return made.get_template("template.html").render(**parts, **told)
 
 
