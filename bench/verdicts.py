@@ -102,7 +102,7 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
         entry["tflops"].setdefault(row.contender, []).append(measured.tflops)
     for entry in cells.values():
         entry["tflops"] = {name: round(statistics.geometric_mean(it), 1) for name, it in entry["tflops"].items()}
-    return [cells[key] for key in sorted(cells)] + list(_cached(_of_decode(rows)))
+    return [cells[key] for key in sorted(cells)] + list(_cached(rows))
 
 
 def _of_several(rows: Iterable[Row]) -> list[Row]:
@@ -113,22 +113,17 @@ def _of_several(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if len(ours[row.cell, row.run]) > 1]
 
 
-def _of_decode(rows: Iterable[Row]) -> list[Row]:
-    """The rows of decode that have a time of one of our backends, by graph replay."""
-    return [
-        row
-        for row in one_run(rows)
-        if isinstance(row.cell, DecodeCell) and row.contender in BACKENDS and row.measured and row.regime == "graph"
-    ]
-
-
 def _cached(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
-    """A `MeasuredCell` for each head_dim and number of rows: geometric means over the cells that all backends ran."""
+    """A `MeasuredCell` for each head_dim and number of rows: geometric means over the cells that all backends ran.
+
+    Rows count that are of decode, by graph replay.
+    """
     groups: dict[tuple[str, int, int], dict[Cell, dict[str, Row]]] = {}
-    for row in rows:
-        assert isinstance(row.cell, DecodeCell)
-        key = row.environment.gpu, row.cell.head_dim, row.cell.queries * row.cell.group
-        groups.setdefault(key, {}).setdefault(row.cell, {})[row.contender] = row
+    for row in one_run(rows):
+        cell = row.cell
+        if isinstance(cell, DecodeCell) and row.contender in BACKENDS and row.measured and row.regime == "graph":
+            key = row.environment.gpu, cell.head_dim, cell.queries * cell.group
+            groups.setdefault(key, {}).setdefault(cell, {})[row.contender] = row
     for (gpu, head_dim, count), by_cell in sorted(groups.items()):
         most = max(map(len, by_cell.values()))
         whole = [its for its in by_cell.values() if len(its) == most]
