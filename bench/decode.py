@@ -25,7 +25,7 @@ from bench.decode_cells import DecodeCell, matching, too_large
 from bench.matrix import Cell, InputError
 from bench.options import AGAIN, positive
 from bench.peers_decode import PEERS, providers
-from bench.results import Row, Store, is_ours, newest, results_dir
+from bench.results import Row, Store, grouped, is_ours, newest, results_dir
 from bench.run import Copy, Job, Machine, run, tensors_and_truth
 from multiattn.inspect.options import count, some_of
 from multiattn.mask import FULL
@@ -261,9 +261,8 @@ def _place(row: Row) -> tuple[int, ...]:
 def summary(rows: Sequence[Row]) -> str:
     """Cells of one query by head_dim and kind of cache: geometric means over them, and the least of each."""
     timed = [row for row in rows if row.measured is not None and cell_of(row).queries == 1]
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in sorted(timed, key=lambda it: (it.cell.head_dim, cell_of(it).page or 0)):
-        groups.setdefault((str(row.cell.head_dim), cell_of(row).cache), []).append(row)
+    timed.sort(key=lambda it: (it.cell.head_dim, cell_of(it).page or 0))
+    groups = grouped(timed, lambda row: (str(row.cell.head_dim), cell_of(row).cache))
     if not groups:
         return ""
     groups["all", "all"] = timed

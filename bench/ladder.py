@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from bench import options as shared
 from bench.contenders import Ours
-from bench.matrix import SUITES, Cell, InputError
+from bench.matrix import SUITES, InputError
 from bench.peers import find_peers
 from bench.report import figure, over, text_report, times_as_fast
-from bench.results import ROOT, Row, Store, environment, is_ours, one_run, results_dir
+from bench.results import ROOT, Row, Store, environment, grouped, is_ours, one_run, results_dir
 from bench.run import Job, Machine, run
 from multiattn.plan import backend as registry
 from multiattn.plan.backend import BACKENDS, Variant, ladder
@@ -38,10 +38,8 @@ def points() -> tuple[Variant, ...]:
 
 def _settings(rows: Iterable[Row]) -> list[list[Row]]:
     """Rows by GPU and by cell but for its length, with one run of each cell."""
-    found: dict[tuple[str, Cell], list[Row]] = {}
-    for row in sorted(one_run(rows), key=lambda it: (it.cell.head_dim, it.cell.seq)):
-        found.setdefault((row.environment.gpu, replace(row.cell, seq=1)), []).append(row)
-    return list(found.values())
+    ordered = sorted(one_run(rows), key=lambda it: (it.cell.head_dim, it.cell.seq))
+    return list(grouped(ordered, lambda row: (row.environment.gpu, replace(row.cell, seq=1))).values())
 
 
 def _setting(row: Row) -> str:

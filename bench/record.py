@@ -19,7 +19,7 @@ from tabulate import tabulate
 from bench.matrix import InputError
 from bench.options import add_jobs
 from bench.record_kernels import Kernel, compile_task, promised_without_spills
-from bench.results import ROOT, dump, read
+from bench.results import ROOT, dump, grouped, read
 from multiattn.bars import Bar
 from multiattn.inspect.mix import GENERATIONS
 from multiattn.inspect.pool import run_isolated
@@ -277,9 +277,7 @@ def promises(rows: Mapping[Key, Kernels]) -> Iterator[str]:
 
 def sample(wanted: Iterable[Plan]) -> list[Plan]:
     """One rule per backend and arch, the same ones every time: directions take turns, hashes choose."""
-    groups: dict[tuple[str, str], list[Plan]] = {}
-    for plan in sorted(wanted, key=key_of):
-        groups.setdefault((plan.backend, plan.arch.name), []).append(plan)
+    groups = grouped(sorted(wanted, key=key_of), lambda plan: (plan.backend, plan.arch.name))
     chosen = []
     for place, (name, members) in enumerate(sorted(groups.items())):
         mine = [it for it in members if it.direction == ("forward", "backward")[place % 2]] or members

@@ -27,6 +27,7 @@ from multiattn.plan.toolchain import driver_version, version_of
 from multiattn.tune.timing import Budget
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 SCHEMA = 5
 LOST_DEVICE = "the device was lost: "
@@ -285,10 +286,16 @@ def one_run(rows: Iterable[Row]) -> list[Row]:
     The newest run in which several contenders took turns counts, or the newest where no run has several. Rows without
     a run (refused before anybody was timed) stay, unless they are of another setup than the run.
     """
-    places: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        places.setdefault((row.environment.gpu, row.cell.key, row.regime), []).append(row)
+    places = grouped(rows, lambda row: (row.environment.gpu, row.cell.key, row.regime))
     return [row for members in places.values() for row in _newest(members)]
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Items by their keys, in the order in which these come."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def newest(path: Path) -> list[Row]:
@@ -297,10 +304,7 @@ def newest(path: Path) -> list[Row]:
 
 
 def _newest(rows: Sequence[Row]) -> list[Row]:
-    runs: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.measured is not None:
-            runs.setdefault(row.run, []).append(row)
+    runs = grouped((row for row in rows if row.measured is not None), lambda row: row.run)
     if not runs:
         return list(rows)
     complete = [run for run, timed in runs.items() if len(timed) > 1]

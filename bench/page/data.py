@@ -18,7 +18,7 @@ from bench.page.parts import PARTS
 from bench.page.sources import Source, kind_of
 from bench.page.styles import as_data, in_order
 from bench.report import describe, fastest, notes, times_as_fast
-from bench.results import Row, is_ours, pack
+from bench.results import Row, grouped, is_ours, pack
 from multiattn.inspect.roofline import bounds
 from multiattn.plan.arch import find_gpu
 from multiattn.plan.backend import BACKENDS
@@ -33,9 +33,7 @@ UNITS = {"tensor": "tensor cores", "exp": "exponentials", "memory": "memory"}
 
 def best_peers(rows: Iterable[Row]) -> dict[tuple[Cell, str], Row | None]:
     """The fastest of all peers in each cell and regime."""
-    found: dict[tuple[Cell, str], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row.cell, row.regime), []).append(row)
+    found = grouped(rows, lambda row: (row.cell, row.regime))
     return {place: fastest(its, ours=False) for place, its in found.items()}
 
 
