@@ -128,133 +128,71 @@ def _beyond_int32(x: float, y: float) -> bool:
 
 # ---------------------------------------------------------------- operators
 
-_BY_PAIR = {
-    "//": lambda x, y: x // y,
-    "%": lambda x, y: x % y,
-    "div trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
-    "div floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
-    "remainder": torch.remainder,
-    "fmod": torch.fmod,
-    "minimum": torch.minimum,
-    "maximum": torch.maximum,
-    "sign": lambda x, y: torch.sign(x),
-    "abs": lambda x, y: x.abs(),
-    "<": lambda x, y: x < y,
-    "==": lambda x, y: x == y,
-}
+
+def _operators(codes: str, given: str = "x, y") -> dict[str, Callable[..., Any]]:
+    """A function of each expression; several stand in a line."""
+    names = [code.strip() for line in codes.strip().splitlines() for code in line.split(";")]
+    return {name: eval(f"lambda {given}: {name}", {"torch": torch}) for name in names}
+
+
+_DIVISIONS = """
+x // y; x % y; torch.div(x, y, rounding_mode="trunc"); torch.div(x, y, rounding_mode="floor")
+torch.remainder(x, y); torch.fmod(x, y)
+"""
+_BY_PAIR = f"""
+{_DIVISIONS.strip()}
+torch.minimum(x, y); torch.maximum(x, y); torch.sign(x); x.abs(); x < y; x == y
+"""
 """Operators of floats and integers."""
 
 INTEGERS = Sweep(
     name="integers",
     pairs=_integers,
     dtype=torch.int32,
-    operators={
-        **_BY_PAIR,
-        "+": lambda x, y: x + y,
-        "-": lambda x, y: x - y,
-        "*": lambda x, y: x * y,
-        "neg": lambda x, y: -x,
-        "**": lambda x, y: x**2 + y**3,
-        ">>": lambda x, y: x >> y,
-        "&": lambda x, y: x & y,
-        "|": lambda x, y: x | ~y,
-        "^": lambda x, y: x ^ y,
-        "clamp": lambda x, y: x.clamp(-40, 40),
-        "/": lambda x, y: x / y,
-        "float": lambda x, y: x.float() - y,
-        "// 41": lambda x, y: x // 41,
-        "// -7": lambda x, y: x // -7,
-        "// 8": lambda x, y: x // 8,
-        "// -1": lambda x, y: x // -1,
-        "% 41": lambda x, y: x % 41,
-        "% -7": lambda x, y: x % -7,
-        "% 8": lambda x, y: x % 8,
-        "div trunc 7": lambda x, y: torch.div(x, 7, rounding_mode="trunc"),
-        "div trunc -8": lambda x, y: torch.div(x, -8, rounding_mode="trunc"),
-        "fmod 41": lambda x, y: torch.fmod(x, 41),
-        "product % 7": lambda x, y: (x * 100_000_000) % 7,
-        "product // 7": lambda x, y: (x * y + y) // 7,
-        "long *": lambda x, y: x.long() * y,
-        "long //": lambda x, y: (x.long() * 3) // y,
-        "long %": lambda x, y: (x.long() * 5 - 1) % y,
-        "uint8": lambda x, y: x.to(torch.uint8) + y.to(torch.uint8),
-        "int8": lambda x, y: -x.to(torch.int8) * 3,
-        "int16": lambda x, y: x.to(torch.int16) * y.to(torch.int16),
-        "to int16": lambda x, y: x.to(torch.int16),
-        "to uint8 // 3": lambda x, y: x.to(torch.uint8) // 3,
-        "x == x": lambda x, y: (x == x) ^ (y < y),
-        "bool +": lambda x, y: (x > 0) + (y > 0),
-        "(x / y).floor()": lambda x, y: (x / y).floor(),
-        "(x / 41).floor()": lambda x, y: (x / 41).floor(),
-    },
-    skip=dict.fromkeys(
-        ("//", "%", "div trunc", "div floor", "remainder", "fmod", "// -1"), _is_least_by_minus_one
-    ),
-)  # fmt: skip
+    operators=_operators(f"""
+        {_BY_PAIR.strip()}
+        x + y; x - y; x * y; -x; x**2 + y**3; x >> y; x & y; x | ~y; x ^ y; x.clamp(-40, 40); x / y; x.float() - y
+        x // 41; x // -7; x // 8; x // -1; x % 41; x % -7; x % 8; torch.fmod(x, 41)
+        torch.div(x, 7, rounding_mode="trunc"); torch.div(x, -8, rounding_mode="trunc")
+        (x * 100_000_000) % 7; (x * y + y) // 7; x.long() * y; (x.long() * 3) // y; (x.long() * 5 - 1) % y
+        x.to(torch.uint8) + y.to(torch.uint8); -x.to(torch.int8) * 3; x.to(torch.int16) * y.to(torch.int16)
+        x.to(torch.int16); x.to(torch.uint8) // 3; (x == x) ^ (y < y); (x > 0) + (y > 0)
+        (x / y).floor(); (x / 41).floor()
+    """),
+    skip=dict.fromkeys((*_operators(_DIVISIONS), "x // -1"), _is_least_by_minus_one),
+)
 FLOATS = Sweep(
     name="floats",
     pairs=_floats,
-    operators={
-        **_BY_PAIR,
-        "(x / y).floor()": lambda x, y: (x / y).floor(),
-        "(x / y).ceil()": lambda x, y: (x / y).ceil(),
-        "(x / y).trunc()": lambda x, y: (x / y).trunc(),
-        "(x / y).round()": lambda x, y: (x / y).round(),
-        "(x / y).int()": lambda x, y: (x / y).int(),
-        "x / y == 3": lambda x, y: x / y == 3,
-        "x > 3 * y": lambda x, y: x > 3 * y,
-        "floor": lambda x, y: x.floor(),
-        "ceil": lambda x, y: x.ceil(),
-        "trunc": lambda x, y: x.trunc(),
-        "round": lambda x, y: x.round(),
-        "round, decimals=1": lambda x, y: (torch.round(x, decimals=1) * 10).round(),
-        "(x / 41).floor()": lambda x, y: (x / 41).floor(),
-        "(x / 0.3).floor()": lambda x, y: (x / 0.3).floor(),
-        "(x / 1.75).round()": lambda x, y: (x / 1.75).round(),
-        "// 41": lambda x, y: x // 41,
-        "% 0.3": lambda x, y: x % 0.3,
-        "fmod 47": lambda x, y: torch.fmod(x, 47),
-        "(x * 0.7 + y).floor()": lambda x, y: (x * 0.7 + y).floor(),
-        "(x * 0.1 * 3).ceil()": lambda x, y: (x * 0.1 * 3).ceil(),
-        "reciprocal": lambda x, y: (x * y.reciprocal()).floor(),
-        "sqrt": lambda x, y: (x * x).sqrt().floor(),
-        "rsqrt": lambda x, y: ((x * x + 1).rsqrt() * 1000).floor(),
-    },
+    operators=_operators(f"""
+        {_BY_PAIR.strip()}
+        (x / y).floor(); (x / y).ceil(); (x / y).trunc(); (x / y).round(); (x / y).int(); x / y == 3; x > 3 * y
+        x.floor(); x.ceil(); x.trunc(); x.round(); (torch.round(x, decimals=1) * 10).round()
+        (x / 41).floor(); (x / 0.3).floor(); (x / 1.75).round(); x // 41; x % 0.3; torch.fmod(x, 47)
+        (x * 0.7 + y).floor(); (x * 0.1 * 3).ceil(); (x * y.reciprocal()).floor(); (x * x).sqrt().floor()
+        ((x * x + 1).rsqrt() * 1000).floor()
+    """),
     skip={"(x / y).int()": _beyond_int32},
 )
 SMOOTH = Sweep(
     name="smooth",
     pairs=_angles,
     tolerance=1e-6,
-    operators={
-        "sin": lambda x, y: x.sin(),
-        "cos": lambda x, y: x.cos(),
-        "erf": lambda x, y: x.erf(),
-        "gelu": lambda x, y: torch.nn.functional.gelu(x.clamp(-6, 6)),
-        "exp": lambda x, y: x.clamp(-6, 0).exp(),
-        "log": lambda x, y: (x.abs() + 1).log() / 16,
-    },
+    operators=_operators("""
+        x.sin(); x.cos(); x.erf(); torch.nn.functional.gelu(x.clamp(-6, 6)); x.clamp(-6, 0).exp()
+        (x.abs() + 1).log() / 16
+    """),
 )
 POSITIONS = Sweep(
     name="positions",
-    operators={
-        "(i / 41).floor()": lambda i: (i / 41).floor(),
-        "(i / 0.3).floor()": lambda i: (i / 0.3).floor(),
-        "(i / 41).int()": lambda i: (i / 41).int(),
-        "i / 41 == 3": lambda i: i / 41 == 3,
-        "i % 41": lambda i: i % 41,
-        "i // 41": lambda i: i // 41,
-        "(i - 300) // 7": lambda i: (i - 300) // 7,
-        "(i - 300) % -7": lambda i: (i - 300) % -7,
-        "(i * 1e8) % 7": lambda i: (i * 100_000_000) % 7,
-        "(i * i * i) // 5": lambda i: (i * i * i) // 5,
-        "-i fmod 3": lambda i: torch.fmod(-i, 3),
-        "(0.1 * (i - 300)).floor()": lambda i: (0.1 * (i - 300)).floor(),
-        "float(i * 1e8 - i)": lambda i: (i * 100_000_000 - i).float(),
-        "(i % 8.2).round()": lambda i: (i % 8.2).round(),
-        "i // 0.7": lambda i: i // 0.7,
-        "(1 / (i + 1)).ceil()": lambda i: (49 / (i + 1)).ceil(),
-        "triangle": lambda i: (((8 * i + 1).sqrt() - 1) / 2).floor(),
-    },
+    operators=_operators(
+        """
+        (i / 41).floor(); (i / 0.3).floor(); (i / 41).int(); i / 41 == 3; i % 41; i // 41; (i - 300) // 7
+        (i - 300) % -7; (i * 100_000_000) % 7; (i * i * i) // 5; torch.fmod(-i, 3); (0.1 * (i - 300)).floor()
+        (i * 100_000_000 - i).float(); (i % 8.2).round(); i // 0.7; (49 / (i + 1)).ceil()
+        (((8 * i + 1).sqrt() - 1) / 2).floor()
+        """,
+        "i",
+    ),
 )
 SWEEPS = (INTEGERS, FLOATS, SMOOTH, POSITIONS)
