@@ -6,7 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from packaging.version import Version  # noqa: E402
-from test_integrations_transformers import BATCH, CACHE, LENGTH, check, decoder, padding, tokens  # noqa: E402
+from test_integrations_transformers import BATCH, CACHE, LENGTH, check, decoder, tokens  # noqa: E402
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function  # noqa: E402
 
 import multiattn  # noqa: E402
@@ -46,12 +46,6 @@ def test_steps_over_a_static_cache_take_lengths(name, calls):
     lengths = [it["seqlens_kv"].tolist() for it in calls]
     expected = [min(length, 6) if name == "Mistral" else length for length in range(6, 11)]
     assert lengths == [[it] * BATCH for it in expected for _layer in range(2)]
-
-
-def test_padding_of_a_static_cache_has_a_mask(calls):
-    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
-    check(decoder("Llama"), lambda it: [it.generate(tokens(), attention_mask=padding(left=7), **options)])
-    assert calls == []
 
 
 def test_compiled_steps_need_no_other_code():

@@ -192,6 +192,9 @@ def _shaken(run: Any, subject: Subject, changes: dict[str, Any], times: int) -> 
     return run(model)
 
 
+_subject = functools.lru_cache(maxsize=1)(Subject)
+
+
 def sweep(name: str, only: tuple[str, ...] = (), plant: Callable[..., Any] | None = None) -> Cells:
     """The verdict of each cell of a class; `plant` makes a fault of `attend`."""
     torch.set_num_threads(1)
@@ -202,7 +205,7 @@ def sweep(name: str, only: tuple[str, ...] = (), plant: Callable[..., Any] | Non
     AttentionInterface.register("multiattn", spy)
     try:
         with limit(SECONDS):
-            subject = Subject(name)
+            subject = _subject(name)
     except (Exception, TimeLimitError) as error:
         return {"made small": ("no", f"{type(error).__name__}: {str(error)[:500]}")}
     found = {"made small": ("yes", " ".join(f"{it}{list(of.shape)}" for it, of in subject.inputs.items()))}
