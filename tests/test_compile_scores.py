@@ -252,39 +252,31 @@ def test_export_round_trip(strict, tmp_path):
 CAP = torch.tensor(2.0)
 
 BAD = {
-    "control flow": (lambda s, b, h, i, j: s if s.item() > 0 else -s, "allowed torch.where"),
-    "a whole tensor": (lambda s, b, h, i, j: s + TABLE, r"a tensor of shape \(\d,\) as a whole; allowed one element"),
-    "an operation": (lambda s, b, h, i, j: torch.erfinv(s), "erfinv.*allowed arithmetic"),
-    "a slice": (lambda s, b, h, i, j: s + TABLE[1:][h], "an index slice.*allowed b, h, q_idx, kv_idx"),
-    "a place": (lambda s, b, h, i, j: s + TABLE[9], "index 9 is out of bounds for a dimension of 4"),
-    "no number": (lambda s, b, h, i, j: None, "a result of NoneType; allowed a tensor"),
-    "two results": (lambda s, b, h, i, j: torch.frexp(s)[0], "result of an operation that cannot be recorded"),
-    "a write": (lambda s, b, h, i, j: CAP.add_(s), "writes to a captured tensor"),
+    "score_mod": {
+        "control flow": (lambda s, b, h, i, j: s if s.item() > 0 else -s, "allowed torch.where"),
+        "a whole tensor": (lambda s, b, h, i, j: s + TABLE, r"tensor of shape \(\d,\) as a whole; allowed one element"),
+        "an operation": (lambda s, b, h, i, j: torch.erfinv(s), "erfinv.*allowed arithmetic"),
+        "a slice": (lambda s, b, h, i, j: s + TABLE[1:][h], "an index slice.*allowed b, h, q_idx, kv_idx"),
+        "a place": (lambda s, b, h, i, j: s + TABLE[9], "index 9 is out of bounds for a dimension of 4"),
+        "no number": (lambda s, b, h, i, j: None, "a result of NoneType; allowed a tensor"),
+        "two results": (lambda s, b, h, i, j: torch.frexp(s)[0], "result of an operation that cannot be recorded"),
+        "a write": (lambda s, b, h, i, j: CAP.add_(s), "writes to a captured tensor"),
+        "no callable": (3, "score_mod must be callable or None; got int"),
+    },
+    "block_mask": {
+        "no mask": (torch.ones(3), "block_mask must be a .*BlockMask; got Tensor"),
+        "lists": (blocks(lambda b, h, i, j: i >= j, 20, 8), r"block_mask: got lists \[1, 1, 2, 1\]"),
+    },
+    "softcap": {"a number": (-1.0, "softcap: got -1.0; allowed positive")},
+    "bias": {"a shape": (torch.ones(2, 3, 1, 1, dtype=torch.float64), r"bias: got shape \(2, 3, 1, 1\); allowed")},
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_a_program_is_named(name):
-    score_mod, words = BAD[name]
-    run, _ = compiled(lambda q, k, v: fmha(q, k, v, score_mod=score_mod))
+@pytest.mark.parametrize(("option", "kind"), [(option, kind) for option, kinds in BAD.items() for kind in kinds])
+def test_what_is_bad_is_named_in_a_graph_too(option, kind):
+    value, words = BAD[option][kind]
+    run, _ = compiled(lambda q, k, v: fmha(q, k, v, **{option: value}))
     with pytest.raises(Exception, match=words), torch._dynamo.config.patch(capture_scalar_outputs=True):
-        run(*qkv())
-
-
-BAD_OPTIONS = {
-    "score_mod": ({"score_mod": 3}, "score_mod must be callable or None; got int"),
-    "block_mask": ({"block_mask": torch.ones(3)}, "block_mask must be a .*BlockMask; got Tensor"),
-    "lists": ({"block_mask": blocks(lambda b, h, i, j: i >= j, 20, 8)}, r"block_mask: got lists \[1, 1, 2, 1\]"),
-    "softcap": ({"softcap": -1.0}, "softcap: got -1.0; allowed positive"),
-    "bias": ({"bias": torch.ones(2, 3, 1, 1, dtype=torch.float64)}, r"bias: got shape \(2, 3, 1, 1\); allowed"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_OPTIONS)
-def test_bad_options_are_named_in_a_graph_too(name):
-    options, words = BAD_OPTIONS[name]
-    run, _ = compiled(lambda q, k, v: fmha(q, k, v, **options))
-    with pytest.raises(Exception, match=words):
         run(*qkv())
 
 

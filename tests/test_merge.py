@@ -76,21 +76,15 @@ def test_parts_make_the_whole(count, layout, garbage, dtype):
     outs, lses, whole = parts_and_whole(layout, count, dtype, garbage)
     sees_none = whole[1] == -torch.inf
     assert sees_none.any()
-    found = multiattn.merge_all(outs, lses)
-    assert_near(found, whole, dtype)
+    for order in itertools.permutations(range(count)):
+        found = multiattn.merge_all([outs[it] for it in order], [lses[it] for it in order])
+        assert_near(found, whole, dtype)
     if count == 2:
-        pair = multiattn.merge(outs[0], lses[0], outs[1], lses[1])
+        pair = multiattn.merge(outs[1], lses[1], outs[0], lses[0])
         torch.testing.assert_close(pair, found, rtol=0, atol=0)
-
-
-@LAYOUTS
-def test_any_order_and_pairs_give_the_same(layout):
-    outs, lses, whole = parts_and_whole(layout)
-    for order in itertools.permutations(range(3)):
-        a, b, c = order
-        assert_near(multiattn.merge_all([outs[it] for it in order], [lses[it] for it in order]), whole, torch.float64)
-        pair = multiattn.merge(outs[a], lses[a], outs[b], lses[b])
-        assert_near(multiattn.merge(*pair, outs[c], lses[c]), whole, torch.float64)
+    if count == 3 and dtype == torch.float64:
+        pair = multiattn.merge(outs[0], lses[0], outs[1], lses[1])
+        assert_near(multiattn.merge(*pair, outs[2], lses[2]), whole, dtype)
 
 
 @pytest.mark.parametrize("level", [0.0, 1e3, -1e3, 1e6])
@@ -172,16 +166,8 @@ def test_empty_rows_get_zero_gradients_though_nan_comes_in(layout, garbage):
 Q_ROWS, SHARED, OWN = 7, 11, 7
 
 
-def halves(q, k, v, sinks):
-    """Any keys in two parts, without a mask; the sink is in one of them."""
-    options = {"return_lse": True, "backend": "reference"}
-    first = multiattn.fmha(q, k[:, :, :SHARED], v[:, :, :SHARED], **options)
-    second = multiattn.fmha(q, k[:, :, SHARED:], v[:, :, SHARED:], sinks=sinks, **options)
-    return multiattn.merge(*first, *second), multiattn.fmha(q, k, v, sinks=sinks, **options)
-
-
 def prefix(q, k, v, sinks):
-    """A prefix that all queries see, and a causal suffix."""
+    """A prefix that all queries see, and a causal suffix with the sink."""
     options = {"return_lse": True, "backend": "reference", "sinks": sinks}
     first = multiattn.fmha(q, k[:, :, :SHARED], v[:, :, :SHARED], **options | {"sinks": None})
     second = multiattn.fmha(q, k[:, :, SHARED:], v[:, :, SHARED:], causal=True, **options)
@@ -214,7 +200,7 @@ def packed(q, k, v, sinks):
     return multiattn.merge(*parts[0], *parts[1]), attend_to(slice(0, 18), 0, 8, 18, sinks=sinks)
 
 
-@pytest.mark.parametrize("case", [halves, prefix, hidden_part, packed], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("case", [prefix, hidden_part, packed], ids=lambda it: it.__name__)
 def test_merged_parts_of_fmha_are_the_whole(case):
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 4, Q_ROWS, 8), (2, 2, SHARED + OWN, 8), (2, 2, SHARED + OWN, 8), (4,))
