@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, experimental
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -24,7 +24,9 @@ def ranks(number):
     def decorate(test):
         def run(tmp_path):
             arguments = (test.__name__, number, f"file://{os.fspath(tmp_path)}/store")
-            multiprocessing.spawn(_rank, arguments, nprocs=number)
+            # The processes are forks of one that has imported what takes seconds.
+            multiprocessing.set_forkserver_preload(["multiattn.integrations.dtensor", experimental.__name__])
+            multiprocessing.start_processes(_rank, arguments, nprocs=number, start_method="forkserver")
 
         run.__name__ = run.__qualname__ = test.__name__
         globals()[f"_{test.__name__}"] = test

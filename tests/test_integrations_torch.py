@@ -208,10 +208,11 @@ def test_restoring_undoes_all(ran):
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_compiled(ran):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_compiled(ran, backend):
     torch._dynamo.reset()
     inputs = [LAYOUTS["sequence first"](it).detach().requires_grad_() for it in qkv()]
-    compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True)
+    compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend=backend)
     assert_near(results(inputs, compiled, is_causal=True), truth(inputs, is_causal=True))
     assert ran == ["forward", "backward"]
 
