@@ -149,7 +149,7 @@ class Case:
     size: Size = "any"
     nightly: bool = False
     """On a CPU it is run at night only: another case has nearly the same kernels, but for an expression that
-    `tests/test_score_operators.py` runs by itself."""
+    `tests/test_score_languages.py` runs by itself."""
 
     @property
     def seed(self) -> int:

@@ -18,8 +18,6 @@ from multiattn.score.expression import apply, cast, const, derivative, read
 from multiattn.score.lower import LOG2_E
 from parity.callables import CALLABLES
 
-ALL = pytest.mark.parametrize("case", CALLABLES, ids=lambda case: case.name)
-SCORES = pytest.mark.parametrize("case", [it for it in CALLABLES if it.score_mod], ids=lambda case: case.name)
 SHAPE = (SIZES.batch, SIZES.heads, SIZES.seq_q, SIZES.seq_kv)
 
 
@@ -45,63 +43,50 @@ def digest(score_mod, **options):
 # ---------------------------------------------------------------- values and slopes
 
 
-@ALL
-def test_eager_is_what_vmap_computes(case):
+@pytest.mark.parametrize("case", [it for it in CALLABLES if it.mask_mod], ids=lambda case: case.name)
+def test_a_mask_is_what_vmap_computes(case):
     made, found = bound(case)
-    if "score_mod" in made:
-        scores = scores_of(SIZES)
-        modified = eager.modified(found, scores) if found else scores
-        torch.testing.assert_close(
-            modified, true_scores(made["score_mod"], scores, SIZES).double(), rtol=1e-6, atol=1e-6
-        )
-    if "mask_mod" in made:
-        mask = eager.visible(found, SHAPE, CPU) if found else torch.tensor(True)
-        assert torch.equal(mask.expand(SHAPE), true_mask(made["mask_mod"], SIZES))
-        assert found is None or 0 < mask.expand(SHAPE).float().mean() < 1
+    mask = eager.visible(found, SHAPE, CPU) if found else torch.tensor(True)
+    assert torch.equal(mask.expand(SHAPE), true_mask(made["mask_mod"], SIZES))
+    assert found is None or 0 < mask.expand(SHAPE).float().mean() < 1
 
 
-@SCORES
-def test_gradients_of_eager_are_those_of_the_callable(case):
-    made, found = bound(case)
-    if found is None:
-        return
-    scores = scores_of(SIZES).requires_grad_()
-    upstream = scores_of(SIZES)
-    wanted = [found.tensors[slot] for slot in found.slots_requiring_grad]
-    ours = gradients(eager.modified(found, scores), [scores, *wanted], upstream)
-    truth = gradients(true_scores(made["score_mod"], scores, SIZES).double(), [scores, *wanted], upstream)
-    for mine, true in zip(ours, truth, strict=True):
-        torch.testing.assert_close(mine, true, **tolerance(true))
-
-
-def test_what_only_a_mask_reads_has_no_gradient():
+def test_a_tensor_has_one_slot_and_no_gradient_where_only_a_mask_reads_it():
     scores, masks = (torch.zeros(24, requires_grad=True) for _ in range(2))
     made = {"score_mod": lambda s, b, h, q, kv: s + scores[kv], "mask_mod": lambda b, h, q, kv: masks[q] >= masks[kv]}
     found = bind_score(device=CPU, **made)
     assert [found.tensors[slot] is scores for slot in found.slots_requiring_grad] == [True]
     assert len(found.tensors) == 2
+    first, second = torch.rand(2), torch.rand(2)
+    assert bind(score_mod=lambda s, b, h, q, kv: s + first[h] * first[b]).tensors == (first,)  # captured twice
+    assert len(bind(score_mod=lambda s, b, h, q, kv: s + first[h] * second[b]).tensors) == 2
+    assert len(bind(alibi_slopes=first, score_mod=lambda s, b, h, q, kv: s * first[h]).tensors) == 1
 
 
-@SCORES
-def test_kernel_form_has_these_values_and_slopes(case):
+@pytest.mark.parametrize("case", [it for it in CALLABLES if it.score_mod], ids=lambda case: case.name)
+def test_eager_and_kernel_form_have_values_and_slopes_of_vmap(case):
     """In fp64, so that only the form itself can be wrong: the scale, log2(e), hoisted scalars, clamped indices."""
-    _, found = bound(case)
-    if found is None:
-        return
-    scale = 0.3
-    lowered = lower(found.program)
-    raw = scores_of(SIZES)
+    made, found = bound(case)
+    raw, scale = scores_of(SIZES), 1.3
     scores = (raw * scale).requires_grad_()
+    truth = true_scores(made["score_mod"], scores, SIZES).double()
+    if found is None:
+        torch.testing.assert_close(truth, scores)
+        return
+    lowered = lower(found.program)
     inputs = kernel_inputs(found, raw, scale)
 
     def run(node):
         return eager.evaluate(node, found, inputs, torch.float64).expand(SHAPE)
 
     result = eager.modified(found, scores)
+    torch.testing.assert_close(result, truth, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(run(lowered.score) / LOG2_E, result)
     upstream = scores_of(SIZES)
     wanted = [found.tensors[slot] for slot in found.slots_requiring_grad]
-    dscores, *dtensors = gradients(result, [scores, *wanted], upstream)
+    dscores, *dtensors = ours = gradients(result, [scores, *wanted], upstream)
+    for mine, true in zip(ours, gradients(truth, [scores, *wanted], upstream), strict=True):
+        torch.testing.assert_close(mine, true, **tolerance(true))
     torch.testing.assert_close(run(lowered.slope) * upstream, dscores)
     for slot, true in zip(found.slots_requiring_grad, dtensors, strict=True):
         total = torch.zeros(true.shape, dtype=torch.float64)
@@ -196,14 +181,6 @@ def test_digests_tell_code_apart_and_nothing_else():
     assert digest(make(torch.rand(2)), softcap=5.0) == digest(make(torch.rand(2)), softcap=7.0) != first
     others = [make(torch.rand(2).bfloat16()), make(torch.rand(2), 3.0), lambda s, b, h, q, kv: s * 2.0]
     assert len({first, *map(digest, others)}) == 4
-
-
-def test_a_tensor_captured_twice_has_one_slot():
-    first, second = torch.rand(2), torch.rand(2)
-    once = bind(score_mod=lambda s, b, h, q, kv: s + first[h] * first[b])
-    assert once.tensors == (first,)
-    assert len(bind(score_mod=lambda s, b, h, q, kv: s + first[h] * second[b]).tensors) == 2
-    assert len(bind(alibi_slopes=first, score_mod=lambda s, b, h, q, kv: s * first[h]).tensors) == 1
 
 
 def test_nodes_are_shared_immutable_and_let_go():

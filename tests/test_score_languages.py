@@ -1,12 +1,17 @@
-"""Printed programs in whole kernels, compiled for a GPU that is not here: parity and sweeps judge what they compute."""
+"""Scores in each language: whole kernels compiled for a GPU that is not here, and operators beside PyTorch's own.
+
+Parity judges what whole kernels compute.
+"""
 
 import re
 
 import pytest
 import torch
+from score_sweep import SWEEPS, differing
 from score_truth import CPU, SIZES, bound
 from torch.nn.attention.flex_attention import create_block_mask
 
+import multiattn
 from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
@@ -129,3 +134,41 @@ def test_cuda_compiles_every_program_on_every_arch():
         texts[name] = text + loop.replace("GRADIENTS", kind).replace("NAME", name)
     for target in ("sm_80", "sm_90a"):
         assert _compile("\n".join(texts.values()), target)
+
+
+# ---------------------------------------------------------------- operators
+
+BACKENDS = ("reference", "triton", "cutile", "cuda")
+VARIANTS = (("triton", "warp_specialized"), ("cuda", "wgmma"))
+"""Those whose code of a score is another one than the first variant's on a CPU."""
+EACH = pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@EACH
+def test_operators_are_pytorchs(sweep, backend):
+    assert differing(sweep, backend, quick=True) == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "variant"), [("triton", None), ("triton", "warp_specialized"), ("cutile", None), ("cuda", None)]
+)
+def test_a_division_that_has_no_result_stops_no_process(backend, variant):
+    """PyTorch raises for 0, and a CPU stops at the least integer by -1; a GPU has some number that is not used."""
+    x = torch.tensor([7, -(2**31), 9, 5, -(2**31)], dtype=torch.int32)
+    y = torch.tensor([0, -1, 2, 0, 0], dtype=torch.int32)
+
+    def score_mod(s, b, h, i, j):
+        has_quotient = (y[i] != 0) & (y[i] != -1)
+        return torch.where(has_quotient, x[i] // y[i] + x[i] % y[i] + torch.fmod(x[i], y[i]), -3)
+
+    q, k = torch.zeros(1, 1, 5, 16, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16)
+    _, lse = multiattn.fmha(q, k, k, score_mod=score_mod, backend=backend, variant=variant, return_lse=True)
+    assert lse.flatten().round().tolist() == [-3, -3, 6, -3, -3]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("backend", "variant"), [*((it, None) for it in BACKENDS), *VARIANTS])
+@EACH
+def test_all_operands_give_what_pytorch_has(sweep, backend, variant):
+    assert differing(sweep, backend, variant=variant) == []
