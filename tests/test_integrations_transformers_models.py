@@ -92,15 +92,10 @@ def test_compiled_functions_lose_no_mask_to_lengths(kind):
     config = small("Llama", attn_implementation="multiattn", attention_chunk_size=4)
 
     def forward(states, positions, lengths):
-        given = config, states, None, None
-        if kind == "chunks":
-            mask = create_chunked_causal_mask(*given, position_ids=positions)
-        elif kind == "prefix":
-            mask = create_causal_mask(*given, position_ids=positions, or_mask_function=lambda b, h, i, j: j < 3)
-        else:
-            mask = create_causal_mask(
-                *given, position_ids=positions, block_sequence_ids=torch.where(positions < 3, 0, -1)
-            )
+        create = create_chunked_causal_mask if kind == "chunks" else create_causal_mask
+        more = {"or_mask_function": lambda b, h, i, j: j < 3} if kind == "prefix" else {}
+        more |= {"block_sequence_ids": torch.where(positions < 3, 0, -1)} if kind == "blocks" else {}
+        mask = create(config, states, None, None, position_ids=positions, **more)
         heads = states.unflatten(-1, (4, -1)).transpose(1, 2)
         packing = {} if lengths is None else {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
         return hook.attend(Layer(True), heads, heads, heads, mask, **packing)[0]
