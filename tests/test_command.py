@@ -17,11 +17,7 @@ SAME_BITS = [f"\n  deterministic=True: variant {it}, " for it in ("two_pass", "w
 @pytest.mark.parametrize(
     ("words", "status", "printed"),
     [
-        (
-            "--shape 2,16,1024,128 --kv-heads 4 --causal",
-            0,
-            [WHAT, *EVERY, *OF_EACH],
-        ),
+        ("--shape 2,16,1024,128 --kv-heads 4 --causal", 0, [WHAT, *EVERY, *OF_EACH]),
         ("--shape 2,16/4,1024,128 --causal --verbose", 0, [*EVERY, *OF_EACH, *PASSED_OVER]),
         ("--shape 1,2,128,64 --direction both", 0, BOTH),
         ("--shape 2,32,4096,64 --direction backward", 0, [*BACKWARDS, *SAME_BITS]),
@@ -31,11 +27,7 @@ SAME_BITS = [f"\n  deterministic=True: variant {it}, " for it in ("two_pass", "w
         ("--shape 2,8/2,1/512,64 --softcap 30", 0, [" score=", *OF_EACH]),
         ("--shape 2,8/2,1/512,64 --window 128:0 --sinks", 0, [" window:128:0 sinks ", *OF_EACH]),
         ("--shape 2,8/2,1/512,64 --cache 16 --causal", 0, [" cache: pages of 16 ", *OF_EACH]),
-        (
-            "--shape 2,8/2,1/512,64 --cache --softcap 30 --sinks --direction both",
-            0,
-            ["cache: dense forward", *OF_EACH],
-        ),
+        ("--shape 2,8/2,1/512,64 --cache --softcap 30 --sinks --direction both", 0, ["cache: dense forward", *OF_EACH]),
         ("--shape 2,8/2,1/512,64 --block 128x64 --alibi", 0, [" blocks=128x64 ", *OF_EACH]),
         ("--shape 2,8/2,1/512,64 --packed --bias", 0, ["packed B=2 Hq=8 Hkv=2 Tq=2 Tkv=1024", *OF_EACH]),
     ],

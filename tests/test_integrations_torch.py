@@ -134,10 +134,7 @@ def test_results_are_laid_out_as_fakes_promise(layout):
         assert_promised(name, arguments, ours(*arguments))
 
 
-REFUSED = {
-    "attn_mask": {"attn_mask": torch.ones(24, 24, dtype=torch.bool).tril()},
-    "dtype": {"dtype": torch.float32},
-}
+REFUSED = {"attn_mask": {"attn_mask": torch.ones(24, 24, dtype=torch.bool).tril()}, "dtype": {"dtype": torch.float32}}
 
 
 @pytest.mark.parametrize("which", REFUSED)

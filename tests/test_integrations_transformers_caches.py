@@ -109,8 +109,7 @@ def test_lengths_beside_a_gradient_or_a_bias(kind, window):
 
 
 of_its_release = pytest.mark.skipif(
-    (RELEASE.major, RELEASE.minor) < (5, 24),
-    reason=f"wraps what transformers 5.24 has; got {RELEASE}",
+    (RELEASE.major, RELEASE.minor) < (5, 24), reason=f"wraps what transformers 5.24 has; got {RELEASE}"
 )
 
 

@@ -222,8 +222,7 @@ def test_no_launch_of_a_packed_forward_is_bound():
 
 
 @pytest.mark.parametrize(
-    ("language", "variant", "kernels"),
-    [("cuda", "split_q+swizzle_qkv", 2), ("triton", "math", 2)],
+    ("language", "variant", "kernels"), [("cuda", "split_q+swizzle_qkv", 2), ("triton", "math", 2)]
 )
 def test_kernels_of_a_packed_batch_can_be_written_and_are_refused_by_name(language, variant, kernels, tmp_path):
     backend = get(language)

@@ -370,12 +370,5 @@ def media(config: PretrainedConfig, names: Any) -> list[dict[str, torch.Tensor]]
     return found
 
 
-BINS = (
-    "feature_projection_input_dim",
-    "num_mel_bins",
-    "feature_size",
-    "input_feat_per_channel",
-    "n_mels",
-    "input_dim",
-)
+BINS = ("feature_projection_input_dim", "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim")
 """Fields of a config that say how many numbers a sound has at each time."""
