@@ -29,14 +29,6 @@ def contiguous(head_dim=64, **options):
     return Problem.contiguous(batch=1, heads_q=2, seq_q=128, head_dim=head_dim, **options)
 
 
-def test_auto_on_cpu_tensors_is_the_reference():
-    q, k, v = qkv()
-    plan = multiattn.explain(q, k, v)
-    assert isinstance(plan, Plan)
-    assert (plan.backend, plan.arch.name) == ("reference", "cpu")
-    torch.testing.assert_close(multiattn.fmha(q, k, v), multiattn.reference(q, k, v)[0].to(q.dtype))
-
-
 @pytest.mark.parametrize("backend", multiattn.BACKENDS)
 def test_a_refusal_says_who_got_what_and_who_else_can(backend):
     q, k, v = qkv(head_dim=12, dtype=torch.float32)
@@ -80,14 +72,6 @@ def test_what_backward_refuses_is_told_at_forward_time(which, fresh_calls, monke
         multiattn.fmha(*qkv(head_dim=12, requires_grad=True), backend="cuda")
     assert list(dict.fromkeys(reason.code for reason in caught.value.reasons)) == ["head_dim", "direction"]
     assert caught.value.direction == "forward and backward"
-
-
-def test_explain_of_a_direction():
-    q, k, v = qkv(requires_grad=True)
-    for inputs in ((q, k, v), tuple(tensor.detach() for tensor in (q, k, v))):
-        plan = multiattn.explain(*inputs, causal=True, direction="backward", backend="reference")
-        assert (plan.direction, plan.variant, plan.problem.mask) == ("backward", "eager", "causal")
-        assert "reference backward, variant eager" in plan.describe()
 
 
 def test_deterministic_passes_over_variants_that_are_not(monkeypatch):

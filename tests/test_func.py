@@ -1,5 +1,6 @@
 """Every call under every transform of `torch.func`, in a process that has made none before and in one that has."""
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -60,6 +61,16 @@ class Layer(multiattn.nn.Attention):
         return torch.func.functional_call(self, named, x)
 
 
+LENGTHS = {"cu_seqlens_q": ROWS, "cu_seqlens_kv": ROWS, "max_seqlen_q": 3, "max_seqlen_kv": SEQ_KV}
+RUNS = {
+    "fmha": multiattn.fmha,
+    "fmha_varlen": functools.partial(multiattn.fmha_varlen, **LENGTHS),
+    "flex_attention": lambda *of, causal=None, **how: multiattn.flex_attention(*of, enable_gqa=True, **how),
+    "reference": lambda *of, **how: multiattn.reference(*of, compute_dtype=DTYPE, **how)[0],
+    "fmha_padded": functools.partial(fmha_padded, kv_mask=TOKENS),
+}
+
+
 def case_of(entry, features):
     """The call of an entry with these features; None for those that it does not take."""
     q, k, v = (random(ENTRIES, *it, HEAD_DIM) for it in ((HEADS, SEQ_Q), (HEADS_KV, SEQ_KV), (HEADS_KV, SEQ_KV)))
@@ -68,26 +79,9 @@ def case_of(entry, features):
         softcap = 2.0 if "softcap" in features else None
         layer = Layer(8, HEADS, HEADS_KV, causal=True, softcap=softcap, sinks="sinks" in features, dtype=DTYPE)
         return Case(layer.call, (random(ENTRIES, SEQ_Q, 8), *(it.detach() for it in layer.parameters())))
-    run: Any = multiattn.fmha
     if entry == "fmha_varlen":
         q, k, v = (it.transpose(1, 2).flatten(0, 1) for it in (q, k, v))
-        lengths = {"cu_seqlens_q": ROWS, "cu_seqlens_kv": ROWS, "max_seqlen_q": 3, "max_seqlen_kv": SEQ_KV}
-
-        def run(*of, **options):
-            return multiattn.fmha_varlen(*of, **lengths, **options)
-    elif entry == "flex_attention":
-
-        def run(*of, causal=None, **options):
-            return multiattn.flex_attention(*of, enable_gqa=True, **options)
-    elif entry == "reference":
-
-        def run(*of, **options):
-            return multiattn.reference(*of, compute_dtype=DTYPE, **options)[0]
-    elif entry == "fmha_padded":
-
-        def run(*of, **options):
-            return fmha_padded(*of, kv_mask=TOKENS, **options)
-
+    run = RUNS[entry]
     of_features = [FEATURES[it] for it in features]
 
     def call(q, k, v, *rest):
@@ -198,8 +192,7 @@ def test_backwards_are_mapped(packed):
     forward, backward, lengths = multiattn.fmha, multiattn.fmha_backward, {}
     if packed:
         q, k, v = (it.transpose(1, 2).flatten(0, 1) for it in (q, k, v))
-        lengths = {"cu_seqlens_q": ROWS, "cu_seqlens_kv": ROWS, "max_seqlen_q": 3, "max_seqlen_kv": SEQ_KV}
-        forward, backward = multiattn.fmha_varlen, multiattn.fmha_varlen_backward
+        lengths, forward, backward = LENGTHS, multiattn.fmha_varlen, multiattn.fmha_varlen_backward
     tensors = (q, k, v, random(HEADS, SEQ_KV).requires_grad_(), torch.tensor(0.7, requires_grad=True))
     tensors = (*tensors, random(1, HEADS, 1, SEQ_KV).requires_grad_(), random(HEADS))
 

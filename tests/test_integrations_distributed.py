@@ -71,16 +71,12 @@ def plain(q, k, v):
     return multiattn.fmha(q, k, v, window=(5, 3), softcap=3.0)
 
 
-def with_sinks(q, k, v, sinks):
-    return multiattn.fmha(q, k, v, causal=True, sinks=sinks)
+def with_one(name, **options):
+    """A call with one tensor more."""
+    return lambda q, k, v, it: multiattn.fmha(q, k, v, **{name: it}, **options)
 
 
-def with_slopes(q, k, v, slopes):
-    return multiattn.fmha(q, k, v, alibi_slopes=slopes)
-
-
-def with_bias(q, k, v, bias):
-    return multiattn.fmha(q, k, v, bias=bias)
+WITH_SINKS, WITH_SLOPES, WITH_BIAS = with_one("sinks", causal=True), with_one("alibi_slopes"), with_one("bias")
 
 
 def packed(q, k, v, cu_seqlens):
@@ -163,14 +159,14 @@ def test_two_ranks(number):
     cu_seqlens = torch.tensor([0, 30, 30, 100, 126], dtype=torch.int32)
     for placement in (OF_BATCH, OF_HEADS):
         check_sharded(mesh, [placement], plain)
-        check_sharded(mesh, [placement], with_sinks, [sinks])
-        check_sharded(mesh, [placement], with_bias, [bias])
+        check_sharded(mesh, [placement], WITH_SINKS, [sinks])
+        check_sharded(mesh, [placement], WITH_BIAS, [bias])
         check_sdpa_sharded(mesh, [placement])
-    check_sharded(mesh, [OF_HEADS], with_sinks, [sinks], [Shard(0)])
+    check_sharded(mesh, [OF_HEADS], WITH_SINKS, [sinks], [Shard(0)])
     check_sharded(mesh, [OF_HEADS], packed, [cu_seqlens])
-    check_sharded(mesh, [OF_BATCH], with_slopes, [slopes])
+    check_sharded(mesh, [OF_BATCH], WITH_SLOPES, [slopes])
     # A shard counts its heads from 0, and three key/value heads are two and one.
-    check_sharded(mesh, [OF_HEADS], with_slopes, [slopes], of_out=[WHOLE])
+    check_sharded(mesh, [OF_HEADS], WITH_SLOPES, [slopes], of_out=[WHOLE])
     check_sharded(mesh, [OF_HEADS], plain, of_out=[WHOLE], heads=6, heads_kv=3)
 
 
@@ -181,6 +177,6 @@ def test_four_ranks(number):
     check_sharded(init_device_mesh("cpu", (number,)), [OF_HEADS], plain)
     mesh = init_device_mesh("cpu", (2, 2))
     sinks, bias = torch.randn(HEADS), torch.randn(1, 1, SEQ, SEQ)
-    check_sharded(mesh, [OF_BATCH, OF_HEADS], with_sinks, [sinks], [WHOLE, Shard(0)])
-    check_sharded(mesh, [OF_BATCH, OF_HEADS], with_bias, [bias])
+    check_sharded(mesh, [OF_BATCH, OF_HEADS], WITH_SINKS, [sinks], [WHOLE, Shard(0)])
+    check_sharded(mesh, [OF_BATCH, OF_HEADS], WITH_BIAS, [bias])
     check_sharded(mesh, [OF_HEADS, OF_HEADS], plain, of_out=(), heads=12, heads_kv=6)

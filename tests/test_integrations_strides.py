@@ -44,18 +44,11 @@ def dense_op(q, k, v):
     return aten._flash_attention_forward(*given, None, None, 9, 9, 0.0, True, False)[0]
 
 
-def padded(q, k, v):
-    return fmha_padded(q, k, v, kv_mask=torch.arange(9)[None] > 1, causal=True)
-
-
-def padded_step(q, k, v):
-    return fmha_padded(q[:, :, -1:], k, v, kv_mask=torch.arange(9)[None] > 1)
-
-
+TOKENS = torch.arange(9)[None] > 1
 HOOKS = {
     "transformers": lambda q, k, v: attend(torch.nn.Module(), q, k, v, None, is_causal=True)[0],
-    "padded": padded,
-    "padded step": padded_step,
+    "padded": lambda q, k, v: fmha_padded(q, k, v, kv_mask=TOKENS, causal=True),
+    "padded step": lambda q, k, v: fmha_padded(q[:, :, -1:], k, v, kv_mask=TOKENS),
     "flash_attn": lambda q, k, v: flash_attn.flash_attn_func(*(it.transpose(1, 2) for it in (q, k, v)), causal=True),
     "flash_attn varlen": lambda q, k, v: flash_attn.flash_attn_varlen_func(
         *map(rows, (q, k, v)), LENGTHS, LENGTHS, 5, 5, causal=True

@@ -69,11 +69,6 @@ def gradients(model, **given):
     return [it.grad for it in model.parameters() if it.grad is not None]
 
 
-def labels_of(mask):
-    """The tokens, less those that padding would predict."""
-    return torch.where(mask.bool() & mask.roll(1, 1).bool(), tokens(), -100)
-
-
 def packed():
     """Two sequences in each row, told by positions alone."""
     positions = torch.cat((torch.arange(9), torch.arange(LENGTH - 9)))
@@ -99,7 +94,8 @@ def test_prefill_in_parts(static):
 
 def test_gradients_of_padded_and_packed_batches_with_checkpointing():
     mask = padding(left=5)
-    padded = {"input_ids": tokens(), "attention_mask": mask, "labels": labels_of(mask)}
+    labels = torch.where(mask.bool() & mask.roll(1, 1).bool(), tokens(), -100)  # less those that padding would predict
+    padded = {"input_ids": tokens(), "attention_mask": mask, "labels": labels}
 
     def both(model):
         model.gradient_checkpointing_enable({"use_reentrant": False})

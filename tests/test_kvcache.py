@@ -155,11 +155,14 @@ def test_rows_behind_the_last_sequence_stay_where_a_profiler_or_a_compiler_has_t
 
 @pytest.mark.parametrize("backend", RUNNING)
 def test_results_go_where_the_caller_wants_them(backend):
-    for make, layouts in (
-        (dense, [lambda q: torch.empty_like(q), transposed, lambda q: wide(q)[..., :64]]),
-        (paged, [lambda q: torch.empty_like(q), heads_first, lambda q: wide(q)[..., :64]]),
-    ):
+    """In memory of q's layout, of heads and rows the other way round, and of rows with room behind each."""
+    for make, heads in ((dense, 1), (paged, 0)):
         tensors, rest = make()
+        layouts = [
+            torch.empty_like,
+            lambda q, at=heads: torch.empty_like(q.transpose(at, at + 1).contiguous()).transpose(at, at + 1),
+            lambda q: torch.nn.functional.pad(q, (0, 8))[..., :64],
+        ]
         want, want_lse = multiattn.fmha_kvcache(*tensors, **rest, causal=True, backend=backend, return_lse=True)
         for layout in layouts:
             out = layout(tensors[0])
@@ -170,21 +173,6 @@ def test_results_go_where_the_caller_wants_them(backend):
             assert got is out
             equal((out, lse), (want, want_lse))
             assert int(memory.isfinite().sum()) == out.numel()  # nothing beside it
-
-
-def transposed(q):
-    """A layer's own memory, ``[B, S, H, D]``."""
-    return torch.empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype).transpose(1, 2)
-
-
-def heads_first(q):
-    """Packed queries in memory ``[H, T, D]``."""
-    return torch.empty(q.shape[1], q.shape[0], q.shape[2], dtype=q.dtype).transpose(0, 1)
-
-
-def wide(q):
-    """Rows with room behind each."""
-    return torch.empty(*q.shape[:-1], q.shape[-1] + 8, dtype=q.dtype)
 
 
 # ---------------------------------------------------------------- compiled calls

@@ -1,4 +1,4 @@
-"""The layer, against what its docstring says in plain PyTorch."""
+"""The layer, against the reference between plain projections."""
 
 import pytest
 import torch
@@ -13,24 +13,16 @@ OPTIONS = {
 }
 
 
-def plainly(layer, x, context, causal=False, window=(None, None), softcap=None, scale=None, **others):
-    """The layer's output by a softmax over whole scores."""
+def plainly(layer, x, context, **options):
+    """The layer's output by the reference between its projections."""
 
     def heads(projection, tensor):
         return projection(tensor).view(*tensor.shape[:2], -1, layer.head_dim).transpose(1, 2)
 
     q, k, v = heads(layer.q_proj, x), heads(layer.k_proj, context), heads(layer.v_proj, context)
-    k, v = (it.repeat_interleave(q.shape[1] // it.shape[1], 1) for it in (k, v))
-    scores = q @ k.mT * (layer.head_dim**-0.5 if scale is None else scale)
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    distance = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] - (k.shape[2] - q.shape[2])
-    hidden = (distance > 0) if causal else torch.zeros_like(distance, dtype=torch.bool)
-    hidden = hidden if window[0] is None else hidden | (distance < -window[0])
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if layer.sinks is not None:
-        scores = torch.cat((scores, layer.sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
-    weights = scores.softmax(-1)[..., : k.shape[2]]
-    return layer.o_proj((weights @ v).transpose(1, 2).flatten(2))
+    of_call = {name: it for name, it in options.items() if name in ("causal", "window", "softcap", "scale")}
+    out, _ = multiattn.reference(q, k, v, sinks=layer.sinks, compute_dtype=torch.float64, **of_call)
+    return layer.o_proj(out.transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize("is_cross", [False, True])

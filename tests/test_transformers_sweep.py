@@ -52,21 +52,21 @@ JOBS = min(os.cpu_count() or 1, 4)
 IS_NEW = Version(transformers.__version__) >= Version("5.24")
 
 
-def causal_alone(of):
-    def faulty(module, query, key, value, attention_mask, **given):
-        seen = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
-        given |= dict.fromkeys(set(given) & {"cu_seq_lens_q", "cu_seq_lens_k", "position_ids"})
-        return of(module, query, key, value, seen, **given)
+def full(of, is_causal=False):
+    """Attention that sees everything, or everything before it."""
 
-    return faulty
-
-
-def full(of):
     def faulty(module, query, key, value, attention_mask, **given):
         seen = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool)
+        if is_causal:
+            seen = seen.tril(key.shape[2] - query.shape[2])
+            given |= dict.fromkeys(set(given) & {"cu_seq_lens_q", "cu_seq_lens_k", "position_ids"})
         return of(module, query, key, value, seen, **given)
 
     return faulty
+
+
+def causal_alone(of):
+    return full(of, is_causal=True)
 
 
 def without_windows(of):
