@@ -27,6 +27,21 @@ def cores(monkeypatch):
     monkeypatch.setattr(ahead, "_cores", lambda: ahead.CORES)
 
 
+def under_way(then=int):
+    """What has begun and goes on when the event that comes with it is set."""
+    go, begun = threading.Event(), threading.Event()
+
+    def task():
+        begun.set()
+        assert go.wait(60)
+        then()
+
+    it = Ahead(task)
+    it.start()
+    assert begun.wait(60)
+    return it, go
+
+
 def test_it_begins_when_python_is_done_or_else_at_the_end():
     seen = []
     with following(early := Ahead(lambda: seen.append("early"))):
@@ -61,16 +76,7 @@ def test_nothing_is_compiled_after(why, monkeypatch):
 def test_what_has_its_turn_may_wait_for_another_that_a_call_does():
     """As a backward ahead of another language waits for Triton's hash, which the call of a Triton forward claimed."""
     for other in (Ahead(int), Ahead(int, takes_turn=False)):
-        go, begun = threading.Event(), threading.Event()
-
-        def task(other=other, go=go, begun=begun):
-            begun.set()
-            assert go.wait(60)
-            other.wait()
-
-        has_turn = Ahead(task)
-        has_turn.start()
-        assert begun.wait(60)
+        has_turn, go = under_way(other.wait)
         other.wait()  # claimed by this call
         other.start()
         go.set()
@@ -98,22 +104,15 @@ def test_errors_are_left_to_the_call_and_one_runs_at_a_time():
 
 
 def test_a_call_waits_for_what_is_under_way_and_for_nothing_that_is_not():
-    go, begun, seen = threading.Event(), threading.Event(), []
-
-    def task():
-        begun.set()
-        assert go.wait(60)
-        seen.append("under way")
-
-    under_way, queued, never = Ahead(task), Ahead(lambda: seen.append("queued")), Ahead(lambda: seen.append("never"))
-    under_way.start()
-    assert begun.wait(60)
+    seen = []
+    running, go = under_way(lambda: seen.append("under way"))
+    queued, never = Ahead(lambda: seen.append("queued")), Ahead(lambda: seen.append("never"))
     queued.start()
     queued.wait()  # its turn has not come: the call compiles itself
     never.wait()
     never.start()
     threading.Timer(0.05, go.set).start()
-    under_way.wait()
+    running.wait()
     assert seen == ["under way"]
     for it in (queued, never):
         it._thread.join()
@@ -123,10 +122,7 @@ def test_a_call_waits_for_what_is_under_way_and_for_nothing_that_is_not():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_waits_for_no_thread_of_its_parent():
-    go, begun = threading.Event(), threading.Event()
-    running, queued = Ahead(lambda: begun.set() or go.wait()), Ahead(int)
-    running.start()
-    assert begun.wait(60)
+    (running, go), queued = under_way(), Ahead(int)
     queued.start()
     child = os.fork()
     if not child:

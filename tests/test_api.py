@@ -176,57 +176,59 @@ def test_probing_beside_an_amd_gpu_raises_nothing(backend, monkeypatch):
     assert isinstance(registry.get(backend).probe(Arch(name="gfx942", title="AMD GPU")), tuple)
 
 
-def test_auto_follows_the_nearest_measured_cell(monkeypatch):
-    def cell(head_dim, heads=8, **tflops):
-        return MeasuredCell(
-            arch="sm90", gpu="H200", date="2026-11-21", head_dim=head_dim, seq_kv=4096, causal=False,
-            heads=heads, tflops=tuple(tflops.items()),
-        )  # fmt: skip
+def cell(*, triton=0.0, cutile=0.0, cuda=0.0, **changes):
+    """A measured cell, with what was measured of each backend."""
+    given = {"arch": "sm90", "gpu": "H200", "date": "2026-11-21", "head_dim": 64, "seq_kv": 4096, "heads": 8} | changes
+    tflops = {"triton": triton, "cutile": cutile, "cuda": cuda}
+    return MeasuredCell(**given, causal=False, tflops=tuple((name, it) for name, it in tflops.items() if it))
 
-    cells = [cell(64, triton=3.0, cutile=2.0), cell(256, cutile=3.0, triton=1.0)]
+
+@pytest.fixture
+def best(monkeypatch):
+    """The first backend of a problem and why, by cells that tests add to."""
+    cells = []
     monkeypatch.setattr("multiattn.plan.choice.measured_cells", lambda: cells)
-    order = preferred_order(contiguous(72), ARCHS["sm90"])
-    assert [name for name, _ in order] == ["triton", "cutile", "cuda"]
-    assert order[0][1] == "3 TFLOPS on H200, 2026-11-21, D=64 N=4096 B*H=8 full forward"
-    assert preferred_order(contiguous(248), ARCHS["sm90"])[0][0] == "cutile"
-    assert "a guess" in preferred_order(contiguous(72), ARCHS["sm80"])[0][1]
-    borrowed = preferred_order(contiguous(72), ARCHS["sm90"], "backward")[0]
+
+    def ask(problem, *direction, arch="sm90"):
+        return preferred_order(problem, ARCHS[arch], *direction)[0]
+
+    return ask, cells
+
+
+def test_auto_follows_the_nearest_measured_cell(best):
+    ask, cells = best
+    cells += [cell(triton=3.0, cutile=2.0), cell(head_dim=256, cutile=3.0, triton=1.0)]
+    near = contiguous(72)
+    assert [name for name, _ in preferred_order(near, ARCHS["sm90"])] == ["triton", "cutile", "cuda"]
+    assert ask(near) == ("triton", "3 TFLOPS on H200, 2026-11-21, D=64 N=4096 B*H=8 full forward")
+    assert ask(contiguous(248))[0] == "cutile"
+    assert "a guess" in ask(near, arch="sm80")[1]
+    borrowed = ask(near, "backward")
     assert borrowed[0] == "triton"
     assert borrowed[1].endswith("full forward (no backward measured on sm90 yet)")
-    cells.append(cell(64, heads=512, cuda=5.0))
-    assert preferred_order(contiguous(72), ARCHS["sm90"])[0][0] == "triton"
-    assert preferred_order(replace(contiguous(72), batch=100), ARCHS["sm90"])[0][0] == "cuda"
-    cells.append(replace(cell(64, cutile=7.0), group=4))
-    assert preferred_order(contiguous(72), ARCHS["sm90"])[0][0] == "triton"
-    shared = preferred_order(replace(contiguous(72), heads_q=8, heads_kv=2), ARCHS["sm90"])[0]
+    cells.append(cell(heads=512, cuda=5.0))
+    assert [ask(it)[0] for it in (near, replace(near, batch=100))] == ["triton", "cuda"]
+    cells.append(cell(group=4, cutile=7.0))
+    assert ask(near)[0] == "triton"
+    shared = ask(replace(near, heads_q=8, heads_kv=2))
     assert shared == ("cutile", "7 TFLOPS on H200, 2026-11-21, D=64 N=4096 B*H=8 Hq/Hkv=4 full forward")
-    cells.append(replace(cell(64, cuda=9.0), direction="backward"))
-    assert preferred_order(contiguous(72), ARCHS["sm90"])[0][0] == "triton"
-    own = preferred_order(contiguous(72), ARCHS["sm90"], "backward")[0]
-    assert own == ("cuda", "9 TFLOPS on H200, 2026-11-21, D=64 N=4096 B*H=8 full backward")
-    cells[:] = [
-        replace(cell(64, triton=2.0, cuda=3.0), gpu="H100"),
-        replace(cell(64, cutile=99.0), gpu="H20"),  # of others than on the GPUs before it, so that it does not count
-        cell(64, triton=8.0, cuda=3.0),
-    ]
-    told = preferred_order(contiguous(72), ARCHS["sm90"])[0]
-    assert told == ("triton", "4 TFLOPS on H100 and H200, 2026-11-21, D=64 N=4096 B*H=8 full forward")
+    cells.append(cell(direction="backward", cuda=9.0))
+    assert ask(near)[0] == "triton"
+    assert ask(near, "backward") == ("cuda", "9 TFLOPS on H200, 2026-11-21, D=64 N=4096 B*H=8 full backward")
+    others = cell(gpu="H20", cutile=99.0)  # of another backend than on the GPUs before it, so that it does not count
+    cells[:] = [cell(gpu="H100", triton=2.0, cuda=3.0), others, cell(triton=8.0, cuda=3.0)]
+    assert ask(near) == ("triton", "4 TFLOPS on H100 and H200, 2026-11-21, D=64 N=4096 B*H=8 full forward")
 
 
-def test_auto_follows_packed_cells_for_packed_batches_alone(monkeypatch):
-    dense = MeasuredCell(
-        arch="sm90", gpu="H200", date="2026-11-21", head_dim=128, seq_kv=4096, causal=False, heads=8,
-        tflops=(("triton", 3.0), ("cuda", 2.0)),
-    )  # fmt: skip
-    mixes = replace(dense, seq_kv=16384, packed=True, tflops=(("cutile", 1.0), ("cuda", 2.0)))
-    wide = replace(dense, head_dim=256, tflops=(("cutile", 4.0),))
-    monkeypatch.setattr("multiattn.plan.choice.measured_cells", lambda: [dense, wide, mixes])
+def test_auto_follows_packed_cells_for_packed_batches_alone(best):
+    ask, cells = best
+    cells += [cell(head_dim=128, triton=3.0, cuda=2.0), cell(head_dim=256, cutile=4.0)]
+    cells.append(cell(head_dim=128, seq_kv=16384, packed=True, cutile=1.0, cuda=2.0))
     packed = replace(contiguous(128), batch=1, heads_q=8, heads_kv=8, batching=Batching.packed(5))
-    told = preferred_order(packed, ARCHS["sm90"])[0]
-    assert told == ("cuda", "2 TFLOPS on H200, 2026-11-21, D=128 tokens=16384 B*H=8 full packed forward")
-    assert preferred_order(replace(packed, batching=None), ARCHS["sm90"])[0][0] == "triton"
-    assert preferred_order(replace(packed, head_dim=96), ARCHS["sm90"])[0][0] == "cuda"
-    assert preferred_order(replace(packed, head_dim=256), ARCHS["sm90"])[0][0] == "cutile", "far from any packed cell"
+    assert ask(packed) == ("cuda", "2 TFLOPS on H200, 2026-11-21, D=128 tokens=16384 B*H=8 full packed forward")
+    assert ask(replace(packed, batching=None))[0] == "triton"
+    assert ask(replace(packed, head_dim=96))[0] == "cuda"
+    assert ask(replace(packed, head_dim=256))[0] == "cutile", "far from any packed cell"
 
 
 def test_a_variant_without_a_rule_tells_those_of_this_arch():

@@ -170,9 +170,8 @@ def test_differentiating_twice_is_refused_when_it_is_done():
     inputs = qkv()
     (dq,) = torch.autograd.grad(weigh(fmha(*inputs)), inputs[:1], create_graph=True)
     close(dq, gradients(weigh(truth(*inputs)[0]), inputs[:1])[0])
-    with pytest.raises(
-        NotImplementedError, match=r"differentiated once.*no gradient of their own.*multiattn\.reference"
-    ):
+    once = r"differentiated once.*no gradient of their own.*multiattn\.reference"
+    with pytest.raises(NotImplementedError, match=once):
         dq.sum().backward()
     out, lse = fmha(*inputs, return_lse=True)
     dq, _, _ = fmha_backward(*inputs, out, lse, out)
@@ -273,9 +272,8 @@ def launched(fresh_calls, monkeypatch):
         (variant,) = eager.forward.variants
         ways = (variant, replace(variant, name="other"))
         forward = replace(eager.forward, variants=ways, prepare=tell(eager.forward))
-        return replace(
-            eager, name=name, forward=forward, backward=replace(eager.backward, prepare=tell(eager.backward))
-        )
+        backward = replace(eager.backward, prepare=tell(eager.backward))
+        return replace(eager, name=name, forward=forward, backward=backward)
 
     best = {"forward": "triton", "backward": "cuda"}
     monkeypatch.setattr(registry, "get", play)
@@ -339,9 +337,8 @@ class TestBackwardCall:
 
     def test_any_layout_is_taken(self):
         straight = self.arguments(dlse=random(2, 4, 5).float())
-        crooked = {
-            name: straight[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("out", "lse", "dout", "dlse")
-        }
+        names = ("out", "lse", "dout", "dlse")
+        crooked = {name: straight[name].transpose(1, 2).contiguous().transpose(1, 2) for name in names}
         close(fmha_backward(**(straight | crooked)), fmha_backward(**straight))
         negated = {name: torch._neg_view(-straight[name]) for name in ("dout", "lse")}
         close(fmha_backward(**(straight | negated)), fmha_backward(**straight))

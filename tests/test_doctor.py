@@ -36,25 +36,17 @@ def machine(*devices, lacks=(), **given):
     return Findings(devices=devices, can=can, **given)
 
 
-ALL, WORK = "triton cutile cuda", (ON_CPU, COMPILE)
+ALL, WORK, ALL_OF_IT = "triton cutile cuda", (ON_CPU, COMPILE), "pip install 'multiattn[all]'"
 
 
 @pytest.mark.parametrize(
     ("found", "command", "why"),
     [
-        (machine(lacks=[(ALL, WORK, MISSING)]), "pip install 'multiattn[all]'", "no backend has the packages"),
-        (
-            machine(lacks=[("triton cutile", WORK, MISSING), ("cuda", [COMPILE], MISSING)]),
-            "pip install 'multiattn[all]'",
-            "no backend",
-        ),
-        (machine(H200, lacks=[(ALL, WORK, MISSING)]), "pip install 'multiattn[all]'", "no backend"),
+        (machine(lacks=[(ALL, WORK, MISSING)]), ALL_OF_IT, "no backend has the packages"),
+        (machine(lacks=[("triton cutile", WORK, MISSING), ("cuda", [COMPILE], MISSING)]), ALL_OF_IT, "no backend"),
+        (machine(H200, lacks=[(ALL, WORK, MISSING)]), ALL_OF_IT, "no backend"),
         (machine(lacks=[("cutile", WORK, MISSING)]), "pip install 'multiattn[cutile]'", "cutile: packages are missing"),
-        (
-            machine(H200, A10, lacks=[("cutile cuda", WORK, MISSING)]),
-            "pip install 'multiattn[cutile,cuda]'",
-            "cutile and cuda: packages are missing",
-        ),
+        (machine(H200, A10, lacks=[("cutile cuda", WORK, MISSING)]), "'multiattn[cutile,cuda]'", "cutile and cuda: "),
         (machine(A10, lacks=[("cutile", ["run on cuda:1"], OLD)]), "nvidia-smi", "CUDA 12.4; it takes a driver"),
         (machine(H200, A10), "python -m multiattn tune --shape", "no measurement of NVIDIA A10 is on record"),
         (machine(H200), "python -m multiattn explain --shape", "all is well"),

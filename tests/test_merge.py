@@ -399,11 +399,7 @@ V, S = torch.zeros(4, 3, 8), torch.zeros(4, 3)
         (lambda: flashinfer.merge_state(V, S, V.half(), S), TypeError, "v_a and v_b must share one dtype"),
         (lambda: flashinfer.merge_states(V, S), ValueError, r"v must have rank 4, \[T, N, H, D\]; got shape"),
         (lambda: flashinfer.merge_state_in_place(V, S.half(), V, S), TypeError, "s.dtype: got torch.float16"),
-        (
-            lambda: flashinfer.merge_state_in_place(V, S, V, S, torch.ones(3)),
-            ValueError,
-            r"mask: got shape \[3\]; allowed \[4\]",
-        ),
+        (lambda: flashinfer.merge_state_in_place(V, S, V, S, S[:3, 0]), ValueError, r"mask: got shape \[3\]; .* \[4\]"),
     ],
 )
 def test_flashinfer_bad_arguments_are_named(call, error, said):

@@ -41,7 +41,10 @@ ROWS, STARTS, LSE = bf16(9, 4, 16), torch.tensor([0, 4, 9], dtype=torch.int32), 
 CACHE, ONE, LENGTHS = bf16(2, 2, 32, 16), bf16(2, 4, 1, 16), torch.tensor([3, 4], dtype=torch.int32)
 PACKED = {"cu_seqlens_q": STARTS, "cu_seqlens_kv": STARTS, "max_seqlen_q": 5, "max_seqlen_kv": 5}
 TOKENS, NEW = torch.ones(2, 8, dtype=torch.bool), bf16(2, 1, 2, 16)
-STATE = bf16(7, 4, 16), torch.zeros(7, 4)
+STATE, FEWER = ((bf16(7, heads, 16), torch.zeros(7, heads)) for heads in (4, 2))
+AUX, FOR_TABLE = AuxRequest(lse=True), (STARTS, STARTS, 5, 5)
+OF_20 = dict.fromkeys(("q", "k_cache", "v_cache"), bf16(2, 1, 2, 20))
+qkvpacked = flash_attn.flash_attn_qkvpacked_func
 
 
 def varlen(**options):
@@ -58,6 +61,10 @@ def padded(**options):
 
 def scored(score_mod):
     return fmha(Q, K, K, score_mod=score_mod)
+
+
+def with_own_tensor(s, b, h, i, j):
+    return s + torch.zeros(8)[j]
 
 
 def layer(*inputs, **options):
@@ -140,10 +147,7 @@ VALUES = {
         (lambda: flex_attention(Q, Q, Q, return_aux=64), "return_aux: got 64 | allowed AuxRequest"),
         (lambda: flex_attention(Q, K, K), "got False with Hq=4, Hkv=2 | as many heads of key | allowed True"),
         (lambda: flex_attention(Q, Q, Q, return_aux=AuxRequest(max_scores=True)), "return_aux: got | max_scores=True"),
-        (
-            lambda: flex_attention(Q, Q, Q, return_lse=True, return_aux=AuxRequest(lse=True)),
-            "got return_lse beside it | allowed AuxRequest",
-        ),
+        (lambda: flex_attention(Q, Q, Q, return_lse=True, return_aux=AUX), "got return_lse beside it | AuxRequest"),
         (lambda: merge(Q.float(), LSE, LSE, Q.float()), "out_b | [2, 4, 8, 16] | behind its out"),
         (lambda: merge(Q, LSE, Q[:, :, :4], LSE[..., :4]), "[2, 4, 4, 16] | allowed [2, 4, 8, 16] | same queries"),
         (lambda: merge(Q, LSE.mT, Q, LSE), "got shape [2, 8, 4] | allowed [2, 4, 8] | return_lse=True"),
@@ -160,19 +164,10 @@ VALUES = {
         (lambda: over_cache(q=bf16(2, 4, 16)), "q must have rank 4, [B, S, H, D]; got shape [2, 4, 16]"),
         (lambda: flash(q=ROWS), "q must have rank 4, [B, S, H, D]; got shape [9, 4, 16]"),
         (lambda: flash(k=bf16(2, 8, 3, 16)), "k=(2, 8, 3, 16) | allowed [B, S, H, D] | x.transpose(-3, -2)"),
-        (lambda: flash_attn.flash_attn_qkvpacked_func(ROWS), "qkv: got shape [9, 4, 16]; allowed [B, S, 3, H, D]"),
-        (
-            lambda: flash_attn.flash_attn_qkvpacked_func(bf16(2, 8, 4, 16), num_heads_q=3),
-            "qkv: | num_heads_q=3; allowed [B, S, num_heads_q + 2 * Hkv, D]",
-        ),
-        (
-            lambda: flash_varlen(STARTS, STARTS, 5, 5, block_table=STARTS[None]),
-            "k must have rank 4, [B, S, H, D] or [pages, page, H, D]; got shape [9",
-        ),
-        (
-            lambda: flashinfer.merge_state(*STATE, STATE[0][:, :2], STATE[1][:, :2]),
-            "v_b: got shape [7, 2, 16] | allowed [7, 4, 16] | other keys",
-        ),
+        (lambda: qkvpacked(ROWS), "qkv: got shape [9, 4, 16]; allowed [B, S, 3, H, D]"),
+        (lambda: qkvpacked(bf16(2, 8, 4, 16), num_heads_q=3), "num_heads_q=3; allowed [B, S, num_heads_q + 2 * Hkv"),
+        (lambda: flash_varlen(*FOR_TABLE, block_table=STARTS[None]), "k must have | [pages, page, H, D]; got shape [9"),
+        (lambda: flashinfer.merge_state(*STATE, *FEWER), "v_b: got shape [7, 2, 16] | allowed [7, 4, 16] | other keys"),
         (lambda: padded(kv_mask=TOKENS[:, :5]), "kv_mask"),
         (lambda: fmha_padded(Q, K[:, :, :4], K[:, :, :4], kv_mask=TOKENS[:, :4], causal=True), "Sq <= Skv"),
         (lambda: fmha_padded(ROWS, ROWS, ROWS, kv_mask=TOKENS), "(9, 4, 16) | [B, H, S, D] | fmha_varlen"),
@@ -191,19 +186,16 @@ VALUES = {
         (lambda: over_cache(alibi_slopes=torch.ones(4)), "alibi_slopes: got a tensor"),
         (lambda: over_cache(v_cache=bf16(2, 32, 2, 8)), "v_cache: got head_dim 8; allowed 16"),
         (
-            lambda: flash_attn.flash_attn_with_kvcache(*[bf16(1, 1, 2, 20)] * 3, cache_seqlens=1),
-            "k_cache: got head_dim 20; allowed multiples of 8, as a cache",  # which is never copied
-        ),
+            lambda: over_cache(**OF_20),
+            "k_cache: got head_dim 20; allowed multiples of 8, as a cache",
+        ),  # is never copied
     ],
     UntraceableError: [
         (lambda: scored(lambda s, i, j: s), "(s, i, j) | (score, b, h, q_idx, kv_idx) -> score"),
         (lambda: scored(lambda b, h, i, j: i >= j), "(b, h, i, j) | block_mask=create_block_mask"),
         (lambda: scored(lambda s, b, h, i, j: numpy.tanh(s)), "__array__ | PyTorch's functions, as torch.tanh"),
         (lambda: scored(lambda s, b, h, i, j: None), "NoneType | return the changed score"),
-        (
-            lambda: scored(lambda s, b, h, i, j: s + torch.zeros(8)[j]),
-            "of shape (8,) | allowed numbers | make a tensor outside, and capture it",
-        ),
+        (lambda: scored(with_own_tensor), "of shape (8,) | allowed numbers | make a tensor outside, and capture it"),
     ],
 }
 

@@ -46,10 +46,8 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"^(mamba_)?n_?groups$", 1),
     (r"^mamba_(num|n)_heads$", 8),
     (r"type_vocab_size$", 2),
-    (
-        r"^(num_nextn_predict_layers|num_kv_shared_layers|first_k_dense_replace|num_dense_layers|encoder_sparse_step)$",
-        0,
-    ),
+    (r"^(num_nextn_predict_layers|num_kv_shared_layers|first_k_dense_replace)$", 0),
+    (r"^(num_dense_layers|encoder_sparse_step)$", 0),
     (r"layers_per_|_layer_(period|interval|offset)$|feature_layer|global_attn_every", "keep"),
     (r"(layers|n_layer|_depth|^depth|num_blocks|n_layers)$", 2),
     (r"(num_key_value_heads|num_kv_heads|kv_heads|key_value_heads|num_key_value_groups|num_key_heads)$", "kv"),
@@ -62,10 +60,8 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"(experts_per_tok|experts_per_token|moe_topk|moe_k|top_k_experts|num_selected_experts)$", 2),
     (r"experts$", 4),
     (r"expert_capacity$", 64),
-    (
-        r"(intermediate_size|intermediate_dim|ffn_dim|d_ff|mlp_dim|n_inner|d_inner|ffn_hidden_size|feed_forward_size)$",
-        96,
-    ),
+    (r"(intermediate_size|intermediate_dim|ffn_hidden_size|feed_forward_size)$", 96),
+    (r"(ffn_dim|d_ff|mlp_dim|n_inner|d_inner)$", 96),
     (r"^(index_topk|index_block_size)$", 4),
     (r"^index_topk_blocks$", 2),
     (r"^(sliding_window|sliding_window_size|attention_window_size|local_attention|attention_chunk_size)$", 6),
@@ -236,9 +232,8 @@ class Recipe:
     def sections(self, default: Any, given: dict[str, Any], rope: dict[str, Any]) -> list[int]:
         """How a small head's pairs of places are dealt out to time, height and width."""
         head = given.get("head_dim") or given.get("hidden_size", 64) // given.get("num_attention_heads", 4)
-        pairs = (
-            int(head * rope.get("partial_rotary_factor", getattr(default, "partial_rotary_factor", 1.0) or 1.0)) // 2
-        )
+        of_config = getattr(default, "partial_rotary_factor", 1.0) or 1.0
+        pairs = int(head * rope.get("partial_rotary_factor", of_config)) // 2
         if getattr(default, "qk_rope_head_dim", None):
             pairs = given["qk_rope_head_dim"] // 2
         third = max(round(pairs / 3), 1)
@@ -359,9 +354,8 @@ def media(config: PretrainedConfig, names: Any) -> list[dict[str, torch.Tensor]]
     for name in ("input_features", "input_values", "audio_values", "spectrogram"):
         if name in names:
             bins, longest = field(80, *BINS), 2 * field(64, "max_source_positions")
-            add(
-                name, (BATCH, bins, longest), (BATCH, 64, bins), (BATCH, 4000), (BATCH, 1, 4000), (BATCH, longest, bins)
-            )
+            shapes = (bins, longest), (64, bins), (4000,), (1, 4000), (longest, bins)
+            add(name, *((BATCH, *it) for it in shapes))
     if "pixel_values" in names:
         add("pixel_values", (BATCH, 4, 3, 32, 32))
     if "past_values" in names:
