@@ -33,6 +33,11 @@ def attend(case: Case, inputs: Inputs, **changes: Any) -> Result:
     return out.to(case.torch_dtype), lse
 
 
+def other(**changes: Any) -> Break:
+    """A result with other options."""
+    return lambda case, inputs: attend(case, inputs, **changes)
+
+
 def check(case: Case, result: Result) -> None:
     """Mismatch where a result is not within its case's tolerance."""
     _, truth = prepare_case(case, CPU)
@@ -48,3 +53,18 @@ def then(change: Callable[[torch.Tensor, torch.Tensor], Result]) -> Break:
 def each(broken: Mapping[str, tuple[Any, str]]) -> list[tuple[str, str]]:
     """Names of breaks, each with the name of a case that must find it."""
     return [(name, case) for name, (_, cases) in broken.items() for case in cases.split()]
+
+
+WINDOWS = {
+    (1, 0): "window_0_0 window_7_3 window_64_0 window_130_causal window_left_only window_d128_bf16 window_30_0_113x203",
+    (-1, 0): "window_1_0 window_7_3 window_64_0 window_130_causal window_left_only window_50_0_1x300",
+    (0, 1): "window_0_0 window_7_3 window_64_0 window_right_only window_30_2_203x113 window_1_1_300x3",
+    (0, -1): "window_7_3 window_63_64 window_right_only window_30_2_203x113 window_1_1_300x3 window_d40_fp16",
+}
+"""By how many more keys on either side, cases that must find a window that has them."""
+
+
+def moved_bounds(case: Case, left: int, right: int) -> tuple[int | None, ...]:
+    """The bounds of a case's window, each by so much elsewhere."""
+    bounds = zip(case.window or (), (left, right), strict=True)
+    return tuple(None if bound is None else max(bound + more, 0) for bound, more in bounds)

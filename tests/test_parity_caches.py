@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parity_breaks import BY_NAME, CPU, attend, check, each, options_of, then
+from parity_breaks import BY_NAME, CPU, attend, check, each, options_of, other, then
 
 import multiattn
 from multiattn.operands import Operands
@@ -134,7 +134,7 @@ BROKEN = {
     "keys' cu_seqlens off by one": (lambda case, inputs: moved(case, inputs, 1, 1), PACKED),
     "keys' cu_seqlens one less": (lambda case, inputs: moved(case, inputs, 1, -1), PACKED),
     "lse in the wrong row": (then(lambda out, lse: (out, lse.roll(1, dims=-1))), PACKED),
-    "the batch as one sequence": (lambda case, inputs: attend(case, inputs, packed=None), "varlen_apart_d64_causal"),
+    "the batch as one sequence": (other(packed=None), "varlen_apart_d64_causal"),
     "bias of the first sequence": (biased_by_first, "varlen_bias"),
     "NaN of a neighbour": (neighbours_nan, "varlen_nan_neighbours_d64 varlen_nan_neighbours_d128"),
     "the last key left out": (with_tensor(0, one_less), CACHED + " cache_dense cache_d512_bf16_page_16"),
@@ -148,25 +148,20 @@ BROKEN = {
     "two pages exchanged": (with_tensor(1, first_pages_exchanged), "cache_page_16 cache_page_5"),
     "rows one before": (with_tensor(2, rows_of_one_before), "cache_mixed cache_splits_7_mixed"),
     "one length for all": (with_tensor(0, lambda it, case: it.clamp(max=9)), "cache_shared_page cache_mixed"),
-    "mask ignored": (
-        lambda case, inputs: attend(case, inputs, causal=False, window=None),
-        "varlen_uneven_d64_causal cache_mixed cache_window",
-    ),
+    "mask ignored": (other(causal=False, window=None), "varlen_uneven_d64_causal cache_mixed cache_window"),
     "diagonal one further": (
-        lambda case, inputs: attend(case, inputs, causal=False, window=(None, 1)),
-        "cache_speculative_4 cache_splits_3_few cache_mixed",
+        other(causal=False, window=(None, 1)), "cache_speculative_4 cache_splits_3_few cache_mixed",
     ),
-    "sinks ignored": (lambda case, inputs: attend(case, inputs, sinks=None), "cache_sinks cache_sinks_mixed"),
+    "sinks ignored": (other(sinks=None), "cache_sinks cache_sinks_mixed"),
     "a sink of each part": (with_sinks_of_parts, "cache_sinks_mixed"),
-    "score ignored": (lambda case, inputs: attend(case, inputs, score=None), "cache_softcap"),
+    "score ignored": (other(score=None), "cache_softcap"),
     "heads go round": (heads_in_the_order_of_rows, "cache_page_16 cache_mixed"),
     "rows behind the last are not written": (behind(math.nan), "varlen_behind varlen_sinks"),
     "rows behind the last are zero": (behind(0.0), "cache_mixed cache_fewer_than_room cache_packed_no_query"),
     "rows behind the last are written": (
-        behind(1.0),
-        "varlen_behind varlen_sinks cache_mixed cache_packed_no_capacity",
+        behind(1.0), "varlen_behind varlen_sinks cache_mixed cache_packed_no_capacity",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("broken", "name"), each(BROKEN))

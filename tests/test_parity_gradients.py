@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from parity_breaks import BY_NAME, CPU, each, options_of
+from parity_breaks import BY_NAME, CPU, WINDOWS, each, moved_bounds, options_of
 
 from multiattn import reference, reference_backward
 from multiattn.operands import Operands
@@ -66,6 +66,16 @@ def check(case: Case, grads: Grads) -> None:
 def scale_off_by_1_percent(case: Case) -> Grads:
     scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
     return differentiate(case, scale=scale * 1.01)
+
+
+def other(**changes: object) -> Break:
+    """Gradients with other options."""
+    return lambda case: differentiate(case, **changes)
+
+
+def other_window(left: int, right: int) -> Break:
+    """Gradients of a window with other bounds, each by so much."""
+    return lambda case: differentiate(case, window=moved_bounds(case, left, right))
 
 
 def shifted(case: Case, shift: int) -> Grads:
@@ -179,34 +189,14 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "dq off by 2 %": (then(lambda dq, dk, dv: (dq * 1.02, dk, dv)), ALONE),
     "dk off by 2 %": (then(lambda dq, dk, dv: (dq, dk * 1.02, dv)), ALONE),
     "dv off by 2 %": (then(lambda dq, dk, dv: (dq, dk, dv * 1.02)), ALONE),
-    "mask ignored": (
-        lambda case: differentiate(case, causal=False),
-        "d64_bf16_causal len_128x128_causal len_200x329_causal len_203x113_causal",
-    ),
+    "mask ignored": (other(causal=False), "d64_bf16_causal len_128x128_causal len_200x329_causal len_203x113_causal"),
     "sees one key more": (
-        lambda case: shifted(case, 1),
-        "d64_bf16_causal len_127x128_causal len_203x113_causal len_3x300_causal",
+        lambda case: shifted(case, 1), "d64_bf16_causal len_127x128_causal len_203x113_causal len_3x300_causal",
     ),
     "sees one key less": (
-        lambda case: shifted(case, -1),
-        "d64_bf16_causal len_128x128_causal len_300x3_causal len_1x1_causal",
+        lambda case: shifted(case, -1), "d64_bf16_causal len_128x128_causal len_300x3_causal len_1x1_causal",
     ),
-    "window one key more on the left": (
-        lambda case: differentiate(case, window=(case.window[0] + 1, case.window[1])),
-        "window_0_0 window_7_3 window_64_0 window_left_only window_30_0_113x203 window_d128_bf16",
-    ),
-    "window one key less on the left": (
-        lambda case: differentiate(case, window=(case.window[0] - 1, case.window[1])),
-        "window_1_0 window_7_3 window_64_0 window_130_causal window_left_only window_50_0_1x300",
-    ),
-    "window one key more on the right": (
-        lambda case: differentiate(case, window=(case.window[0], case.window[1] + 1)),
-        "window_0_0 window_7_3 window_64_0 window_right_only window_30_2_203x113 window_1_1_300x3",
-    ),
-    "window one key less on the right": (
-        lambda case: differentiate(case, window=(case.window[0], case.window[1] - 1)),
-        "window_7_3 window_63_64 window_right_only window_30_2_203x113 window_d40_fp16",
-    ),
+    **{f"a window with more keys {by}": (other_window(*by), cases) for by, cases in WINDOWS.items()},
     "sink scaled": (
         lambda case: differentiate(case, sinks=prepare_case(case, CPU)[0].sinks / math.sqrt(case.head_dim)),
         "sinks_full sinks_causal_d128 sinks_gpt_oss sinks_empty_rows",
@@ -216,8 +206,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "sinks_full sinks_causal_d128 sinks_gpt_oss sinks_large",
     ),
     "dsinks of one batch entry": (
-        then(lambda dq, dk, dv, dsinks: (dq, dk, dv, dsinks / 2)),
-        "sinks_gpt_oss sinks_full sinks_causal_d128",
+        then(lambda dq, dk, dv, dsinks: (dq, dk, dv, dsinks / 2)), "sinks_gpt_oss sinks_full sinks_causal_d128",
     ),
     "slope of the score missing": (
         without_slope,
@@ -231,20 +220,17 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "dbias of one head": (only_from(1), "bias_bqk bias_qk bias_bk bias_k"),
     "dbias of one query": (only_from(2), "bias_bhk bias_hk bias_k alibi_causal score_mod_learned_softcap"),
     "dbias of the next head": (
-        then(lambda dq, dk, dv, dbias: (dq, dk, dv, dbias.roll(1, dims=1))),
-        "bias_bhqk bias_bhk bias_hk bias_gqa_d256",
+        then(lambda dq, dk, dv, dbias: (dq, dk, dv, dbias.roll(1, dims=1))), "bias_bhqk bias_bhk bias_hk bias_gqa_d256",
     ),
     "partial blocks seen whole": (
         partial_blocks_seen_whole,
         "blocks_causal blocks_document blocks_natten_2d blocks_of_256x256_d40 blocks_softcap",
     ),
     "last tile of keys dropped": (
-        last_tile_of_keys_dropped,
-        "d64_bf16_full d64_fp16_full len_129x257_full ascending_full",
+        last_tile_of_keys_dropped, "d64_bf16_full d64_fp16_full len_129x257_full ascending_full",
     ),
     "last tile of queries dropped": (
-        last_tile_of_queries_dropped,
-        "d64_bf16_full len_128x128_full len_129x129_causal len_256x256_causal",
+        last_tile_of_queries_dropped, "d64_bf16_full len_128x128_full len_129x129_causal len_256x256_causal",
     ),
     "a key of each sequence left out": (a_key_of_each_sequence_left_out, PACKED),
     "dq of a neighbour's row": (then(lambda dq, dk, dv: (dq.roll(1, dims=2), dk, dv)), PACKED),
@@ -255,13 +241,10 @@ BROKEN: dict[str, tuple[Break, str]] = {
         lambda case: differentiate(case, out=torch.zeros_like(prepare_case(case, CPU)[0].q), dlse=None),
         "d64_bf16_full d64_fp16_causal len_300x1_full len_256x256_causal",
     ),
-    "dlse ignored": (
-        lambda case: differentiate(case, dlse=None),
-        "d64_fp16_causal gqa4_b1 len_300x1_full len_203x113_causal large_fp16",
-    ),
+    "dlse ignored": (other(dlse=None), "d64_fp16_causal gqa4_b1 len_300x1_full len_203x113_causal large_fp16"),
     "empty rows NaN": (empty_rows_nan, "len_203x113_causal len_300x3_causal len_128x127_causal len_200x1_causal"),
     "one NaN": (one_nan, "d64_bf16_full gqa4_b1"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("broken", "name"), each(BROKEN))

@@ -12,62 +12,101 @@ from dataclasses import replace
 
 import pytest
 import torch
+from parity_breaks import BY_NAME, CPU
 
 import multiattn
 from multiattn import Reason, progress
+from multiattn.operands import Operands
 from multiattn.plan import backend as registry
+from multiattn.plan.backend import Op
 from parity import run
 from parity.__main__ import main
-from parity.cases import CASES, matching, suite
+from parity.case import BACKWARD_HEAD_DIM_MAX, PLANTED
+from parity.cases import CASES, CROSS_FED, matching, suite
+from parity.launch import (
+    differing_runs,
+    plan_case,
+    poisoned_workspaces,
+    prepare_case,
+    prepare_gradients,
+    problem_of,
+    save_forward,
+)
+from parity.memory import GUARD
 from parity.report import Report, make_tables, to_html, to_json, to_markdown
 from parity.results import CaseReport, Contender, Pair, Result, Score
 from parity.run import contenders_of, run_case, run_cases, spread
+from parity.tensors import Gradients, Upstream
 
-CPU = torch.device("cpu")
 REFERENCE = (Contender(backend="reference"),)
-CASE = next(case for case in CASES if case.name == "gqa4_b1")
+CASE = BY_NAME["gqa4_b1"]
 
 
 def report_of(*cases: CaseReport, contenders=REFERENCE) -> Report:
     return Report(contenders=contenders, cases=cases, environment={"device": "a test"}, command="pytest")
 
 
-def launching(change):
-    """`multiattn.launch`, followed by a change to the tensors."""
-    launch = multiattn.launch
+def follow(monkeypatch, direction, change):
+    """Let launches of a direction be followed by a change to their tensors."""
+    name = {"forward": "launch", "backward": "launch_backward"}[direction]
+    launch = getattr(multiattn, name)
 
-    def broken(plan, q, k, v, out, lse, **optional):
-        launch(plan, q, k, v, out, lse, **optional)
-        change(q, k, v, out, lse)
+    def broken(plan, *tensors, **named):
+        launch(plan, *tensors, **named)
+        change(Operands(*tensors, **named))
 
-    return broken
+    monkeypatch.setattr(multiattn, name, broken)
+
+
+def before(tensor):
+    """The element in front of a tensor."""
+    return torch.as_strided(tensor, (1,), (1,), tensor.storage_offset() - 1)
+
+
+INPUTS, SAVED, GIVEN = "q, k, v or sinks was written", "out or lse was written", "dout or dlse was written"
+WRONG = {
+    "forward": (
+        (lambda at: at.out.mul_(1.2), "out is off"),
+        (lambda at: at.lse.add_(1e-4), "lse is off"),
+        (lambda at: at.out[0, 0, 0].fill_(torch.nan), "out has NaN or inf in the wrong places"),
+        (lambda at: at.k[0, 0].zero_(), f"memory of {INPUTS}"),
+        (lambda at: before(at.out).zero_(), "around out"),
+    ),
+    "backward": (
+        (lambda at: at.dq.mul_(1.2), "dq is off"),
+        (lambda at: at.dk.mul_(1.2), "dk is off"),
+        (lambda at: at.dv.mul_(1.2), "dv is off"),
+        (lambda at: at.dv[0, 0, 0].fill_(torch.nan), "dv has NaN or inf in the wrong places"),
+        (lambda at: at.q[0, 0].zero_(), f"memory of {INPUTS}"),
+        (lambda at: at.out.mul_(2), f"memory of {SAVED}"),
+        (lambda at: at.lse.zero_(), f"memory of {SAVED}"),
+        (lambda at: at.dout.mul_(2), f"memory of {GIVEN}"),
+        (lambda at: at.dlse.zero_(), f"memory of {GIVEN}"),
+        (lambda at: before(at.dk).zero_(), "memory around a gradient was written"),
+        (lambda at: before(at.lse).zero_(), f"memory of {SAVED}"),
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda q, k, v, out, lse: out.mul_(1.2), "out is off"),
-        (lambda q, k, v, out, lse: lse.add_(1e-4), "lse is off"),
-        (lambda q, k, v, out, lse: out[0, 0, 0].fill_(torch.nan), "NaN or inf in the wrong places"),
-        (lambda q, k, v, out, lse: k[0, 0].zero_(), "memory of q, k, v or sinks was written"),
-        (lambda q, k, v, out, lse: torch.as_strided(out, (1,), (1,), out.storage_offset() - 1).zero_(), "around out"),
-    ],
-    ids=["out", "lse", "nan", "input", "guard"],
+    ("direction", "change", "message"), [(direction, *row) for direction, its in WRONG.items() for row in its]
 )
-def test_a_wrong_backend_fails(monkeypatch, change, message):
-    monkeypatch.setattr(multiattn, "launch", launching(change))
-    report = run_case(CASE, REFERENCE, CPU)
-    assert report.results[0].status == "failed"
-    assert message in report.results[0].message
-    assert "reference/eager" in report.results[0].message
-    assert report_of(report).problems
-    tables = make_tables(report_of(report))
-    assert to_markdown(report_of(report), tables).splitlines()[2].startswith("FAILED: 1 problems")
-    assert message in to_html(report_of(report), tables)
-    monkeypatch.undo()
-    (result,) = run_case(CASE, REFERENCE, CPU).results
+def test_a_wrong_result_fails_and_the_next_is_not_blamed(monkeypatch, direction, change, message):
+    who = (Contender(backend="reference", direction=direction),)
+    with monkeypatch.context() as patch:
+        follow(patch, direction, change)
+        report = report_of(run_case(CASE, who, CPU), contenders=who)
+    (result,) = report.cases[0].results
+    assert result.status == "failed"
+    assert message in result.message
+    assert "reference/eager" in result.message
+    assert report.problems
+    tables = make_tables(report)
+    assert to_markdown(report, tables).splitlines()[2].startswith("FAILED: 1 problems")
+    assert message in to_html(report, tables)
+    (result,) = run_case(CASE, who, CPU).results
     assert result.status == "passed", "what one backend wrote must not reach the next"
-    assert [score.tensor for score in result.scores] == ["out", "lse"]
+    assert [it.tensor for it in result.scores] == (["out", "lse"] if direction == "forward" else ["dq", "dk", "dv"])
     assert 0 < result.ratio < 1
 
 
@@ -266,3 +305,125 @@ def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):
         main(arguments)
     assert stop.value.code
     assert message in f"{stop.value} {capsys.readouterr().err}"
+
+
+# ---------------------------------------------------------------- gradients: what a backward is given, who feeds whom
+
+
+CPU_CASES = [case for case in suite(CPU) if not case.no_backward]
+BACKWARD = Contender(backend="reference", direction="backward")
+
+
+@pytest.mark.parametrize("name", ["bshd_gqa_causal", "gqa3_b2", "packed_causal", "broadcast_heads"])
+def test_gradients_have_the_layout_of_the_contract(name):
+    case = BY_NAME[name]
+    inputs, _ = prepare_case(case, CPU)
+    problem = problem_of(case, inputs)
+    grads = Gradients.of(problem, CPU)
+    wanted = (problem.strides_dq, problem.strides_dk, problem.strides_dv)
+    for grad, like, strides in zip(grads.all, (inputs.q, inputs.k, inputs.v), wanted, strict=True):
+        assert (grad.shape, grad.stride()) == (like.shape, (*strides, 1))
+        assert grad.data_ptr() % 16 == 0
+        assert bool(grad.isnan().all())
+    assert not grads.guards_were_written
+    grads.memory[2][-GUARD] = 0
+    assert grads.guards_were_written
+
+
+def test_what_a_backward_is_given_is_drawn_and_the_same_each_time():
+    case = BY_NAME["gqa4_b1"]
+    inputs, _ = prepare_case(case, CPU)
+    one, two = (Upstream.of(case, problem_of(case, inputs), CPU) for _ in range(2))
+    assert torch.equal(one.dout, two.dout)
+    assert torch.equal(one.dlse, two.dlse)
+    assert one.dout.abs().min() < one.dout.abs().max()
+    assert one.dlse.count_nonzero() == one.dlse.numel()
+
+
+def test_half_of_the_cases_have_dlse_and_backward_leaves_out_only_planted_values_wide_heads_and_caches():
+    share = sum(case.has_dlse for case in CPU_CASES) / len(CPU_CASES)
+    assert 0.35 < share < 0.65
+    for kind in ("causal", "full"):
+        assert {case.has_dlse for case in CPU_CASES if case.name.endswith(kind)} == {False, True}
+    planted = {case.name for case in CASES if case.values in PLANTED}
+    wide = {case.name for case in CASES if case.head_dim > BACKWARD_HEAD_DIM_MAX}
+    caches = {case.name for case in CASES if case.cache is not None}
+    assert {case.name for case in CASES if case.no_backward} == planted | wide | caches
+    assert set(CROSS_FED) <= {case.name for case in CPU_CASES}
+    for case in CASES:
+        reason = case.values if case.name in planted else f"head_dim {case.head_dim}" if case.name in wide else ""
+        assert ("cache" if case.name in caches else reason) in case.no_backward
+
+
+def test_a_workspace_that_is_read_before_it_is_written_shows(monkeypatch):
+    """Memory that the allocator hands out may by chance be zero: here it is NaN."""
+    good = registry.get("reference").backward.prepare
+
+    def prepare(plan):
+        def launch(operands):
+            good(plan)(operands)
+            operands.dq.add_(torch.empty(operands.dq.shape))
+
+        return launch
+
+    own = registry.get("reference")
+    changed = replace(own, backward=Op(variants=own.backward.variants, prepare=prepare))
+    monkeypatch.setattr(registry, "get", lambda name: changed)
+    (result,) = run_case(BY_NAME["mqa5_b2"], (BACKWARD,), CPU).results
+    assert "dq has NaN or inf in the wrong places" in result.message
+
+
+def test_poison_ends_with_its_block():
+    with poisoned_workspaces():
+        assert bool(torch.empty(3).isnan().all())
+    assert torch.get_deterministic_debug_mode() == 0
+
+
+def test_a_case_without_backward_is_excluded_with_its_reason():
+    (forward, backward) = run_case(BY_NAME["nan_k_full"], (Contender(backend="reference"), BACKWARD), CPU).results
+    assert forward.status == "passed"
+    assert (backward.status, backward.reasons) == ("excluded", (BY_NAME["nan_k_full"].no_backward,))
+
+
+def test_a_backward_whose_forward_is_wrong_is_not_judged(monkeypatch):
+    monkeypatch.setattr(multiattn, "launch", lambda *tensors, **optional: None)
+    (result,) = run_case(BY_NAME["gqa8_b1"], (BACKWARD,), CPU).results
+    assert result.status == "failed"
+    assert result.message.startswith("its forward, which feeds it")
+
+
+def test_every_forward_feeds_every_backward(monkeypatch):
+    own = registry.get("reference")
+    monkeypatch.setattr(registry, "get", lambda name: own)
+    who = tuple(Contender(backend=name, direction="backward") for name in ("triton", "cuda"))
+    report = run_case(BY_NAME["gqa4_b1"], who, CPU)
+    fed = [(result.contender.backend, result.fed_by) for result in report.results]
+    assert fed == [("triton", "triton"), ("triton", "cuda"), ("cuda", "cuda"), ("cuda", "triton")]
+    failed = replace(report.results[1], status="failed", message="off")
+    whole = Report(contenders=who, cases=(replace(report, results=(failed,)),), environment={}, command="")
+    assert "triton backward fed by cuda failed on gqa4_b1: off" in whole.problems
+    (pair,) = report.pairs
+    assert (pair.direction, [score.tensor for score in pair.scores]) == ("backward", ["dq", "dk", "dv"])
+    alone = run_case(BY_NAME["gqa3_b2"], who, CPU)
+    assert [(it.contender.backend, it.fed_by) for it in alone.results] == [(name, name) for name in ("triton", "cuda")]
+
+
+def test_a_backend_without_backward_fails_the_command(tmp_path, monkeypatch, capsys):
+    own = registry.get("reference")
+    monkeypatch.setattr(registry, "get", lambda name: replace(own, backward=replace(own.backward, variants=())))
+    common = ["--backend", "reference", "--case", "d8*", "--jobs", "1", "--device", "cpu", "--out", str(tmp_path)]
+    assert main(["--direction", "forward", *common]) == 0
+    assert main(common) == 1
+    assert "reference backward was asked for and ran nothing" in capsys.readouterr().out
+
+
+def test_runs_that_differ_are_counted(monkeypatch):
+    case = BY_NAME["mqa8_b1"]
+    inputs, _ = prepare_case(case, CPU)
+    upstream, _ = prepare_gradients(case, CPU)
+    plan = plan_case(case, BACKWARD, inputs)
+    saved = save_forward(case, "reference", CPU)
+    assert differing_runs(plan, inputs, saved, upstream, runs=2) == 0
+    noise = iter([0.0, 0.0, 1.0])
+    follow(monkeypatch, "backward", lambda at: at.dv[0, 0, 0, 0].add_(next(noise)))
+    assert differing_runs(plan, inputs, saved, upstream, runs=2) == 1

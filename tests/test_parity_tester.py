@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity_breaks import BY_NAME, CPU, Break, Result, attend, check, each, then
+from parity_breaks import BY_NAME, CPU, WINDOWS, Break, Result, attend, check, each, moved_bounds, other, then
 
 from multiattn import Problem, reference
 from multiattn.operands import Operands
 from multiattn.plan.backend import BACKENDS, get
-from multiattn.score import BoundScore
 from multiattn.truth import tolerance as truth
 from parity import tolerance
 from parity.case import BACKWARD_HEAD_DIM_MAX, Case, Memory
@@ -36,14 +35,19 @@ CPU_CASES = suite(CPU)
 # ---------------------------------------------------------------- results broken on purpose
 
 
-def with_offset(case: Case, inputs: Inputs, shift: int) -> Result:
-    """Causal attention whose diagonal is `shift` keys to the right of where it belongs."""
-    q, k, v = (tensor.float() for tensor in (inputs.q, inputs.k, inputs.v))
-    scores = q @ k.transpose(-1, -2) / math.sqrt(case.head_dim)
-    query, key = torch.arange(case.seq_q)[:, None], torch.arange(case.seq_kv)
-    scores = scores.masked_fill(key > query + case.seq_kv - case.seq_q + shift, -math.inf)
-    lse = scores.logsumexp(dim=-1)
-    return (scores.softmax(dim=-1).nan_to_num(0.0) @ v).to(case.torch_dtype), lse
+def with_offset(shift: int | None) -> Break:
+    """Causal attention whose diagonal is `shift` keys to the right of where it belongs, or begins at the top left."""
+
+    def broken(case: Case, inputs: Inputs) -> Result:
+        q, k, v = (tensor.float() for tensor in (inputs.q, inputs.k, inputs.v))
+        scores = q @ k.transpose(-1, -2) / math.sqrt(case.head_dim)
+        query, key = torch.arange(case.seq_q)[:, None], torch.arange(case.seq_kv)
+        last = query + (0 if shift is None else case.seq_kv - case.seq_q + shift)
+        scores = scores.masked_fill(key > last, -math.inf)
+        lse = scores.logsumexp(dim=-1)
+        return (scores.softmax(dim=-1).nan_to_num(0.0) @ v).to(case.torch_dtype), lse
+
+    return broken
 
 
 def with_mask(change: Callable[[Any], Any]) -> Break:
@@ -68,22 +72,17 @@ def with_lists(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Bre
 
 def other_window(left: int, right: int) -> Break:
     """A window with other bounds, each by so much."""
+    return lambda case, inputs: attend(case, inputs, window=moved_bounds(case, left, right))
+
+
+def moved(dimension: int) -> Break:
+    """A score whose tensor is read one element further on."""
 
     def broken(case: Case, inputs: Inputs) -> Result:
-        bounds = zip(case.window, (left, right), strict=True)
-        window = tuple(None if bound is None else max(bound + more, 0) for bound, more in bounds)
-        return attend(case, inputs, window=window)
+        tensors = (inputs.score.tensors[0].roll(1, dims=dimension),)
+        return attend(case, inputs, score=inputs.score._replace(tensors=tensors))
 
     return broken
-
-
-def with_softcap(score: BoundScore, softcap: float) -> BoundScore:
-    return score._replace(scalars={"softcap": softcap})
-
-
-def moved(score: BoundScore, dimension: int) -> BoundScore:
-    """Its tensor read one element further on."""
-    return score._replace(tensors=(score.tensors[0].roll(1, dims=dimension),))
 
 
 def with_keys(change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
@@ -93,6 +92,10 @@ def with_keys(change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
 
 def scale_off_by_1_percent(case: Case, inputs: Inputs) -> Result:
     return attend(case, inputs, scale=1.01 * (1 / math.sqrt(case.head_dim) if case.scale is None else case.scale))
+
+
+def softcap_off_by_2_percent(case: Case, inputs: Inputs) -> Result:
+    return attend(case, inputs, score=inputs.score._replace(scalars={"softcap": 1.02 * case.softcap}))
 
 
 def last_columns_dropped(case: Case, inputs: Inputs) -> Result:
@@ -134,56 +137,23 @@ def wrong_where_nan_may_be(out: torch.Tensor, lse: torch.Tensor) -> Result:
 
 BROKEN: dict[str, tuple[Break, str]] = {
     "scale off by 1 %": (
-        scale_off_by_1_percent,
-        "d64_fp16_full d64_bf16_causal d256_bf16_causal len_1x300_full scale_one",
+        scale_off_by_1_percent, "d64_fp16_full d64_bf16_causal d256_bf16_causal len_1x300_full scale_one",
     ),
-    "scale ignored": (
-        lambda case, inputs: attend(case, inputs, scale=1.0),
-        "d8_bf16_full scale_zero scale_tiny scale_negative",
-    ),
+    "scale ignored": (other(scale=1.0), "d8_bf16_full scale_zero scale_tiny scale_negative"),
     "sign of the scale lost": (
-        lambda case, inputs: attend(case, inputs, scale=-case.scale),
-        "scale_one scale_negative scale_negative_causal",
+        lambda case, inputs: attend(case, inputs, scale=-case.scale), "scale_one scale_negative scale_negative_causal",
     ),
-    "mask ignored": (
-        lambda case, inputs: attend(case, inputs, causal=False),
-        "d64_bf16_causal len_128x128_causal len_3x300_causal",
-    ),
-    "sees one key more": (
-        lambda case, inputs: with_offset(case, inputs, 1),
-        "d64_bf16_causal len_127x128_causal len_203x113_causal len_3x300_causal",
-    ),
-    "sees one key less": (
-        lambda case, inputs: with_offset(case, inputs, -1),
-        "d64_bf16_causal len_128x128_causal len_300x3_causal len_1x1_causal",
-    ),
-    "top left": (
-        lambda case, inputs: with_offset(case, inputs, case.seq_q - case.seq_kv),
-        "d64_bf16_causal len_127x128_causal len_128x127_causal len_1x300_causal",
-    ),
+    "mask ignored": (other(causal=False), "d64_bf16_causal len_128x128_causal len_3x300_causal"),
+    "sees one key more": (with_offset(1), "d64_bf16_causal len_127x128_causal len_203x113_causal len_3x300_causal"),
+    "sees one key less": (with_offset(-1), "d64_bf16_causal len_128x128_causal len_300x3_causal len_1x1_causal"),
+    "top left": (with_offset(None), "d64_bf16_causal len_127x128_causal len_128x127_causal len_1x300_causal"),
     "window ignored": (
-        lambda case, inputs: attend(case, inputs, window=None),
-        "window_7_3 window_130_causal window_left_only window_right_only window_30_0_113x203",
+        other(window=None), "window_7_3 window_130_causal window_left_only window_right_only window_30_0_113x203",
     ),
-    "window one key more on the left": (
-        other_window(1, 0),
-        "window_0_0 window_7_3 window_64_0 window_130_causal window_left_only window_d128_bf16",
-    ),
-    "window one key less on the left": (
-        other_window(-1, 0),
-        "window_1_0 window_7_3 window_64_0 window_130_causal window_left_only window_50_0_1x300",
-    ),
-    "window one key more on the right": (
-        other_window(0, 1),
-        "window_0_0 window_7_3 window_64_0 window_right_only window_30_2_203x113 window_1_1_300x3",
-    ),
-    "window one key less on the right": (
-        other_window(0, -1),
-        "window_7_3 window_63_64 window_right_only window_30_2_203x113 window_1_1_300x3 window_0_128_129x257",
-    ),
+    **{f"a window with more keys {by}": (other_window(*by), cases) for by, cases in WINDOWS.items()},
+    "a wide window one key less on the right": (other_window(0, -1), "window_0_128_129x257"),
     "sink ignored": (
-        lambda case, inputs: attend(case, inputs, sinks=None),
-        "sinks_full sinks_large sinks_some sinks_empty_rows sinks_empty_keys sinks_gpt_oss",
+        other(sinks=None), "sinks_full sinks_large sinks_some sinks_empty_rows sinks_empty_keys sinks_gpt_oss",
     ),
     "sink scaled": (
         lambda case, inputs: attend(case, inputs, sinks=inputs.sinks / math.sqrt(case.head_dim)),
@@ -194,31 +164,18 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "sinks_full sinks_large sinks_some sinks_gpt_oss",
     ),
     "score ignored": (
-        lambda case, inputs: attend(case, inputs, score=None),
+        other(score=None),
         "softcap_d64_bf16 softcap_large alibi_causal alibi_batch bias_bhqk bias_k bias_hides_rows score_mod_composite",
     ),
     "softcap off by 2 %": (
-        lambda case, inputs: attend(case, inputs, score=with_softcap(inputs.score, 1.02 * case.softcap)),
-        "softcap_d128_fp16 softcap_d40_bf16 softcap_scale_negative softcap_sinks_empty_rows",
+        softcap_off_by_2_percent, "softcap_d128_fp16 softcap_d40_bf16 softcap_scale_negative softcap_sinks_empty_rows",
     ),
-    "slope of the next head": (
-        lambda case, inputs: attend(case, inputs, score=moved(inputs.score, -1)),
-        "alibi_causal alibi_batch alibi_gqa_d128 alibi_window alibi_softcap",
-    ),
-    "bias of the wrong head": (
-        lambda case, inputs: attend(case, inputs, score=moved(inputs.score, 1)),
-        "bias_bhqk bias_hqk bias_bhq bias_hk bias_bhk bias_gqa_d256",
-    ),
-    "bias of the next key": (
-        lambda case, inputs: attend(case, inputs, score=moved(inputs.score, 3)),
-        "bias_bhqk bias_hqk bias_k bias_bqk bias_hides_d128",
-    ),
-    "bias of the wrong batch entry": (
-        lambda case, inputs: attend(case, inputs, score=moved(inputs.score, 0)),
-        "bias_bhqk bias_bqk bias_bk bias_bhk",
-    ),
+    "slope of the next head": (moved(-1), "alibi_causal alibi_batch alibi_gqa_d128 alibi_window alibi_softcap"),
+    "bias of the wrong head": (moved(1), "bias_bhqk bias_hqk bias_bhq bias_hk bias_bhk bias_gqa_d256"),
+    "bias of the next key": (moved(3), "bias_bhqk bias_hqk bias_k bias_bqk bias_hides_d128"),
+    "bias of the wrong batch entry": (moved(0), "bias_bhqk bias_bqk bias_bk bias_bhk"),
     "blocks ignored": (
-        lambda case, inputs: attend(case, inputs, score=None, blocks=None),
+        other(score=None, blocks=None),
         "blocks_causal blocks_document blocks_prefix_lm blocks_sliding_window blocks_block_diagonal blocks_per_head",
     ),
     "partial blocks seen whole": (
@@ -243,8 +200,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "d64_bf16_full d128_fp16_full len_1x300_full len_129x257_full",
     ),
     "heads swapped": (
-        then(lambda out, lse: (out.flip(1), lse.flip(1))),
-        "d64_bf16_full len_1x1_full gqa4_b1 len_300x1_full",
+        then(lambda out, lse: (out.flip(1), lse.flip(1))), "d64_bf16_full len_1x1_full gqa4_b1 len_300x1_full",
     ),
     "v of the next group": (
         lambda case, inputs: attend(case, replace(inputs, v=inputs.v.roll(1, dims=1))),
@@ -253,23 +209,19 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "batches swapped": (with_keys(lambda tensor: tensor.flip(0)), "mha_b2 mqa5_b2 gqa3_b2 bshd"),
     "last columns dropped": (last_columns_dropped, "d40_fp16_full d72_fp16_full"),
     "lse in log2": (
-        then(lambda out, lse: (out, lse / math.log(2))),
-        "d64_bf16_full len_1x1_full scale_zero large_bf16",
+        then(lambda out, lse: (out, lse / math.log(2))), "d64_bf16_full len_1x1_full scale_zero large_bf16",
     ),
     "lse without the maximum": (lse_without_maximum, "d64_bf16_full scale_one large_bf16"),
     "lse rounded to 16 bits": (
-        then(lambda out, lse: (out, lse.to(out.dtype).float())),
-        "d64_bf16_full d64_fp16_full scale_one",
+        then(lambda out, lse: (out, lse.to(out.dtype).float())), "d64_bf16_full d64_fp16_full scale_one",
     ),
     "one NaN": (written((-1, -1, 0, 3), math.nan), "d64_bf16_full d64_fp16_causal nan_v_full"),
     "one NaN in lse": (
-        then(lambda out, lse: (out, lse.index_fill(2, torch.tensor([0]), math.nan))),
-        "d64_bf16_full d64_fp16_causal",
+        then(lambda out, lse: (out, lse.index_fill(2, torch.tensor([0]), math.nan))), "d64_bf16_full d64_fp16_causal",
     ),
     "a row of zeros": (written((0, 0, -1), 0.0), "d64_bf16_full d64_fp16_causal len_1x300_full scale_zero"),
     "not normalised": (
-        then(lambda out, lse: (out * 1.05, lse)),
-        "d64_bf16_full d64_fp16_causal len_300x1_full len_256x256_causal",
+        then(lambda out, lse: (out * 1.05, lse)), "d64_bf16_full d64_fp16_causal len_300x1_full len_256x256_causal",
     ),
     "NaN swallowed": (
         then(lambda out, lse: (out.nan_to_num(0.0, 0.0, 0.0), lse.nan_to_num(0.0))),
@@ -277,20 +229,18 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "NaN reaches another column": (written((slice(None), 0, -1, 1), math.nan), "nan_v_causal nan_v_prefix"),
     "NaN reaches another head": (
-        written((slice(None), -1, slice(None), slice(None, None, 3)), math.nan),
-        "nan_v_causal nan_v_prefix",
+        written((slice(None), -1, slice(None), slice(None, None, 3)), math.nan), "nan_v_causal nan_v_prefix",
     ),
     "wrong where NaN may be": (then(wrong_where_nan_may_be), "nan_v_causal nan_v_prefix"),
     "infinities made finite": (
-        then(lambda out, lse: (out.masked_fill(out.isinf(), 65504.0), lse)),
-        "inf_v_causal inf_v_full",
+        then(lambda out, lse: (out.masked_fill(out.isinf(), 65504.0), lse)), "inf_v_causal inf_v_full",
     ),
     "empty rows average": (empty_rows_average, "len_203x113_causal len_300x3_causal len_128x127_causal empty_keys"),
     "lse of empty rows is 0": (
         then(lambda out, lse: (out, lse.masked_fill(lse.isinf(), 0.0))),
         "len_203x113_causal len_200x1_causal empty_keys",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("broken", "name"), each(BROKEN))
@@ -317,7 +267,7 @@ def test_a_correct_result_passes_and_no_budget_is_vacuous(case):
 def test_what_breaks_the_mask_breaks_nothing_else(name):
     case = BY_NAME[name]
     inputs, _ = prepare_case(case, CPU)
-    check(case, with_offset(case, inputs, 0))
+    check(case, with_offset(0)(case, inputs))
 
 
 # ---------------------------------------------------------------- the table
