@@ -11,7 +11,7 @@ from multiattn.cutile.families import launches_of
 from multiattn.cutile.forward import FAMILY, PIPELINES, STEPS, begins_at_diagonal, grid_of, is_linear, keeps_maxima
 from multiattn.cutile.launches import Together
 from multiattn.cutile.rules import shorthand
-from multiattn.mask import Band
+from multiattn.mask import CAUSAL, Band
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
 from multiattn.plan.schedule import most_multiprocessors
@@ -43,6 +43,17 @@ def watch(monkeypatch, name, what=tile_of, module=forward):
     return found
 
 
+def walk(visible, size_of_tile, size):
+    """(tile, block, masked) of all blocks of which a tile sees something; without a mask those of which it sees all."""
+    expected = []
+    for tile, rows in enumerate(visible.split(size_of_tile)):
+        for block, part in enumerate(rows.split(size, dim=1)):
+            if part.any():
+                is_whole = part.shape[1] == size  # a ragged block needs a mask
+                expected.append((tile, block, not (is_whole and bool(part.all()))))
+    return expected
+
+
 @pytest.fixture
 def redone(monkeypatch):
     """The tiles that were done again."""
@@ -72,16 +83,9 @@ def test_from_the_diagonal_down_every_block_once(seq_q, seq_kv, tile_n, schedule
     found = watch(monkeypatch, "score_found", lambda const, at, block, _, masked: (at.place.tile, block, masked))
     config = replace(LAZY, tile_n=tile_n, pipeline=pipeline, scheduler=scheduler, heads_together=2)
     check(config, *make_inputs(heads_q=2, heads_kv=1, seq_q=seq_q, seq_kv=seq_kv, head_dim=16), causal=True)
-    blocks = 32 // tile_n
-    expected = []
-    for tile in range(-(-seq_q // 32)):
-        diagonal = (tile * 32 + seq_kv - seq_q) // tile_n
-        ends = range(diagonal + 1, min(diagonal + blocks, -(-seq_kv // tile_n)))
-        if diagonal < 0:
-            expected.append((tile, 0, True))  # sees no key
-            continue
-        expected += [(tile, block, False) for block in range(diagonal)]
-        expected += [(tile, block, True) for block in (diagonal, *ends)]
+    visible = CAUSAL.visible(seq_q, seq_kv, torch.device("cpu"))
+    blind = [(tile, 0, True) for tile, rows in enumerate(visible.split(32)) if not rows.any()]
+    expected = blind + walk(visible, 32, tile_n)
     assert sorted(found) == sorted(2 * expected)
 
 
@@ -204,17 +208,6 @@ def test_tiles_that_are_done_again_have_a_sink_once(dtype, redone):
 
 
 # ---------------------------------------------------------------- windows
-
-
-def walk(visible, size_of_tile, size):
-    """(tile, block, masked) of all blocks of which a tile sees something; without a mask those of which it sees all."""
-    expected = []
-    for tile, rows in enumerate(visible.split(size_of_tile)):
-        for block, part in enumerate(rows.split(size, dim=1)):
-            if part.any():
-                is_whole = part.shape[1] == size  # a ragged block needs a mask
-                expected.append((tile, block, not (is_whole and bool(part.all()))))
-    return expected
 
 
 @pytest.mark.parametrize(("left", "right", "seq_q", "seq_kv"), [

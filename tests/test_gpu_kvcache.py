@@ -224,24 +224,6 @@ def test_a_graph_serves_chunks_single_tokens_and_other_pages(backend):
         assert (out[rows:] == 7.0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_sequences_that_share_pages_are_those_that_have_their_own(backend):
-    table, pages = pages_of(4, 500)
-    k, v = caches(pages)
-    lengths = (500, 430, 401, 33)
-    put(k, v, table, lengths)
-    table[1:3, :25] = table[0, :25]  # a prompt of 400 tokens
-    table[3, :2] = table[0, :2]  # ends within a page of another
-    put(k, v, table, lengths)
-    q = drawn(4, HEADS_Q, 2, HEAD_DIM)
-    rest = {"seqlens_kv": int32(*lengths), "page_table": table}
-    needs(backend, q, k, v, rest)
-    out = call(q, k, v, rest, backend)
-    torch.testing.assert_close(out.float(), truth(q, k, v, rest), **CLOSE)
-    own = [it[table.long()].transpose(1, 2).flatten(2, 3) for it in (k, v)]  # [B, Hkv, S, D]
-    torch.testing.assert_close(out, call(q, *own, {"seqlens_kv": rest["seqlens_kv"]}, backend), **CLOSE)
-
-
 @pytest.mark.parametrize("splits", [1, 2, 8, 20])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_with_so_many_parts_a_sequence_has_the_same_bits_in_any_batch(backend, splits):

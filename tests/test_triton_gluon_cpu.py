@@ -3,8 +3,9 @@
 import importlib
 import itertools
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -124,8 +125,7 @@ def changed(folder, file, old="", new=""):
 CAUSAL, D128 = BY_NAME["len_200x329_causal"], BY_NAME["d128_bf16_full"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bug:
+class Bug(NamedTuple):
     """A change of a text that there is once in a file, and the error that it is found by, which says a pattern."""
 
     file: str
@@ -149,107 +149,97 @@ EMPTY = "ring.make(C.stages, C.warpgroups)"
 
 BUGS = {
     "a diagonal one key too far": Bug(
-        file="scores.py", old="end = queries + 1 + (seq_kv", new="end = queries + 2 + (seq_kv",
-        case=CAUSAL, error=Mismatch, says="^(out|lse) ",
+        "scores.py", "end = queries + 1 + (seq_kv", "end = queries + 2 + (seq_kv", Mismatch, "^(out|lse) ", case=CAUSAL,
     ),
     "a mask one key too wide": Bug(
-        file="scores.py", old=".s32 p, $2, 0", new=".s32 p, $2, -1", case=BY_NAME["varlen_apart_d64_causal"],
-        error=Mismatch,
+        "scores.py", ".s32 p, $2, 0", ".s32 p, $2, -1", Mismatch, case=BY_NAME["varlen_apart_d64_causal"],
     ),
     "a block left out": Bug(
-        file="scores.py", old="return begin, (end + C.tile_n - 1)", new="return begin, end",
-        case=BY_NAME["len_129x257_full"], error=Mismatch,
+        "scores.py", "return begin, (end + C.tile_n - 1)", "return begin, end", Mismatch,
+        case=BY_NAME["len_129x257_full"],
     ),
     "maxima outgrown, and nobody looks": Bug(
-        file="forward.py", old="return product != 0.0", new="return product > 1.0",
-        case=BY_NAME["descending_full"], config=replace(PLAIN, lazy_max=True), error=Mismatch,
+        "forward.py", "return product != 0.0", "return product > 1.0", Mismatch, case=BY_NAME["descending_full"],
+        config=replace(PLAIN, lazy_max=True),
     ),
     "nobody waits for keys": Bug(
-        file="forward.py", old=f"{AWAIT_FULL}    scores", new="    scores", error=RaceError,
-        says="a product's read of buffer",
+        "forward.py", f"{AWAIT_FULL}    scores", "    scores", RaceError, "a product's read of buffer",
     ),
     "keys given back before they were used": Bug(
-        file="forward.py", old=SCORES_WAIT + RELEASE, new=RELEASE + SCORES_WAIT, error=RaceError,
-        says="a load by TMA of buffer .* conflicts with a product's read",
+        "forward.py", SCORES_WAIT + RELEASE, RELEASE + SCORES_WAIT, RaceError,
+        "a load by TMA of buffer .* conflicts with a product's read",
     ),
-    "keys loaded where others are in use": Bug(
-        file="tiles.py", old="    ring.await_empty(ring_of, place)\n", new="", error=GluonError,
-    ),
+    "keys loaded where others are in use": Bug("tiles.py", "    ring.await_empty(ring_of, place)\n", "", GluonError),
     "outputs used before they are there": Bug(
-        file="tiles.py", old="warpgroup_mma_wait(under_way, [", new="warpgroup_mma_wait(under_way + 1, [",
-        error=RaceError, says="the result of a product is used before",
+        "tiles.py", "warpgroup_mma_wait(under_way, [", "warpgroup_mma_wait(under_way + 1, [", RaceError,
+        "the result of a product is used before",
     ),
     "a word read before it is written": Bug(
-        file="producer.py", old=LAST_WORD + LAST_ARRIVAL, new=LAST_ARRIVAL + LAST_WORD, error=RaceError,
-        says="nothing orders|was never written",
+        "producer.py", LAST_WORD + LAST_ARRIVAL, LAST_ARRIVAL + LAST_WORD, RaceError,
+        "nothing orders|was never written",
     ),
     "an output that TMA does not see yet": Bug(
-        file="forward.py", old="    fence_async_shared()\n    if first", new="    if first", error=RaceError,
-        says="a store by TMA of buffer .* without a fence_async_shared",
+        "forward.py", "    fence_async_shared()\n    if first", "    if first", RaceError,
+        "a store by TMA of buffer .* without a fence_async_shared",
     ),
     "a slot of Q given back while TMA reads it": Bug(
-        file="forward.py", old="            tma.store_wait(0)\n            ring.release(shared.ring_q, q_place - 1",
-        new="            ring.release(shared.ring_q, q_place - 1", case=BY_NAME["mha_b2"], config=TWO_SLOTS,
-        error=RaceError, says="a load by TMA of buffer .* conflicts with a store by TMA",
+        "forward.py", "            tma.store_wait(0)\n            ring.release(shared.ring_q, q_place - 1",
+        "            ring.release(shared.ring_q, q_place - 1", RaceError,
+        "a load by TMA of buffer .* conflicts with a store by TMA", case=BY_NAME["mha_b2"], config=TWO_SLOTS,
     ),
     "a block that ends while TMA reads": Bug(
-        file="forward.py", old="    tma.store_wait(0)  # shared", new="    # shared", config=TWO_SLOTS,
-        error=GluonError, says="ends while TMA may still read",
+        "forward.py", "    tma.store_wait(0)  # shared", "    # shared", GluonError, "ends while TMA may still read",
+        config=TWO_SLOTS,
     ),
     "keys never given back": Bug(
-        file="forward.py", old=RELEASE + SIGN, new=SIGN, error=DeadlockError,
-        says="(?s)produce waits for parity . of mbarrier .* 2 of 2 arrivals",
+        "forward.py", RELEASE + SIGN, SIGN, DeadlockError,
+        "(?s)produce waits for parity . of mbarrier .* 2 of 2 arrivals",
     ),
     "more bytes expected than come": Bug(
-        file="tiles.py", old=EXPECT, new=EXPECT.replace("2 *", "4 *"), error=DeadlockError,
-        says=r"(?s)^every partition waits, and nothing is under way:\n *partition 0 consume\(0\) waits for parity 0 of "
+        "tiles.py", EXPECT, EXPECT.replace("2 *", "4 *"), DeadlockError,
+        r"(?s)^every partition waits, and nothing is under way:\n *partition 0 consume\(0\) waits for parity 0 of "
         r"mbarrier 0 of buffer 5, made at forward\.py.* 0 of 1 arrivals and 16384 bytes.*\n *partition 1 consume\(1\) "
         r"waits for .*\n *partition 2 produce waits for ",
     ),
     "fewer bytes expected than come": Bug(
-        file="tiles.py", old=EXPECT, new=EXPECT.replace("2 *", "1 *"), error=BarrierError,
-        says="more bytes than expected",
+        "tiles.py", EXPECT, EXPECT.replace("2 *", "1 *"), BarrierError, "more bytes than expected",
     ),
     "an arrival that nobody makes": Bug(
-        file="forward.py", old=EMPTY, new=EMPTY.replace("warpgroups", "warpgroups + 1"), error=DeadlockError,
-        says=r"1 of 3 arrivals and 0 bytes to come\) \[at ring.py:\d+ in await_empty\]",
+        "forward.py", EMPTY, EMPTY.replace("warpgroups", "warpgroups + 1"), DeadlockError,
+        r"1 of 3 arrivals and 0 bytes to come\) \[at ring.py:\d+ in await_empty\]",
     ),
     "an arrival that nobody expects": Bug(
-        file="forward.py", old=EMPTY, new=EMPTY.replace("warpgroups", "warpgroups - 1"), error=GluonError,
+        "forward.py", EMPTY, EMPTY.replace("warpgroups", "warpgroups - 1"), GluonError,
     ),
     "more arrivals than there can be": Bug(
-        file="ring.py", old="mbarrier.arrive(ring.empty.index(place % ring.empty.shape[0]))",
-        new="mbarrier.arrive(ring.empty.index(place % ring.empty.shape[0]), count=3)", error=BarrierError,
-        says="arrives once more than expected at mbarrier",
+        "ring.py", "mbarrier.arrive(ring.empty.index(place % ring.empty.shape[0]))",
+        "mbarrier.arrive(ring.empty.index(place % ring.empty.shape[0]), count=3)", BarrierError,
+        "arrives once more than expected at mbarrier",
     ),
     "turns that nobody passes": Bug(
-        file="forward.py", old="    _pass_turn(warpgroup, shared.turns, C)\n    of_score", new="    of_score",
-        config=replace(PLAIN, pingpong=True), error=DeadlockError, says="in _await_turn",
+        "forward.py", "    _pass_turn(warpgroup, shared.turns, C)\n    of_score", "    of_score", DeadlockError,
+        "in _await_turn", config=replace(PLAIN, pingpong=True),
     ),
     "a phase of the wrong parity": Bug(
-        file="ring.py", old="((place // slots) & 1) ^ 1)", new="((place // slots) & 1))", error=DeadlockError,
-        says="in await_empty",
+        "ring.py", "((place // slots) & 1) ^ 1)", "((place // slots) & 1))", DeadlockError, "in await_empty",
     ),
     "weights in no layout of a product's": Bug(
-        file="tiles.py", old="gl.DotOperandLayout(0, sums.type.layout, 2)",
-        new="gl.DotOperandLayout(0, sums.type.layout, 1)", error=LayoutError, says="is not trivial",
+        "tiles.py", "gl.DotOperandLayout(0, sums.type.layout, 2)", "gl.DotOperandLayout(0, sums.type.layout, 1)",
+        LayoutError, "is not trivial",
     ),
     "keys along the wrong dimension": Bug(
-        file="scores.py", old="gl.arange(0, C.tile_n, C.column)  # [tile_n]",
-        new="gl.arange(0, C.tile_n, C.row)", case=CAUSAL, error=LayoutError,
-        says="got axis 0 of a slice along 1",
+        "scores.py", "gl.arange(0, C.tile_n, C.column)  # [tile_n]", "gl.arange(0, C.tile_n, C.row)", LayoutError,
+        "got axis 0 of a slice along 1", case=CAUSAL,
     ),
     "lse beyond its tensor": Bug(
-        file="forward.py", old=", mask=(rows >= 0) & (rows < end))", new=")", case=CAUSAL, error=OutOfBoundsError,
-        says="store in program",
+        "forward.py", ", mask=(rows >= 0) & (rows < end))", ")", OutOfBoundsError, "store in program", case=CAUSAL,
     ),
     "rows before the first are stored": Bug(
-        file="forward.py", old="    if first_query >= 0:  # a store", new="    if True:  # a store",
-        case=BY_NAME["len_129x257_full"], error=GluonError, says="an illegal instruction",
+        "forward.py", "    if first_query >= 0:  # a store", "    if True:  # a store", GluonError,
+        "an illegal instruction", case=BY_NAME["len_129x257_full"],
     ),
     "an instruction that the interpreter does not know": Bug(
-        file="scores.py", old='"mov.b32 $0, $1;"', new='"brev.b32 $0, $1;"', error=NotImplementedError,
-        says=r"no brev\.b32",
+        "scores.py", '"mov.b32 $0, $1;"', '"brev.b32 $0, $1;"', NotImplementedError, r"no brev\.b32",
     ),
 }  # fmt: skip
 
