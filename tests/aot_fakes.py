@@ -65,6 +65,12 @@ def emit(folder, name, *, host=None, arch="sm90", variant=None, whole=None, **si
     return plan, binding, aot.write(folder, plan, [kernel])
 
 
+def loaded(folder, name, **options):
+    """The kernel of such a folder."""
+    emit(folder, name, **options)
+    return aot.load(folder)
+
+
 def edit(folder, change):
     """Change the only entry of a folder."""
     path = folder / "manifest.json"

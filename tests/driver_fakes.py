@@ -205,12 +205,12 @@ OPERANDS = set(Operands._fields) - {"delta"}
 """Names of tensors that are never areas of workspace."""
 
 
-def check_launches(launched, bindings, tensors, **areas):
-    """Every parameter is what the Binding of its kernel says; areas of workspace are where their first pointer is,
-    if `areas` has none. Returns the addresses by name.
+def check_launches(launched, bindings, tensors):
+    """Every parameter is what the Binding of its kernel says; areas of workspace are where their first pointer is.
+
+    Returns the addresses by name.
     """
     known = {name: tensor.data_ptr() for name, tensor in tensors.named.items()}
-    known |= areas
     for it, binding in zip(launched, bindings, strict=True):
         image = binding.image
         assert (it.grid, it.block, it.stream) == (binding.grid, (image.threads, 1, 1), 70)
@@ -224,9 +224,9 @@ def check_launches(launched, bindings, tensors, **areas):
     return known
 
 
-def check_run(driver, launcher, bindings, given, **areas):
+def check_run(driver, launcher, bindings, given):
     """`check_launches` of one call of a launcher."""
     driver.sizes = [[abi.size_of(it) for it in binding.arguments] for binding in bindings]
     driver.launched.clear()
     launcher(given)
-    return check_launches(driver.launched, bindings, given, **areas)
+    return check_launches(driver.launched, bindings, given)

@@ -233,6 +233,7 @@ def test_a_feature_is_refused_by_name_where_there_is_no_code_for_it(name):
 
 
 SMEM = "232448 bytes a block on sm90"
+THIRD = "with split_head_dim, where three parts have fewer columns than two"
 
 
 def asked_of(variant, number):
@@ -268,6 +269,32 @@ ROWS = {
         (128, {"k_stages": 8}, "bytes", SMEM),
         (200, {"kv_in_registers": True}, "", ""),  # a gradient of D=256 takes 128 registers, K would take 64 more
         (256, {"kv_in_registers": True}, "", ""),
+    )),
+    ("cutile", "forward", "full"): ({"tile_m": 64, "tile_n": 64, "lazy_max": True}, (
+        (64, {"tile_m": 48}, "tile_m=48", "powers of two from 16"),
+        (64, {"tile_n": 8}, "tile_n=8", "powers of two from 16"),
+        (64, {"blocks_per_sm": 0}, "blocks_per_sm=0", "1 to 32"),
+        (64, {"warps": 16}, "warps=16", "None, 4 or 8 (others need tileiras 13.5)"),
+        (64, {"k_latency": 11}, "k_latency=11", "1 to 10"),
+        (64, {"v_latency": 0}, "v_latency=0", "1 to 10"),
+        (64, {"heads_together": 0}, "heads_together=0", "1 or more"),
+        (64, {"pipeline": "pears"}, "pipeline=pears", "plain, ahead, pairs, pilot, pilot_pairs"),
+        (64, {"lazy_max": False, "pipeline": "pairs"}, "pipeline=pairs without lazy_max", "plain"),
+        (64, {"scheduler": "dynamic"}, "scheduler=dynamic", "one_tile, static"),
+        (16, {"split_head_dim": True}, "split_head_dim=True at head_dim=16", "more than 16"),
+        (96, {"split_head_dim": True, "split_tail": True}, "split_tail=True at head_dim=96", THIRD),
+        (104, {"split_tail": True}, "split_tail=True at head_dim=104", THIRD),
+    )),
+    ("cutile", "backward", "two_pass"): (None, (
+        (64, {"dq_transposed": True}, "", "False"),
+        (64, {"delta_first": True}, "", "False"),
+    )),
+    ("cutile", "backward", "stored"): (None, (
+        (64, {"dq_transposed": True}, "", "False"),
+        (64, {"dq.tile_m": 32}, "dq.tile_m=32", "tile_m=64 and more"),
+    )),
+    ("cuda", "forward", "split_q+swizzle_qkv"): ({"tile_m": 128, "tile_n": 128, "warps": 8, "stages": 2}, (
+        (256, {}, f"{(128 + 4 * 128) * 512} bytes", SMEM),
     )),
     ("cuda", "forward", "wgmma"): ({"tile_m": 128, "tile_n": 64}, (
         (64, {"tile_m": 64}, "tile_m=64", "128, 192"),

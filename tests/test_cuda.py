@@ -15,7 +15,6 @@ from multiattn import fmha, reference
 from multiattn.cuda import BACKEND, axes, tools
 from multiattn.cuda.compile import _compile, make_ptx
 from multiattn.cuda.cpu import host
-from multiattn.cuda.forward_mma import CudaConfig
 from multiattn.cuda.instances import kernels_of
 from multiattn.cuda.score import text_of
 from multiattn.cuda.source import DEVICE_INCLUDES, _wgmma, files_reached, translation_unit
@@ -70,14 +69,6 @@ def test_sanitizers(which, monkeypatch, capfd):
 
 
 # ---------------------------------------------------------------- configs
-
-
-def test_a_config_that_does_not_fit_is_refused_with_the_numbers():
-    problem, config = problem_of(256), CudaConfig(tile_m=128, tile_n=128, warps=8, stages=2)
-    assert config.smem_bytes(problem, axes.SPLIT_Q) == (128 + 4 * 128) * 512
-    (reason,) = SPLIT_Q.fits(problem, ARCHS["sm90"], config)
-    assert (reason.code, reason.allowed) == ("config", "232448 bytes a block on sm90")
-    assert "327680 bytes" in reason.got
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -234,35 +234,10 @@ def test_head_dims_between_powers_of_two_have_parts(head_dim, causal, parts):
 # ---------------------------------------------------------------- refused
 
 
-THIRD = "with split_head_dim, where three parts have fewer columns than two"
-
-
-@pytest.mark.parametrize(
-    ("change", "got", "allowed"),
-    [
-        ({"tile_m": 48}, "tile_m=48", "powers of two from 16"),
-        ({"tile_n": 8}, "tile_n=8", "powers of two from 16"),
-        ({"blocks_per_sm": 0}, "blocks_per_sm=0", "1 to 32"),
-        ({"warps": 16}, "warps=16", "None, 4 or 8 (others need tileiras 13.5)"),
-        ({"k_latency": 11}, "k_latency=11", "1 to 10"),
-        ({"v_latency": 0}, "v_latency=0", "1 to 10"),
-        ({"heads_together": 0}, "heads_together=0", "1 or more"),
-        ({"pipeline": "pears"}, "pipeline=pears", ", ".join(PIPELINES)),
-        ({"lazy_max": False, "pipeline": "pairs"}, "pipeline=pairs without lazy_max", "plain"),
-        ({"scheduler": "dynamic"}, "scheduler=dynamic", "one_tile, static"),
-        ({"q_in_registers": True, "arch": "sm103"}, "q_in_registers=True on sm103", "False"),
-        ({"split_head_dim": True, "head_dim": 16}, "split_head_dim=True at head_dim=16", "more than 16"),
-        ({"split_head_dim": True, "split_tail": True, "head_dim": 96}, "split_tail=True at head_dim=96", THIRD),
-        ({"split_tail": True, "head_dim": 104}, "split_tail=True at head_dim=104", THIRD),
-    ],
-)
-def test_configs_that_cannot_be(change, got, allowed):
-    variant = find_variant(BACKEND, "full")
-    problem = replace(SMALL, head_dim=change.pop("head_dim", 64))
-    arch = ARCHS[change.pop("arch", "sm90")]
-    config = FAMILY.config(**{"tile_m": 64, "tile_n": 64, "lazy_max": True, **change})
-    reasons = plan_variant(BACKEND, variant, problem, arch, config)
-    assert [(reason.code, reason.got, reason.allowed) for reason in reasons] == [("config", got, allowed)]
+def test_sm103_keeps_no_queries_in_registers():
+    config = FAMILY.config(tile_m=64, tile_n=64, q_in_registers=True)
+    (reason,) = plan_variant(BACKEND, find_variant(BACKEND, "full"), SMALL, ARCHS["sm103"], config)
+    assert (reason.code, reason.got, reason.allowed) == ("config", "q_in_registers=True on sm103", "False")
 
 
 @pytest.mark.parametrize(("installed", "got"), [(None, "no cuda-tile"), ("1.2.0", "cuda-tile 1.2.0")])

@@ -209,11 +209,10 @@ def relative(s, b, h, q, kv):
 
 
 ROWS = {
-    "sinks": ("forward", "full", lambda: plain(has_sinks=True, causal=True)),
     "many, sinks": ("forward", "full", lambda: plain(has_sinks=True, causal=True, batch=2**17)),
     "many, a window": ("forward", "full", lambda: plain(window=(300, 20), **MANY)),
     "many, a window, gradients": ("backward", "two_pass", lambda: plain(window=(300, 20), **MANY)),
-    "a negative scale": ("forward", "full", lambda: plain(causal=True, scale=-1.0, head_dim=40)),
+    "sinks, a negative scale": ("forward", "full", lambda: plain(has_sinks=True, causal=True, scale=-1.0, head_dim=40)),
     "a scale of zero": ("forward", "full", lambda: plain(seq_q=100, scale=0.0)),
     "many, ragged": (
         "backward", "two_pass",

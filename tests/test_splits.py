@@ -85,10 +85,12 @@ def plan(problem, arch=SM90, config=None):
     return plan_variant(CUDA, find_variant(CUDA, "split_keys"), problem, arch, config)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", [CPU, SM90], ids=str)
-def test_a_plan_has_a_number_of_parts_and_room_for_them(arch):
-    for problem in (step(), step(splits=7), step(keys=100)):
-        made = plan(problem, arch)
+def test_a_plan_has_a_number_of_parts_and_room_for_them(arch, backend):
+    variant = find_variant(registry.get(backend), "split_keys")
+    for problem in (step(), step(splits=7), step(keys=100), step(batch=512)):
+        made = plan_variant(registry.get(backend), variant, problem, arch)
         assert isinstance(made, Plan)
         assert made.config.splits >= 1
         assert problem.cache.splits in (None, made.config.splits)

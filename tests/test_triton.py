@@ -202,15 +202,13 @@ def test_parts_are_no_smaller_than_a_rule_says():
     assert plan_of_parts(batch=1, heads_q=64, head_dim=256, capacity=1024).config.splits == 8
 
 
-def test_a_workspace_has_the_parts_of_every_row():
-    plan = plan_of_parts(decode.split_tiles(16, 64, 4, 3))
-    splits = plan.config.splits
-    assert splits > 1
-    assert plan.workspace_bytes == splits * 4 * 32 * (128 + 1) * 4
-    assert [call.table.kernel for call in calls_of(plan)] == ["attention_of_parts", "merge_splits"]
-    whole = plan_of_parts(decode.TritonSplitConfig(tile_m=16, tile_n=64, warps=4, stages=3, splits=1))
-    assert whole.workspace_bytes == 0
-    assert [call.table.kernel for call in calls_of(whole)] == ["attention_of_parts"]
+def test_only_parts_are_merged():
+    whole = decode.TritonSplitConfig(tile_m=16, tile_n=64, warps=4, stages=3, splits=1)
+    for config, kernels in (
+        (replace(whole, splits=3), ["attention_of_parts", "merge_splits"]),
+        (whole, ["attention_of_parts"]),
+    ):
+        assert [call.table.kernel for call in calls_of(plan_of_parts(config))] == kernels
 
 
 @pytest.mark.parametrize("splits", range(1, 257, 15))

@@ -267,20 +267,6 @@ def test_alibi_takes_a_sum_for_each_score_and_a_product_where_distance_has_no_si
 ROOMS = {ONE: gluon_backward, TWO: gluon_two_pass}
 
 
-@pytest.mark.parametrize(
-    ("variant", "changes", "code"),
-    [
-        (ONE, {"head_dim": 136}, "head_dim"),
-        (TWO, {"head_dim": 264}, "head_dim"),
-        *((variant, {"alignment": 8}, "alignment") for variant in (ONE, TWO)),
-        *((variant, {"dtype": "fp32"}, "dtype") for variant in (ONE, TWO)),
-    ],
-)
-def test_what_there_is_no_code_for_is_a_reason(variant, changes, code):
-    found = plan_variant(BACKEND, variant, replace(problem(), **changes), SM90, direction="backward")
-    assert code in [reason.code for reason in found]
-
-
 SIDE_BY_SIDE = (
     ({"heads_kv": 16, "seq_q": 512, "head_dim": 64}, 64),  # 256 KiB each
     ({"heads_kv": 16, "seq_q": 2048}, 8),  # 2 MiB each
