@@ -28,7 +28,7 @@ def cores(monkeypatch):
 
 
 def under_way(then=int):
-    """What has begun and goes on when the event that comes with it is set."""
+    """Begin something that goes on when the event beside it is set."""
     go, begun = threading.Event(), threading.Event()
 
     def task():

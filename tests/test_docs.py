@@ -1,9 +1,10 @@
-"""Pages and docstrings: links lead somewhere, and sentences begin in plain English."""
+"""Pages, docstrings and examples: links lead somewhere, sentences begin in plain English, and code runs as it is."""
 
 from __future__ import annotations
 
 import ast
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,6 @@ PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 _LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_to_a_file_leads_to_one(page):
-    targets = _LINK.findall(page.read_text())
-    missing = [target for target in targets if not (page.parent / target).exists()]
-    assert not missing, f"{page.name}: no such file: {', '.join(missing)}"
-
-
 def anchors(page):
     """The anchors of a page's headings, as MkDocs and GitHub make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -29,10 +23,12 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_to_a_heading_leads_to_one(page):
-    found = re.findall(r"\]\(([^)#:\s]*\.md|)#([^)]+)\)", page.read_text())
-    missing = [f"{to}#{anchor}" for to, anchor in found if anchor not in anchors(page.parent / to if to else page)]
-    assert not missing, f"{page.name}: no such heading: {', '.join(missing)}"
+def test_every_link_leads_to_a_file_and_a_heading(page):
+    text = page.read_text()
+    missing = [target for target in _LINK.findall(text) if not (page.parent / target).exists()]
+    found = re.findall(r"\]\(([^)#:\s]*\.md|)#([^)]+)\)", text)
+    missing += [f"{to}#{anchor}" for to, anchor in found if anchor not in anchors(page.parent / to if to else page)]
+    assert not missing, f"{page.name}: no such file or heading: {', '.join(missing)}"
 
 
 def docstrings(path):
@@ -74,6 +70,42 @@ def test_each_call_of_sdpa_is_the_one_beside_it(monkeypatch):
     for code in SDPA:
         names.pop("theirs", None)
         exec(compile(code, "from-sdpa.md", "exec"), names)
-        torch.testing.assert_close(
-            names["ours"], names["theirs"], rtol=0.02, atol=0.02, msg=lambda it, at=code: it + at
-        )
+        ours, theirs = names["ours"], names["theirs"]
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02, msg=lambda it, at=code: it + at)
+
+
+# ---------------------------------------------------------------- the README and the examples
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+LINES_AT_MOST = 150
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=[str(place) for place in range(len(BLOCKS))])
+def test_each_block_of_the_readme_runs_after_the_first(code, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    if "transformers" in code:
+        pytest.importorskip("transformers")
+    names = {}
+    try:
+        for part in dict.fromkeys((BLOCKS[0], code)):
+            exec(compile(part, "README.md", "exec"), names)
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+def test_the_readme_is_short_and_says_first_what_was_timed():
+    assert len(README.splitlines()) <= LINES_AT_MOST
+    first_screen = README[: README.index("## Install")]
+    assert all(word in first_screen for word in ("H200", "H100", "forward (", "backward (", "training a model ("))
+    assert len(BLOCKS) == 5
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda it: it.stem)
+def test_example_runs(path, capsys, monkeypatch):
+    """Here on the CPU; each holds what it asserts."""
+    if path.stem == "transformers_model":
+        pytest.importorskip("transformers")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out

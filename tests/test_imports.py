@@ -63,7 +63,7 @@ def module_of(path):
 
 @functools.cache
 def read(path):
-    """What a file imports, by full names, and the classes that it has."""
+    """Imports of a file, by full names, and its classes."""
     modules, classes = [], []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

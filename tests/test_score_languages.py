@@ -139,15 +139,17 @@ def test_cuda_compiles_every_program_on_every_arch():
 # ---------------------------------------------------------------- operators
 
 BACKENDS = ("reference", "triton", "cutile", "cuda")
-VARIANTS = (("triton", "warp_specialized"), ("cuda", "wgmma"))
-"""Those whose code of a score is another one than the first variant's on a CPU."""
-EACH = pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.name)
+OTHERS = (("triton", "warp_specialized"), ("cuda", "wgmma"))
+"""Variants whose code of a score is another one than the first variant's on a CPU."""
+EVERY = [*((it, None, quick) for it in BACKENDS for quick in (True, False)), *((*it, False) for it in OTHERS)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@EACH
-def test_operators_are_pytorchs(sweep, backend):
-    assert differing(sweep, backend, quick=True) == []
+@pytest.mark.parametrize(
+    ("backend", "variant", "quick"), [pytest.param(*it, marks=() if it[2] else pytest.mark.nightly) for it in EVERY]
+)
+@pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.name)
+def test_operators_are_pytorchs(sweep, backend, variant, quick):
+    assert differing(sweep, backend, variant=variant, quick=quick) == []
 
 
 @pytest.mark.parametrize(
@@ -165,10 +167,3 @@ def test_a_division_that_has_no_result_stops_no_process(backend, variant):
     q, k = torch.zeros(1, 1, 5, 16, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16)
     _, lse = multiattn.fmha(q, k, k, score_mod=score_mod, backend=backend, variant=variant, return_lse=True)
     assert lse.flatten().round().tolist() == [-3, -3, 6, -3, -3]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("backend", "variant"), [*((it, None) for it in BACKENDS), *VARIANTS])
-@EACH
-def test_all_operands_give_what_pytorch_has(sweep, backend, variant):
-    assert differing(sweep, backend, variant=variant) == []

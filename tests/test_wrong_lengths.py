@@ -161,16 +161,10 @@ def test_rows_outside_of_all_sequences_are_zeros(backend, forward, backward):
         assert (torch.cat([got[: its_rows.start], got[its_rows.stop :]]) == around).all()
 
 
-@pytest.mark.parametrize(
-    ("backend", "forward", "backward"),
-    [
-        pytest.param("triton", "full", "atomic", id="triton"),
-        pytest.param("triton", "full", "two_pass", id="triton_two_pass"),
-        pytest.param("cutile", "full", "atomic", id="cutile"),
-        pytest.param("cuda", "split_q", "atomic", id="cuda", marks=on_cpu),
-        pytest.param("cuda", "split_q", "two_pass", id="cuda_two_pass", marks=on_cpu),
-    ],
-)
+WITH_BIAS = ("triton", "triton_two_pass", "cutile", "cuda", "cuda_two_pass")
+
+
+@pytest.mark.parametrize(("backend", "forward", "backward"), [it for it in KERNELS if it.id in WITH_BIAS])
 def test_a_bias_is_read_as_far_as_it_goes(backend, forward, backward):
     """Sequences that are longer than they were said to be."""
     bias = torch.full((3, 1, 1, 35, 17), torch.nan).half()

@@ -237,12 +237,7 @@ class Subject:
         seen |= torch.eye(LENGTH, dtype=torch.bool)
         seen = seen.tril() if self.generates else seen
         added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-        given = self.inputs | {"attention_mask": seen if is_bool else added}
-
-        def run(model: Any) -> Tensors:
-            return outputs(model, **given)
-
-        return run
+        return partial(outputs, **self.inputs | {"attention_mask": seen if is_bool else added})
 
     def packed(self, has_positions: bool, has_lengths: bool) -> Callable[[Any], Tensors]:
         given: dict[str, Any] = {"input_ids": tokens(1), "use_cache": False}
@@ -255,21 +250,15 @@ class Subject:
             given |= {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
             given |= {"max_length_q": LENGTH - FIRST, "max_length_k": LENGTH - FIRST}
 
-        def run(model: Any) -> Tensors:
-            return self._rows(outputs(model, **given))
-
-        return run
+        return lambda model: self._rows(outputs(model, **given))
 
     @staticmethod
     def _rows(found: Tensors) -> Tensors:
         return [it for it in found if it[0].ndim >= 3][:1]
 
     def apart(self, model: Any) -> Tensors:
-        parts = [
-            self._rows(outputs(model, input_ids=it, use_cache=False))[0][0]
-            for it in tokens(1).split([FIRST, LENGTH - FIRST], 1)
-        ]
-        return [(torch.cat(parts, 1), None)]
+        parts = (outputs(model, input_ids=it, use_cache=False) for it in tokens(1).split([FIRST, LENGTH - FIRST], 1))
+        return [(torch.cat([self._rows(it)[0][0] for it in parts], 1), None)]
 
     def blocks(self, has_positions: bool, model: Any) -> Tensors:
         """Packed sequences that eager's masks keep apart: the truth of models that mix neighbours elsewhere, too."""
@@ -289,13 +278,8 @@ class Subject:
             AttentionMaskInterface.register("eager", eager)
 
     def generate(self, **how: Any) -> Callable[[Any], Tensors]:
-        def run(model: Any) -> Tensors:
-            found: Tensors = []
-            for mask in (None, padding(left=4, length=PROMPT)):
-                found += self._generated(model, mask, **how)
-            return found
-
-        return run
+        masks = None, padding(left=4, length=PROMPT)
+        return lambda model: [found for mask in masks for found in self._generated(model, mask, **how)]
 
     def _generated(self, model: Any, mask: torch.Tensor | None, **how: Any) -> Tensors:
         given = {name: it for name, it in self.inputs.items() if name != "decoder_input_ids"}
@@ -348,9 +332,8 @@ class Subject:
         grads = [it.grad.double() for it in model.parameters() if it.grad is not None]
         largest = max(it.abs().max() for it in grads)
         # A gradient that is rounding alone is measured by the largest of all.
-        return [(torch.cat((it.flatten(), 1e-2 * largest[None])), None) for it in grads] + [
-            (loss.detach().double(), None)
-        ]
+        found = [torch.cat((it.flatten(), 1e-2 * largest[None])) for it in grads]
+        return [(it, None) for it in (*found, loss.detach().double())]
 
     def features(self, name: str) -> Callable[[Any], Tensors]:
         def run(model: Any) -> Tensors:
