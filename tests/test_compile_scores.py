@@ -217,13 +217,14 @@ def test_a_number_that_changes_becomes_a_tensor():
 
 
 class Exported(torch.nn.Module):
-    """A block mask from outside: PyTorch cannot save its own create_block_mask."""
+    """Every option, and a block mask from outside: PyTorch cannot save its own create_block_mask."""
 
     def __init__(self):
         super().__init__()
         self.bias = torch.nn.Parameter(random(HEADS, 64, seed=3))
         self.register_buffer("documents", torch.arange(64) // 9)
         self.block_mask = blocks(lambda b, h, i, j: self.documents[i] >= self.documents[j], 32, 32)
+        self.sinks, self.added = random(HEADS, seed=5), random(1, HEADS, 1, 1, seed=6)
 
     def forward(self, q, k, v):
         scale = 1 + q.mean().square()
@@ -231,7 +232,8 @@ class Exported(torch.nn.Module):
         def score_mod(s, b, h, i, j):
             return s * scale + self.bias[h][(i - j).abs()] + j / k.shape[2] + self.bias[-1, 0]
 
-        return flex_attention(q, k, v, score_mod=score_mod, block_mask=self.block_mask, enable_gqa=True)
+        scores = {"score_mod": score_mod, "block_mask": self.block_mask, "bias": self.added, "softcap": 3.0}
+        return fmha(q, k, v, window=(9, None), sinks=self.sinks, return_lse=True, **scores)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -242,6 +244,7 @@ def test_export_round_trip(strict, tmp_path):
     shapes = ({2: lengths[0]}, {2: lengths[1]}, {2: lengths[1]})
     inputs = [it.detach() for it in qkv()]
     program = torch.export.export(model, tuple(inputs), dynamic_shapes=shapes, strict=strict)
+    assert "multiattn.fmha_forward" in str(program.graph)
     torch.export.save(program, tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2").module()
     for seq_q, seq_kv in ((SEQ_Q, SEQ_KV), (23, 29)):

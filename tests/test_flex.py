@@ -44,38 +44,6 @@ def test_it_is_what_pytorch_makes_of_a_callable(case):
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("shape", [(2, 4, SEQ_Q, SEQ_KV), (1, 4, 1, SEQ_KV), (2, 1, SEQ_Q, 1), (1, 1, 1, 1)])
-def test_a_bias_has_its_gradient_each_way(shape, deterministic):
-    """By autograd, by torch.func, by torch.compile and by hand."""
-    torch._dynamo.reset()
-    q, k, v = tensors(heads_kv=2)
-    bias, slopes = torch.randn(shape, requires_grad=True), torch.rand(HEADS, requires_grad=True)
-
-    def run(attend, bias, slopes, **options):
-        out, lse = attend(q, k, v, bias=bias, alibi_slopes=slopes, softcap=3.0, causal=True, **options)
-        return out.square().sum() + lse.cos().sum()
-
-    def ours(bias, slopes):
-        return run(multiattn.fmha, bias, slopes, deterministic=deterministic, return_lse=True)
-
-    expected = torch.autograd.grad(run(multiattn.reference, bias, slopes), (bias, slopes))
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    for found in (
-        torch.autograd.grad(ours(bias, slopes), (bias, slopes)),
-        torch.autograd.grad(compiled(bias, slopes), (bias, slopes)),
-        torch.func.grad(ours, (0, 1))(bias, slopes),
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)
-    given = {"bias": bias, "alibi_slopes": slopes, "softcap": 3.0, "causal": True}
-    out, lse = multiattn.reference(q, k, v, **given)
-    dout, dlse = torch.autograd.grad(out.square().sum() + lse.cos().sum(), (out, lse))
-    found = multiattn.fmha_backward(
-        q, k, v, *(it.detach() for it in (out, lse, dout)), dlse=dlse, deterministic=deterministic, **given
-    )
-    torch.testing.assert_close(found[3:], expected[::-1], rtol=1e-4, atol=1e-2)
-
-
 def test_an_order_cannot_be_fixed_where_an_index_is_computed():
     table = torch.randn(SEQ_Q + SEQ_KV, requires_grad=True)
     problem = {"score_mod": lambda s, b, h, q, kv: s + table[q - kv + SEQ_KV], "deterministic": True}

@@ -152,13 +152,6 @@ def test_a_position_bias_stands_beside_any_mask(kind):
 
 
 @pytest.mark.parametrize("backend", multiattn.BACKENDS)
-def test_each_backend(backend):
-    """Its kernels, interpreted: one layer, a few tokens."""
-    model = decoder("Gemma2", layers=1)
-    check(model, lambda it: [it(tokens(length=12)).logits], torch.bfloat16, f"multiattn_{backend}")
-
-
-@pytest.mark.parametrize("backend", multiattn.BACKENDS)
 def test_each_backend_takes_padding(backend):
     """A packed batch, and one query over a cache with padding."""
     mask = padding(left=5, length=12)

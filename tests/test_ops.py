@@ -145,24 +145,6 @@ def test_a_refusal_comes_through_a_compiled_graph():
         compiled(*inputs)
 
 
-class Model(torch.nn.Module):
-    def forward(self, q, k, v, sinks, bias):
-        options = {"sinks": sinks, "bias": bias, "window": (3, None), "softcap": 3.0}
-        return fmha(q, k, v, causal=True, return_lse=True, **options)
-
-
-def test_export_round_trip(tmp_path):
-    seq = torch.export.Dim("seq", min=2, max=4096)
-    shapes = ({2: seq}, {2: torch.export.Dim.AUTO}, {2: torch.export.Dim.AUTO}, None, None)
-    of_scores = torch.tensor([0.3, -1.0, 2.0, 0.0]), random(1, 4, 1, 1)
-    program = torch.export.export(Model(), (*qkv(), *of_scores), dynamic_shapes=shapes)
-    assert "multiattn.fmha_forward" in str(program.graph)
-    torch.export.save(program, tmp_path / "model.pt2")
-    loaded = torch.export.load(tmp_path / "model.pt2").module()
-    inputs = *qkv(11, 13), *of_scores
-    torch.testing.assert_close(loaded(*inputs), Model()(*inputs))
-
-
 @pytest.mark.parametrize("in_dims", [(0, None, None), (0, 0, 0), (None, 1, 2), (3, None, 0), (4, 4, 4)])
 def test_vmap_maps_any_mix_of_inputs(in_dims):
     inputs = [
