@@ -273,10 +273,10 @@ def render(text: str, blocks: Blocks) -> str:
     return new
 
 
-def update_all(*, check: bool, root: Path = ROOT, results: Path = RESULTS) -> list[Path]:
+def update_all(*, check: bool, root: Path = ROOT) -> list[Path]:
     """Write every page and picture, or with `check` only compare. Returns those that were stale."""
-    texts = {root / name: render((root / name).read_text(), blocks) for name, blocks in pages(results).items()}
-    specs = {root / path: spec for path, spec in pictures.specifications(results)}
+    texts = {root / name: render((root / name).read_text(), blocks) for name, blocks in pages(RESULTS).items()}
+    specs = {root / path: spec for path, spec in pictures.specifications(RESULTS)}
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     undrawn = [path for path, it in specs.items() if not (path.exists() and pictures.is_current(path.read_text(), it))]
     if not check:

@@ -174,23 +174,21 @@ def over_others(row: ModelRow | None, rows: Iterable[ModelRow]) -> float | None:
 # ---------------------------------------------------------------- one model
 
 
-def time_model(
-    model: Model, clock: CudaClock, implementations: Sequence[str] = IMPLEMENTATIONS, modes: Sequence[Mode] = MODES
-) -> list[ModelRow]:
+def time_model(model: Model, clock: CudaClock) -> list[ModelRow]:
     """Check every implementation in a model, then time those that pass, in turns."""
     gc.collect()  # of the model before: its errors may hold tensors
     torch.cuda.empty_cache()
     built = model.make("cuda")
     ids = torch.randint(0, _SIZES["vocab_size"], (model.batch, model.seq), device="cuda")
-    errors, faults = _logits_errors(built, ids[:, :CHECKED], implementations)
+    errors, faults = _logits_errors(built, ids[:, :CHECKED], IMPLEMENTATIONS)
     rows: list[ModelRow] = []
-    for mode in modes:
+    for mode in MODES:
         built.train(mode == "training")
         step = functools.partial(_step, built, ids, mode)
-        able = (name for name in implementations if name not in faults)
+        able = (name for name in IMPLEMENTATIONS if name not in faults)
         calls = {name: Contestant(call=step, context=functools.partial(_asking, built, name)) for name in able}
         outcomes: Mapping[str, Timing | Exception] = measure(calls, clock, regime="call", budget=BUDGET)
-        rows += [_row(model, mode, it, errors.get(it), faults.get(it) or outcomes[it]) for it in implementations]
+        rows += [_row(model, mode, it, errors.get(it), faults.get(it) or outcomes[it]) for it in IMPLEMENTATIONS]
         built.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
     return rows
@@ -257,11 +255,7 @@ def _logits_errors(
     return errors, faults
 
 
-def run(
-    models: Sequence[Model] = MODELS,
-    implementations: Sequence[str] = IMPLEMENTATIONS,
-    tell: Callable[[ModelRun], None] = lambda run: None,
-) -> ModelRun:
+def run(models: Sequence[Model], tell: Callable[[ModelRun], None]) -> ModelRun:
     """Time models on the current GPU; `tell` gets the run after each, with all before it."""
     import transformers
 
@@ -271,6 +265,6 @@ def run(
     clock = CudaClock()
     done = ModelRun(environment=environment(), versions={"transformers": transformers.__version__}, rows=())
     for model in models:
-        done = replace(done, rows=(*done.rows, *time_model(model, clock, implementations)))
+        done = replace(done, rows=(*done.rows, *time_model(model, clock)))
         tell(done)
     return done

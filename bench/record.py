@@ -69,52 +69,37 @@ def key_of(plan: Plan) -> Key:
     return (*where, str(plan.config))
 
 
-def cases(
-    backends: Sequence[str] = BACKENDS, directions: Sequence[Direction] = DIRECTIONS, arches: Sequence[str] = GPU_ARCHS
-) -> list[Plan]:
+def walk_rules(
+    backends: Sequence[str] = BACKENDS, directions: Sequence[Direction] = DIRECTIONS
+) -> tuple[list[Plan], list[str]]:
     """A Plan for every rule, arch, head_dim and mask, with a problem for which the rule is the one chosen.
 
     Rules of one config share a Plan. Of variants that must be named only those that span the flags are walked, on
-    `RUNG_ARCHS`: there may be a hundred.
+    `RUNG_ARCHS`: there may be a hundred. Beside the Plans, a line for each rule of other variants that no problem
+    chooses on an arch which it names and its variant runs on.
     """
     found: dict[Key, Plan] = {}
+    dead: list[str] = []
     for name, direction in itertools.product(backends, directions):
         op = registry.get(name).op(direction)
-        for variant in op.variants:
-            if variant.only_named and op.spanning and variant.name not in op.spanning:
+        walked = [it for it in op.variants if not it.only_named or not op.spanning or it.name in op.spanning]
+        for variant, rule, arch in ((it, rule, arch) for it in walked for rule in it.rules for arch in GPU_ARCHS):
+            if arch not in rule.arches or (variant.only_named and arch not in RUNG_ARCHS):
                 continue
-            walked = [arch for arch in arches if not variant.only_named or arch in RUNG_ARCHS]
-            for rule in variant.rules:
-                for plan in _plans_of(name, direction, variant, rule, walked):
-                    found.setdefault(key_of(plan), plan)
-    return list(found.values())
+            plans = list(_plans_of(name, direction, variant, rule, arch))
+            found |= {key: plan for plan in plans if (key := key_of(plan)) not in found}
+            if not plans and not variant.only_named and arch in variant.capability.arches:
+                dead.append(f"{name} {direction} {variant.name} {arch}: nothing chooses the rule {rule}")
+    return list(found.values()), dead
 
 
-def dead_rules(backends: Sequence[str] = BACKENDS, directions: Sequence[Direction] = DIRECTIONS) -> list[str]:
-    """One line for each rule that no problem chooses on an arch that the rule names; rules of named variants aside.
-
-    Arches on which its variant does not run do not count.
-    """
-    return [
-        f"{name} {direction} {variant.name} {arch}: nothing chooses the rule {rule}"
-        for name, direction in itertools.product(backends, directions)
-        for variant in registry.get(name).op(direction).offered
-        for rule in variant.rules
-        for arch in set(rule.arches) & set(GPU_ARCHS) & set(variant.capability.arches)
-        if not any(_plans_of(name, direction, variant, rule, (arch,)))
-    ]
-
-
-def _plans_of(
-    backend: str, direction: Direction, variant: Variant, rule: Rule[Any], arches: Sequence[str]
-) -> Iterator[Plan]:
+def _plans_of(backend: str, direction: Direction, variant: Variant, rule: Rule[Any], arch: str) -> Iterator[Plan]:
     head_dims = _head_dims(rule, variant.capability.head_dim_multiple)
     masks = (False, True) if rule.banded is None else (rule.banded,)
-    for arch, head_dim, causal in itertools.product(arches, head_dims, masks):
-        if arch in rule.arches:
-            plan = _plan(backend, direction, variant, rule, arch, head_dim, causal)
-            if plan is not None:
-                yield plan
+    for head_dim, causal in itertools.product(head_dims, masks):
+        plan = _plan(backend, direction, variant, rule, arch, head_dim, causal)
+        if plan is not None:
+            yield plan
 
 
 def _head_dims(rule: Rule[Any], multiple: int) -> list[int]:
@@ -322,7 +307,8 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("there is no cuobjdump to read cubins with: pip install 'multiattn[inspect]'")
     if options.sample and not options.check:
         raise InputError("--sample: got it without --check; allowed with it")
-    recorded, everything = load_all(), {key_of(plan): plan for plan in cases()}
+    (plans, dead), recorded = walk_rules(), load_all()
+    everything = {key_of(plan): plan for plan in plans}
     wanted = [plan for key, plan in everything.items() if _asked(key, options)]
     made, verdicts = _compile(sample(wanted) if options.sample else wanted, recorded, options)
     print(count_table(verdicts))
@@ -332,7 +318,7 @@ def run(options: argparse.Namespace) -> int:
         return int(any(kind == "failed" for kind, _ in verdicts))
     rows = {key: kernels for record in recorded.values() for key, kernels in record.rows.items()}
     gone = (key for key in rows if key not in everything and _asked(key, options))
-    lines = [*(f"no rule has it any more: {' '.join(key)}" for key in gone), *promises(rows), *dead_rules()]
+    lines = [*(f"no rule has it any more: {' '.join(key)}" for key in gone), *promises(rows), *dead]
     print("".join(f"\n{line}" for line in lines))
     wrong = len(lines) + sum(kind not in ("same", "note") for kind, _ in verdicts)
     print(f"{len(verdicts)} rules compiled, {wrong} failures" + ("; run python -m bench record" if wrong else ""))

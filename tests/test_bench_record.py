@@ -10,7 +10,7 @@ import bench_ladder_fakes as ladders
 import pytest
 
 from bench import record, record_kernels
-from bench.record import Record, cases, compare, dead_rules, is_older, key_of, load, promises, save
+from bench.record import Record, compare, is_older, key_of, load, promises, save, walk_rules
 from bench.record_kernels import KNOWN_SPILLS, Kernel, digest_of
 from multiattn.inspect.pool import Outcome
 from multiattn.plan import backend as registry
@@ -170,12 +170,17 @@ def test_a_digest_is_of_the_launch_too():
 
 
 @pytest.fixture(scope="module")
-def every():
-    return cases()
+def walked():
+    return walk_rules()
 
 
-def test_every_rule_has_a_plan_on_every_arch_that_it_names(every):
-    assert dead_rules() == []
+@pytest.fixture
+def every(walked):
+    return walked[0]
+
+
+def test_every_rule_has_a_plan_on_every_arch_that_it_names(walked, every):
+    assert walked[1] == []
     assert len(set(map(key_of, every))) == len(every)
     assert {(plan.backend, plan.direction) for plan in every} == {(b, d) for b in BACKENDS for d in DIRECTIONS}
     assert not any(plan.why == "given by the caller" for plan in every)  # the rules chose them
@@ -192,8 +197,8 @@ def walk(monkeypatch, *limits):
     variant = replace(backend.forward.offered[0], rules=rules)
     forward = replace(backend.forward, variants=(variant,))
     monkeypatch.setattr(registry, "get", lambda name: replace(backend, forward=forward))
-    found = cases(("cutile",), ("forward",))
-    return [(it.config.tile_m // 16, it.problem) for it in found], dead_rules(("cutile",), ("forward",))
+    found, dead = walk_rules(("cutile",), ("forward",))
+    return [(it.config.tile_m // 16, it.problem) for it in found], dead
 
 
 WALKS = {
@@ -326,10 +331,9 @@ def test_a_broken_promise_is_told():
 
 def command(monkeypatch, tmp_path, plans, *words, dead=(), **made):
     """The command over some Plans, of which each compiles to one kernel; the record is in `tmp_path`."""
-    monkeypatch.setattr(record, "dead_rules", lambda: dead)
     monkeypatch.setattr(record, "FOLDER", tmp_path)
     monkeypatch.setattr(record, "ROOT", tmp_path)
-    monkeypatch.setattr(record, "cases", lambda: plans)
+    monkeypatch.setattr(record, "walk_rules", lambda: (plans, dead))
 
     def run_isolated(function, items, **_):
         return (Outcome(item=it, result=(replace(KERNEL, **made),)) for it in items)
