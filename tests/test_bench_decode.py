@@ -1,6 +1,5 @@
 """bench.decode: cells over caches, their truth, and runs of them; peers are modules of the reference here."""
 
-import math
 from dataclasses import replace
 
 import bench_fakes as fakes
@@ -17,6 +16,7 @@ from bench.matrix import cell_flops
 from bench.peers_decode import fastest
 from bench.results import Store, load
 from multiattn.plan.arch import ARCHS
+from multiattn.reference import reference
 from parity.tolerance import Mismatch
 
 DENSE = DecodeCell(
@@ -77,23 +77,15 @@ def attended(q, k, v, *, seqlens_kv, page_table=None, cu_seqlens_q=None, causal=
     """Attention over a cache in fp64, a sequence at a time; q ``[B, Hq, Sq, D]`` or packed."""
     out = torch.empty_like(q)
     for entry, length in enumerate(seqlens_kv.tolist()):
-        own = slice(None) if cu_seqlens_q is None else slice(*cu_seqlens_q[entry : entry + 2].tolist())
-        rows = q[entry] if cu_seqlens_q is None else q[own].transpose(0, 1)
+        own = entry if cu_seqlens_q is None else slice(*cu_seqlens_q[entry : entry + 2].tolist())
+        rows = q[own] if cu_seqlens_q is None else q[own].transpose(0, 1)
         keys, values = (
             it[entry] if page_table is None else torch.cat([it[page] for page in page_table[entry].tolist()], dim=1)
             for it in (k, v)
         )
-        keys, values = (it[:, :length].double() for it in (keys, values))
-        keys, values = (it.repeat_interleave(rows.shape[0] // it.shape[0], dim=0) for it in (keys, values))
-        scores = rows.double() @ keys.mT / math.sqrt(q.shape[-1])
-        if causal:
-            places = torch.arange(rows.shape[1])[:, None] + length - rows.shape[1]
-            scores = scores.masked_fill(torch.arange(length) > places, -math.inf)
-        result = (scores.softmax(-1) @ values).to(q.dtype)
-        if cu_seqlens_q is None:
-            out[entry] = result
-        else:
-            out[own] = result.transpose(0, 1)
+        given = (it[None].double() for it in (rows, keys[:, :length], values[:, :length]))
+        result = reference(*given, causal=causal, compute_dtype=torch.float64)[0][0]
+        out[own] = result if cu_seqlens_q is None else result.transpose(0, 1)
     return out
 
 

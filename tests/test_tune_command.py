@@ -67,13 +67,17 @@ def test_the_command_measures_keeps_lists_exports_and_forgets(machine, folder, t
     assert "measures first" in capsys.readouterr().err
 
 
+def exported(folder, cell, **more):
+    path = folder / "mine.json"
+    path.write_text(json.dumps(asdict(fakes.tuning(cell, **more))))
+    return path
+
+
 def test_an_export_becomes_lines_for_the_package(tmp_path, capsys):
     config, bundled = other_config()
     own = timed(way(bundled.variant, asdict(config), 512), bundled=way(bundled.variant, None, 498, "tile_m=1"))
     same = timed(way("full", None, 300))
-    path = tmp_path / "mine.json"
-    found = fakes.tuning(fakes.cell(LAYER, {"cuda": own, "triton": same}), gpu="NVIDIA H200")
-    path.write_text(json.dumps(asdict(found)))
+    path = exported(tmp_path, fakes.cell(LAYER, {"cuda": own, "triton": same}), gpu="NVIDIA H200")
     assert bench_cli.main(["tune", "--import", str(path)]) == 0
     first, place, line = capsys.readouterr().out.replace("\n\n", "\n").strip().split("\n")
     assert first.endswith("1 cells, 1 rules")
@@ -89,19 +93,16 @@ def test_an_export_becomes_lines_for_the_package(tmp_path, capsys):
 
 def test_a_rule_of_a_backward_is_not_for_the_file_of_forward_ones(tmp_path, capsys):
     plan = make_plan(get("cuda"), LAYER, ARCHS["sm90"], direction="backward", variant="wgmma", probe=False)
-    path = tmp_path / "mine.json"
     cell = fakes.cell(LAYER, {"cuda": timed(way("wgmma", asdict(plan.config), 9))}, "backward")
-    path.write_text(json.dumps(asdict(fakes.tuning(cell))))
-    assert print_lines(path) == 0
+    assert print_lines(exported(tmp_path, cell)) == 0
     assert "\nmultiattn/cuda/rules/, as a Rule of wgmma backward:\n" in capsys.readouterr().out
 
 
 def test_a_config_that_fits_no_more_is_no_rule(tmp_path, capsys):
     config, bundled = other_config()
     wide = asdict(config) | {"tile_n": 4096}
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps(asdict(fakes.tuning(fakes.cell(LAYER, {"cuda": timed(way(bundled.variant, wide, 9))})))))
-    assert print_lines(path) == 1
+    cell = fakes.cell(LAYER, {"cuda": timed(way(bundled.variant, wide, 9))})
+    assert print_lines(exported(tmp_path, cell)) == 1
     said = capsys.readouterr().out
     assert "1 cells, 0 rules" in said
     assert "does not fit" in said
