@@ -89,10 +89,7 @@ class Explorer {
 
   /** Controls for how rows are shown, whichever they are. */
   views() {
-    const sets = (name) => (value) => {
-      this[name] = value;
-      this.draw();
-    };
+    const sets = (name) => (value) => ((this[name] = value), this.draw());
     this.unit = this.drawn.filter((it) => it.timed).map(unitOf)[0] ?? "TFLOPS";
     const showing = (it) => (it === "rate" ? this.unit : "over the best peer");
     this.fields.one("show", "Show", ["rate", "ratio"], this.show, sets("show"), showing);
@@ -102,10 +99,7 @@ class Explorer {
     const ours = timed.filter((name) => DATA.ours.includes(name));
     if (!ours.includes(this.heat)) this.heat = BEST;
     this.fields.one("heat", "Heat maps show", [BEST, ...ours], this.heat, sets("heat"));
-    const changed = (name, on) => {
-      this.off[on ? "delete" : "add"](name);
-      this.draw();
-    };
+    const changed = (name, on) => (this.off[on ? "delete" : "add"](name), this.draw());
     this.fields.many("contenders", "Contenders", timed, (it) => !this.off.has(it), changed, swatch);
   }
 
