@@ -24,15 +24,9 @@ from multiattn.tune.timing import Budget, Call, Sample
 CELL = Cell(batch=1, heads=2, seq=48, head_dim=16, dtype="bf16", causal=True, layout="bshd")
 BUDGET = Budget(rounds=3, sample_ms=1.0, warmup_ms=1.0)
 SETUP = Environment(
-    gpu="NVIDIA H200",
-    arch="sm90",
-    peak_tflops=989.4,
-    driver="580.0",
-    commit="c0ffee",
-    source="abc",
-    versions={"torch": "2.11"},
-    date="2026-11-21",
-)
+    gpu="NVIDIA H200", arch="sm90", peak_tflops=989.4, driver="580.0", commit="c0ffee", source="abc",
+    versions={"torch": "2.11"}, date="2026-11-21",
+)  # fmt: skip
 
 
 class FakeClock:
@@ -86,14 +80,8 @@ def peer(name: str, function: Callable[..., torch.Tensor] | None = None) -> Peer
 
 def job(*providers: Ours | Peer, cells: tuple[Cell, ...] = (CELL,), fresh: bool = False) -> Job:
     """A job of one cell, in the device regime."""
-    return Job(
-        suite="smoke",
-        cells=cells,
-        providers=providers,
-        budget=BUDGET,
-        fresh=fresh,
-        command="python -m bench run --suite smoke",
-    )
+    command = "python -m bench run --suite smoke"
+    return Job(suite="smoke", cells=cells, providers=providers, budget=BUDGET, fresh=fresh, command=command)
 
 
 def store(folder: Path) -> Store:
@@ -126,23 +114,8 @@ def row(
 ) -> Row:
     """A measured row; `spread` is its interquartile range over the median."""
     measured = Measured(
-        time_ms=time_ms,
-        low_ms=time_ms * (1 - spread / 2),
-        high_ms=time_ms * (1 + spread / 2),
-        rounds=9,
-        sample_ms=8.0,
-        launches=4,
-        host_bound=False,
-        tflops=100 / time_ms,
-        peak_share=None,
-        error_ratio=0.5,
-    )
-    return Row(
-        cell=cell,
-        contender=contender,
-        regime="device",
-        environment=setup,
-        command="python -m bench run",
-        run=run,
-        measured=measured,
-    )
+        time_ms=time_ms, low_ms=time_ms * (1 - spread / 2), high_ms=time_ms * (1 + spread / 2), rounds=9, sample_ms=8.0,
+        launches=4, host_bound=False, tflops=100 / time_ms, peak_share=None, error_ratio=0.5,
+    )  # fmt: skip
+    told = {"regime": "device", "environment": setup, "command": "python -m bench run", "run": run}
+    return Row(cell=cell, contender=contender, measured=measured, **told)

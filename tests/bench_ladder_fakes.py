@@ -29,14 +29,8 @@ class Tile(Config):
 def variant(name: str, parent: str | None = None, *, tile_m: int = 64, stages: int = 1, **more: Any) -> Variant:
     """A variant with one rule; `more` is of Variant."""
     rule = Rule(arches=ARCHES, config=Tile(tile_m=tile_m, tile_n=32, stages=stages), why="a guess", head_dim_max=1024)
-    return Variant(
-        name=name,
-        summary=f"the rung {name}",
-        capability=Capability(arches=ARCHES, head_dim_max=1024),
-        rules=(rule,),
-        parent=parent,
-        **more,
-    )
+    able = Capability(arches=ARCHES, head_dim_max=1024)
+    return Variant(name=name, summary=f"the rung {name}", capability=able, rules=(rule,), parent=parent, **more)
 
 
 def one_stage(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
@@ -45,9 +39,12 @@ def one_stage(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...
     return () if config.stages == 1 else (Reason(code="config", got=f"stages={config.stages}", allowed="stages=1"),)
 
 
+ILLEGAL = Reason(code="variant", got="share_qkv with split_kv", allowed="share_qkv with split_q")
+
+
 def never(problem: Problem, arch: Arch, config: Config) -> tuple[Reason, ...]:
     """An illegal point."""
-    return (Reason(code="variant", got="share_qkv with split_kv", allowed="share_qkv with split_q"),)
+    return (ILLEGAL,)
 
 
 CHAIN = (

@@ -16,15 +16,8 @@ def facts(kernel="attention", *, spills=0, **changes):
     """A Hopper kernel without a fault, or with some spills in its hot loops."""
     hot = Counts(classes={**HOT.classes, "LDL": spills}, tensor_names=HOT.tensor_names)
     values = {
-        "threads": 128,
-        "registers": 168,
-        "stack_bytes": 0,
-        "static_smem_bytes": 0,
-        "dynamic_smem_bytes": 65536,
-        "blocks": 3,
-        "share": 0.1875,
-        "limiter": "registers",
-        "seconds": 1.5,
+        **{"threads": 128, "registers": 168, "stack_bytes": 0, "static_smem_bytes": 0, "dynamic_smem_bytes": 65536},
+        **{"blocks": 3, "share": 0.1875, "limiter": "registers", "seconds": 1.5},
         **{"code": hot, "hot": hot, "hot_loops": 2, "code_bytes": 4096},
     }
     return Facts(kernel=kernel, **{**values, **changes})

@@ -5,7 +5,7 @@ from dataclasses import replace
 import bench_fakes as fakes
 import bench_ladder_fakes as ladders
 import pytest
-from bench_ladder_fakes import CELL
+from bench_ladder_fakes import CELL, ILLEGAL
 
 from bench import cli, ladder
 from bench.contenders import our_providers
@@ -13,9 +13,6 @@ from bench.ladder import length_tables, point_tables, rungs_of
 from bench.matrix import SUITES, InputError
 from bench.results import load
 from bench.run import Machine
-from multiattn.plan.support import Reason
-
-ILLEGAL = Reason(code="variant", got="share_qkv with split_kv", allowed="share_qkv with split_q")
 
 
 @pytest.fixture(autouse=True)

@@ -98,22 +98,14 @@ class FakeGpu:
 
 def way(variant: str, config: object, tflops: float, shown: str = "") -> TimedWay:
     """A timed way of so many TFLOPS."""
-    return TimedWay(
-        variant=variant, config=config, shown=shown, time_ms=100 / tflops, tflops=float(tflops), spread=0.01
-    )
+    times = {"time_ms": 100 / tflops, "tflops": float(tflops), "spread": 0.01}
+    return TimedWay(variant=variant, config=config, shown=shown, **times)
 
 
 def cell(problem: Problem, backends: dict[str, TunedBackend], direction: registry.Direction = "forward") -> TunedCell:
     """A measured cell."""
-    return TunedCell(
-        direction=direction,
-        sizes=Sizes.of(problem),
-        date="2026-11-26",
-        driver="580.0",
-        versions={"torch": "2.11"},
-        seconds=2.0,
-        backends=backends,
-    )
+    setup = {"date": "2026-11-26", "driver": "580.0", "versions": {"torch": "2.11"}, "seconds": 2.0}
+    return TunedCell(direction=direction, sizes=Sizes.of(problem), backends=backends, **setup)
 
 
 def tuning(*cells: TunedCell, gpu: str = GPU, arch: str = "sm90") -> Tuning:
