@@ -26,13 +26,8 @@ PAGED = replace(DENSE, page=8, heads_kv=1)
 FEW = replace(DENSE, queries=3, causal=True, page=4)
 MIXED = replace(DENSE, batch=6, queries=5, causal=True, mixed=True, page=16)
 KINDS = (
-    DENSE,
-    PAGED,
-    FEW,
-    MIXED,
-    replace(DENSE, heads_kv=None),
-    replace(FEW, page=None, heads=8),
-    replace(MIXED, page=None),
+    *(DENSE, PAGED, FEW, MIXED),
+    *(replace(DENSE, heads_kv=None), replace(FEW, page=None, heads=8), replace(MIXED, page=None)),
 )
 
 
@@ -57,17 +52,9 @@ def job(*providers, cells=(DENSE,), **changes):
 
 
 def run(folder, *providers, clock=None, seconds=60.0, now=None, told=print, **changes):
-    store = Store(folder / "decode.json", "decode")
+    given = job(*providers, **changes), fakes.machine(clock), Store(folder / "decode.json", "decode")
     more = {} if now is None else {"now": now}
-    return decode.run_cells(
-        job(*providers, **changes),
-        fakes.machine(clock),
-        store,
-        seconds=seconds,
-        tell=told,
-        memory_bytes=1 << 22,
-        **more,
-    )
+    return decode.run_cells(*given, seconds=seconds, tell=told, memory_bytes=1 << 22, **more)
 
 
 # ---------------------------------------------------------------- attention over caches, as peers are asked for it
