@@ -184,7 +184,7 @@ Options = Callable[[Cell, Tensors], tuple[dict[str, Any], str]]
 
 
 def _flash_attn(
-    name: str, module: str, install: str, features: tuple[Feature, ...], options_of: Options | None = None
+    name: str, module: str, install: str, features: tuple[Feature, ...], options_of: Options | None = None, **more: Any
 ) -> Peer:
     """``flash_attn_func(q, k, v, causal=, ...)`` of flash-attn 2, 3 and 4, which take ``[B, S, H, D]``."""
 
@@ -194,14 +194,14 @@ def _flash_attn(
             return _varlen(functions.flash_attn_varlen_func, cell, tensors), ""
         function = functions.flash_attn_func
         q, k, v = (tensor.transpose(1, 2) for tensor in tensors[:3])
-        more, detail = _flash_options(cell, tensors) if options_of is None else options_of(cell, tensors)
+        asked, detail = _flash_options(cell, tensors) if options_of is None else options_of(cell, tensors)
 
         def call() -> torch.Tensor:
-            return out_of(function(q, k, v, **more)).transpose(1, 2)
+            return out_of(function(q, k, v, **asked)).transpose(1, 2)
 
         return call, detail
 
-    return Peer(name=name, module=module, install=install, build=build, masks=KINDS, features=features)
+    return Peer(name=name, module=module, install=install, build=build, masks=KINDS, features=features, **more)
 
 
 def out_of(result: Any) -> torch.Tensor:
@@ -300,13 +300,11 @@ PEERS: tuple[Peer, ...] = (
         "pip install flash-attn",
         features=("none", "softcap30", "alibi", *PACKED),
     ),
-    replace(
-        _flash_attn(
-            "fa3",
-            "flash_attn_interface",
-            "build flash-attention/hopper, or pip install --no-deps flash-attn3-jax==0.2.3",
-            features=("none", "softcap30", *PACKED),
-        ),
+    _flash_attn(
+        "fa3",
+        "flash_attn_interface",
+        "build flash-attention/hopper, or pip install --no-deps flash-attn3-jax==0.2.3",
+        features=("none", "softcap30", *PACKED),
         instead=_wheel_of_3(),
     ),
     _flash_attn("fa4", "flash_attn.cute", "pip install flash-attn-4", features=FEATURES, options_of=_options_of_4),
