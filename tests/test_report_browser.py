@@ -257,6 +257,20 @@ def test_a_figure_opens_its_plan_and_escape_gives_the_focus_back(report, how):
     assert figure.evaluate("(it) => it === document.activeElement")
 
 
+def test_a_config_in_a_config_is_told_field_by_field(report):
+    """The second pass of a backward was "[object Object]"."""
+    part, panel = report.page.locator("#backward"), report.page.get_by_role("dialog")
+    box = part.get_by_label("cuda/wgmma_two_pass", exact=True)
+    box.check()
+    report.settle()
+    part.get_by_role("button", name="cuda/wgmma_two_pass, ").first.click()
+    assert "dq.tile_m" in panel.inner_text()
+    assert "object" not in panel.inner_text()
+    report.page.keyboard.press("Escape")
+    box.uncheck()
+    report.settle()
+
+
 def test_a_refusal_opens_its_reasons_and_the_close_button_closes(report):
     report.page.locator("#decode .table-box").get_by_role("button", name="refused").first.click()
     panel = report.page.get_by_role("dialog")

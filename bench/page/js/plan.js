@@ -29,9 +29,15 @@ function facts(pairs) {
 const part = (title, ...children) =>
   children.some(Boolean) ? el("section", {}, el("h3", {}, title), ...children.filter(Boolean)) : null;
 
+/** Fields and values of a config; those of a config in it behind its name. */
+const fieldsOf = (config, before = "") =>
+  Object.entries(config ?? {}).flatMap(([name, it]) =>
+    it instanceof Object ? fieldsOf(it, `${before}${name}.`) : [[before + name, `${it}`]],
+  );
+
 function planPart(plan) {
   if (!plan) return null;
-  const config = Object.entries(plan.config ?? {}).map(([name, value]) => [name, `${value}`]);
+  const config = fieldsOf(plan.config);
   const more = [["deterministic", plan.deterministic === undefined ? "" : plan.deterministic ? "yes" : "no"]];
   if (plan.workspace_bytes !== undefined) more.push(["workspace", `${plan.workspace_bytes} bytes`]);
   const settings = config.length ? [el("h4", {}, "Config"), facts(config)] : [];
