@@ -274,13 +274,9 @@ def test_auto_prefers_who_runs_scores_by_the_variant_that_was_measured(monkeypat
     assert (plain.backend, plain.variant) == (capped.backend, capped.variant) == ("triton", "warp_specialized")
 
     triton = registry.get("triton")
-    variants = [
-        replace(it, capability=replace(it.capability, scores=it.name != plain.variant))
-        for it in triton.forward.variants
-    ]
-    monkeypatch.setattr(
-        "multiattn.triton.BACKEND", replace(triton, forward=replace(triton.forward, variants=tuple(variants)))
-    )
+    given = {it: replace(it.capability, scores=it.name != plain.variant) for it in triton.forward.variants}
+    variants = tuple(replace(it, capability=its) for it, its in given.items())
+    monkeypatch.setattr("multiattn.triton.BACKEND", replace(triton, forward=replace(triton.forward, variants=variants)))
     assert multiattn.explain(q, q, q, causal=True, arch="sm90", softcap=30.0).backend != "triton"
 
 
@@ -322,6 +318,5 @@ def test_every_call_shows_the_options_of_fmha(function):
 def test_type_checkers_see_the_options_of_fmha():
     ours = options_shown(multiattn.fmha)
     del ours["return_lse"]  # of overloads
-    assert {name: it.__forward_arg__ for name, it in CallOptions.__annotations__.items()} == {
-        name: it.annotation for name, it in ours.items()
-    }
+    seen = {name: it.__forward_arg__ for name, it in CallOptions.__annotations__.items()}
+    assert seen == {name: it.annotation for name, it in ours.items()}

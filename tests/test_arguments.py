@@ -152,16 +152,10 @@ def warned(monkeypatch):
 
 def test_what_a_cpu_alone_runs_is_told_once_for_each_kind(warned):
     for _ in range(2):
-        for inputs in (
-            qkv(dtype=torch.float32),
-            qkv(dtype=torch.float64),
-            qkv(dim=20),
-            qkv(dim=36),
-            qkv(seq=5, dim=20),
-        ):
-            torch.testing.assert_close(
-                fmha(*inputs), multiattn.reference(*inputs)[0].to(inputs.dtype), rtol=0.02, atol=0.02
-            )
+        of_dtype, of_dim = (qkv(dtype=it) for it in (torch.float32, torch.float64)), (qkv(dim=it) for it in (20, 36))
+        for inputs in (*of_dtype, *of_dim, qkv(seq=5, dim=20)):
+            expected = multiattn.reference(*inputs)[0].to(inputs.dtype)
+            torch.testing.assert_close(fmha(*inputs), expected, rtol=0.02, atol=0.02)
     messages = warned()
     assert len(messages) == 3
     for message, reason in zip(messages, ("dtype: got fp32", "dtype: got fp64", "head_dim: got 20"), strict=True):

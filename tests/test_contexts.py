@@ -56,9 +56,8 @@ def test_autocast_inside_and_around_compiled_code():
 
     torch._dynamo.reset()
     expected = with_gradients(inside, inputs)
-    torch.testing.assert_close(
-        with_gradients(torch.compile(inside, fullgraph=True, backend="aot_eager"), inputs), expected
-    )
+    compiled = torch.compile(inside, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(with_gradients(compiled, inputs), expected)
     around = torch.compile(fmha, fullgraph=True, backend="aot_eager")
     assert around(*inputs).dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -27,12 +27,11 @@ OLD = (Reason(code="driver", got="CUDA 12.4", allowed="a driver for CUDA 13.0 or
 
 def machine(*devices, lacks=(), **given):
     """A machine on which all backends work, but those of `lacks`: what they lack, and for what."""
-    can = {
-        name: {ON_CPU: (), COMPILE: ()} | {f"run on {it.device}": () for it in devices} for name in multiattn.BACKENDS
-    }
-    for backends, whats, reasons in lacks:
+    whats = ON_CPU, COMPILE, *(f"run on {it.device}" for it in devices)
+    can = {name: dict.fromkeys(whats, ()) for name in multiattn.BACKENDS}
+    for backends, lacking, reasons in lacks:
         for backend in backends.split():
-            can[backend] |= dict.fromkeys(whats, reasons)
+            can[backend] |= dict.fromkeys(lacking, reasons)
     return Findings(devices=devices, can=can, **given)
 
 

@@ -220,10 +220,8 @@ def test_a_cache_is_mapped_and_has_no_derivative():
     for in_dims in ((0, 0, 0, 0, 0), (0, None, None, None, None), (None, None, None, 0, 0), (-1, 1, 2, -1, 1)):
         pairs = list(zip((q, k, v, lengths, table), in_dims, strict=True))
         mapped = [it if dim is None else torch.stack([it, it - (it > 1).to(it.dtype)], dim) for it, dim in pairs]
-        each = [
-            [it if dim is None else it.select(dim, at) for it, dim in zip(mapped, in_dims, strict=True)]
-            for at in range(2)
-        ]
+        dims = list(zip(mapped, in_dims, strict=True))
+        each = ([it if dim is None else it.select(dim, at) for it, dim in dims] for at in range(2))
         expected = torch.stack([call(*(it.contiguous() for it in of)) for of in each])
         forget()
         torch.testing.assert_close(torch.vmap(call, in_dims)(*mapped), expected)

@@ -91,9 +91,8 @@ def test_flash_attn_varlen_func(options):
         unpad_input(it, torch.arange(it.shape[1]) < lengths[:, None])
         for it, lengths in ((q, lengths_q), (k, lengths_kv), (v, lengths_kv))
     )
-    out, lse, _ = flash_attn.flash_attn_varlen_func(
-        packed_q, packed_k, packed_v, cu_q, cu_k, SEQ_Q, SEQ_KV, **options, return_attn_probs=True
-    )
+    given = packed_q, packed_k, packed_v, cu_q, cu_k, SEQ_Q, SEQ_KV
+    out, lse, _ = flash_attn.flash_attn_varlen_func(*given, **options, return_attn_probs=True)
     outs, lses = [], []
     for index, (of_q, of_kv) in enumerate(zip(lengths_q, lengths_kv, strict=True)):
         mine = dict(options)
@@ -151,7 +150,5 @@ def test_layers_with_other_windows_compile_into_one_graph():
 
 def test_hints_change_nothing():
     inputs = qkv()
-    found = flash_attn.flash_attn_func(
-        *inputs, num_splits=3, pack_gqa=True, sm_margin=8, attention_chunk=0, qv=None, q_descale=None
-    )
-    assert torch.equal(found, flash_attn.flash_attn_func(*inputs))
+    hints = {"num_splits": 3, "pack_gqa": True, "sm_margin": 8, "attention_chunk": 0, "qv": None, "q_descale": None}
+    assert torch.equal(flash_attn.flash_attn_func(*inputs, **hints), flash_attn.flash_attn_func(*inputs))

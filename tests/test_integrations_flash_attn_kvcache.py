@@ -72,9 +72,8 @@ class Cached:
         """The cache has these rows and no others."""
         for cache, of in zip(self.views, (0, 1), strict=True):
             for entries, rows in zip(self.table, self.rows, strict=True):
-                torch.testing.assert_close(
-                    cache[entries.long()].flatten(0, 1)[: len(rows)], rows[:, of], rtol=0, atol=0
-                )
+                found = cache[entries.long()].flatten(0, 1)[: len(rows)]
+                torch.testing.assert_close(found, rows[:, of], rtol=0, atol=0)
             assert cache.isfinite().all(-1).all(-1).sum() == sum(map(len, self.rows))
 
 
@@ -101,10 +100,8 @@ def test_packed_queries_and_packed_new_keys(kind, new):
     q = normal(sum(asked), HEADS_Q, HEAD_DIM)
     both = normal(2, sum(new) + 2, HEADS_KV, HEAD_DIM, seed=1)
     both[:, sum(new) :] = torch.nan
-    more = {"cu_seqlens_q": starts(asked), "max_seqlen_q": 4, "cu_seqlens_k_new": starts(new)}
-    out, lse = flash_attn_with_kvcache(
-        q, *cached.views, *both, **cached.where, **more, causal=True, return_softmax_lse=True
-    )
+    more = {"cu_seqlens_q": starts(asked), "max_seqlen_q": 4, "cu_seqlens_k_new": starts(new), "causal": True}
+    out, lse = flash_attn_with_kvcache(q, *cached.views, *both, **cached.where, **more, return_softmax_lse=True)
     cached.add(both[:, : sum(new)].split(new, dim=1))
     cached.assert_rows()
     wanted, wanted_lse = zip(*cached.expected(q.split(asked), causal=True), strict=True)

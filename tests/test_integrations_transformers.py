@@ -21,9 +21,8 @@ from multiattn.integrations.transformers import attend, make_mask, register  # n
 
 register()
 transformers.logging.set_verbosity_error()
-CACHE = next(
-    it for it in inspect.signature(transformers.LlamaModel.forward).parameters if it in ("cache", "past_key_values")
-)
+_NAMES = inspect.signature(transformers.LlamaModel.forward).parameters
+CACHE = "cache" if "cache" in _NAMES else "past_key_values"
 
 
 def small(name, **changes):
@@ -157,11 +156,8 @@ def test_each_backend_takes_padding(backend):
     mask = padding(left=5, length=12)
 
     def generate(model):
-        options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
-        found = model.generate(
-            tokens(length=12), attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options
-        )
-        return found.logits
+        options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None, "output_logits": True}
+        return model.generate(tokens(length=12), attention_mask=mask, return_dict_in_generate=True, **options).logits
 
     model = decoder("Qwen3", layers=1)
     check(model, generate, torch.bfloat16, f"multiattn_{backend}")

@@ -126,9 +126,8 @@ def test_continuous_batching(name, dtype, calls):
     found = []
     for attention in ("eager", "multiattn"):
         model.set_attn_implementation(attention)
-        batching = configuration.ContinuousBatchingConfig(
-            page_size=4, num_blocks=64, max_batch_tokens=16, auto_switch_to_flash=False
-        )
+        sizes = {"page_size": 4, "num_blocks": 64, "max_batch_tokens": 16}
+        batching = configuration.ContinuousBatchingConfig(**sizes, auto_switch_to_flash=False)
         results = model.generate_batch(prompts, generation_config=options, continuous_batching_config=batching)
         found.append([it.generated_tokens for it in results.values()])
         assert not any(it.error for it in results.values())

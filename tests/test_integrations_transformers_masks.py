@@ -80,9 +80,8 @@ def test_each_is_the_mask_of_eager_attention(name):
                 compact += skip and not (left or right) and mask.kind != "visible"
             if left or right or name.startswith("packed"):
                 continue
-            mask = make_mask(
-                **given, dtype=torch.bfloat16, allow_is_causal_skip=False, allow_is_bidirectional_skip=True
-            )
+            skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
+            mask = make_mask(**given, dtype=torch.bfloat16, **skips)
             assert mask is None or torch.equal(mask.whole(), wanted)
     assert compact >= COMPACT.get(name, 0)
 

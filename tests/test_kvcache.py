@@ -38,9 +38,7 @@ def test_lengths_and_pages_that_change_in_place_are_seen(backend):
         torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("backend", "splits"), [*(("cuda", splits) for splits in (1, 2, 8, 9)), ("triton", 1), ("cutile", 1)]
-)
+@pytest.mark.parametrize(("backend", "splits"), [*(("cuda", it) for it in (1, 2, 8, 9)), ("triton", 1), ("cutile", 1)])
 def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(backend, splits):
     """In one part, or in as many as either kernel merges."""
     lengths, queries = (33, 7, 20, 64, 1), (2, 1, 3, 1, 1)
@@ -145,9 +143,8 @@ def test_rows_behind_the_last_sequence_stay_where_a_profiler_or_a_compiler_has_t
     with torch.profiler.profile():
         multiattn.fmha_kvcache(*tensors, **rest, causal=True, out=out)
     torch._dynamo.reset()
-    torch.compile(multiattn.fmha_kvcache, backend="aot_eager", fullgraph=True)(
-        *tensors, **rest, causal=True, out=compiled_out
-    )
+    compiled = torch.compile(multiattn.fmha_kvcache, backend="aot_eager", fullgraph=True)
+    compiled(*tensors, **rest, causal=True, out=compiled_out)
     for written in (out, compiled_out):
         equal(written[:4], want[:4])
         assert (written[4:] == 7.0).all()

@@ -147,10 +147,8 @@ def test_a_refusal_comes_through_a_compiled_graph():
 
 @pytest.mark.parametrize("in_dims", [(0, None, None), (0, 0, 0), (None, 1, 2), (3, None, 0), (4, 4, 4)])
 def test_vmap_maps_any_mix_of_inputs(in_dims):
-    inputs = [
-        tensor if dim is None else torch.stack([tensor, 2 * tensor, tensor.cos()], dim)
-        for tensor, dim in zip(qkv(), in_dims, strict=True)
-    ]
+    plain = zip(qkv(), in_dims, strict=True)
+    inputs = [it if dim is None else torch.stack([it, 2 * it, it.cos()], dim) for it, dim in plain]
     pairs = list(zip(inputs, in_dims, strict=True))
     each = [[it if dim is None else it.select(dim, i).contiguous() for it, dim in pairs] for i in range(3)]
     out, lse = torch.vmap(lambda *of: fmha(*of, causal=True, return_lse=True), in_dims)(*inputs)
@@ -165,10 +163,8 @@ def test_vmap_maps_any_mix_of_inputs(in_dims):
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 1, 4)])
 def test_vmap_over_nothing_is_empty(in_dims, backend):
     dtype = torch.float64 if backend == "reference" else torch.bfloat16
-    inputs = [
-        tensor.to(dtype) if dim is None else tensor.to(dtype).unsqueeze(dim).narrow(dim, 0, 0)
-        for tensor, dim in zip(qkv(), in_dims, strict=True)
-    ]
+    pairs = zip([it.to(dtype) for it in qkv()], in_dims, strict=True)
+    inputs = [it if dim is None else it.unsqueeze(dim).narrow(dim, 0, 0) for it, dim in pairs]
     q, k, v = qkv()
     run = torch.vmap(lambda *of: fmha(*of, backend=backend, return_lse=True), in_dims)
     out, lse = run(*inputs)

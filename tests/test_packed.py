@@ -98,9 +98,8 @@ def test_lists_have_every_tile_the_costly_ones_first(language, lengths_q, length
 @pytest.mark.parametrize("longest", [(0, 0), (35, 17)], ids=["any", "bounded"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_lists_name_rows_that_there_are_whatever_is_given(language, wrong, longest):
-    check_lists(
-        language, [torch.tensor(it, dtype=torch.int32) for it in WRONG[wrong]], WRONG_ROWS, (16, 32), 2, longest
-    )
+    cu_seqlens = [torch.tensor(it, dtype=torch.int32) for it in WRONG[wrong]]
+    check_lists(language, cu_seqlens, WRONG_ROWS, (16, 32), 2, longest)
 
 
 def check_lists(language, cu_seqlens, rows, tiles, parts, longest=(0, 0)):

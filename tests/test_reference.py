@@ -97,9 +97,8 @@ def test_backward_formulas_agree_with_autograd(name, with_dlse):
     loss = (out * dout).sum() + (lse.masked_fill(lse == -math.inf, 0.0) * dlse).sum() * with_dlse
     expected = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     with torch.no_grad():
-        grads = reference_backward(
-            q, k, v, out, lse, dout, dlse=dlse if with_dlse else None, compute_dtype=torch.float64, **options
-        )
+        options |= {"dlse": dlse if with_dlse else None, "compute_dtype": torch.float64}
+        grads = reference_backward(q, k, v, out, lse, dout, **options)
     torch.testing.assert_close(grads, expected)
     empty = lse == -math.inf
     assert (grads[0][empty] == 0).all()

@@ -92,9 +92,8 @@ def test_eager_and_kernel_form_have_values_and_slopes_of_vmap(case):
         total = torch.zeros(true.shape, dtype=torch.float64)
         for it in lowered.gradients_of((slot,)):
             at = [eager.evaluate(index, found, inputs, torch.float64).expand(SHAPE).long() for index in it.load.args]
-            total.index_put_(tuple(at), run(it.slope) * upstream, accumulate=True) if at else total.add_(
-                (run(it.slope) * upstream).sum()
-            )
+            its = run(it.slope) * upstream
+            total.index_put_(tuple(at), its, accumulate=True) if at else total.add_(its.sum())
         torch.testing.assert_close(total, true.double(), **tolerance(true))
 
 
@@ -207,10 +206,8 @@ def test_constants_are_folded_as_fp32_and_int32_compute_them():
     """Numbers that a callable makes are PyTorch's: its arithmetic with them is not that of doubles."""
 
     def folded(function):
-        node = bind(
-            score_mod=lambda s, b, h, q, kv: function(torch.tensor(0.1), torch.tensor(2**30).int())
-        ).program.score
-        return in_fp32(node.value)
+        found = bind(score_mod=lambda s, b, h, q, kv: function(torch.tensor(0.1), torch.tensor(2**30).int()))
+        return in_fp32(found.program.score.value)
 
     for function in (
         lambda x, n: x * 3,

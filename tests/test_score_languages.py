@@ -152,9 +152,7 @@ def test_operators_are_pytorchs(sweep, backend, variant, quick):
     assert differing(sweep, backend, variant=variant, quick=quick) == []
 
 
-@pytest.mark.parametrize(
-    ("backend", "variant"), [("triton", None), ("triton", "warp_specialized"), ("cutile", None), ("cuda", None)]
-)
+@pytest.mark.parametrize(("backend", "variant"), [*((it, None) for it in BACKENDS[1:]), OTHERS[0]])
 def test_a_division_that_has_no_result_stops_no_process(backend, variant):
     """PyTorch raises for 0, and a CPU stops at the least integer by -1; a GPU has some number that is not used."""
     x = torch.tensor([7, -(2**31), 9, 5, -(2**31)], dtype=torch.int32)

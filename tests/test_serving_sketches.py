@@ -95,9 +95,8 @@ def test_sglang(monkeypatch, name, window):
     q, both = normal(4, HEADS * HEAD_DIM), normal(2, PAGES * PAGE, HEADS_KV, HEAD_DIM).unbind(0)
     backend = registered["multiattn"]()
     backend.use_mla, backend.page_size, backend.kv_cache_dtype = False, PAGE, q.dtype
-    backend.forward_metadata = SimpleNamespace(
-        cache_seqlens_int32=LENGTHS, page_table=TABLE, cu_seqlens_q=STARTS, max_seq_len_q=3
-    )
+    lengths = {"cache_seqlens_int32": LENGTHS, "cu_seqlens_q": STARTS, "max_seq_len_q": 3}
+    backend.forward_metadata = SimpleNamespace(**lengths, page_table=TABLE)
     pool = SimpleNamespace(get_kv_buffer=lambda _: both, set_kv_buffer=lambda *it: written.append(it[1:4]))
     batch = SimpleNamespace(token_to_kv_pool=pool, out_cache_loc="places", spec_info=None)
     kind = {"is_cross_attention": False, "attn_type": SimpleNamespace(value="decoder"), "layer_id": 0}

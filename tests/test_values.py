@@ -129,11 +129,9 @@ def test_new_keys_of_flash_attention_have_starts():
     q, cache, new = (torch.randn(2, it, 1, 16).bfloat16() for it in (1, 8, 3))
     options = {"cache_seqlens": int32((1, 2)), "cu_seqlens_q": int32((0, 1, 2)), "max_seqlen_q": 1}
     for starts, said in (((1, 3, 6), "got 1 first"), ((0, 5, 3), "got 3 at 2, behind 5"), ((0, 3, 7), "got 7 last")):
-        before = cache.clone()
+        before, rows = cache.clone(), dict.fromkeys("kv", new.flatten(0, 1)) | {"cu_seqlens_k_new": int32(starts)}
         with pytest.raises(ValueError, match=f"cu_seqlens_k_new: {said}"):
-            flash_attn_with_kvcache(
-                q[:, 0], cache, cache, new.flatten(0, 1), new.flatten(0, 1), cu_seqlens_k_new=int32(starts), **options
-            )
+            flash_attn_with_kvcache(q[:, 0], cache, cache, **rows, **options)
         assert cache.equal(before)
 
 

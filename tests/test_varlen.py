@@ -15,9 +15,8 @@ def batch(lengths, heads=(4, 2), head_dim=16, dtype=torch.bfloat16, behind=0, se
     generator = torch.Generator().manual_seed(seed)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     rows = int(cu_seqlens[-1]) + behind
-    q, k, v = (
-        torch.randn(rows, each, head_dim, generator=generator).to(dtype) for each in (heads[0], heads[1], heads[1])
-    )
+    sizes = ((rows, each, head_dim) for each in (heads[0], heads[1], heads[1]))
+    q, k, v = (torch.randn(it, generator=generator).to(dtype) for it in sizes)
     longest = max(lengths, default=0)
     starts = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
     return (q, k, v), starts | {"max_seqlen_q": longest, "max_seqlen_kv": longest}

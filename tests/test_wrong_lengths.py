@@ -77,9 +77,8 @@ def run(
     k, v = (Guarded(rows_kv, HEADS[1], head_dim, torch.nan).filled(seed).rows for seed in (3, 4))
     longest = asked.pop("longest", (rows_q, rows_kv))
     lengths = Lengths(*(torch.tensor(it, dtype=torch.int32) for it in given), *longest)
-    options = Options.of(
-        causal=asked.pop("causal", True), window=None, scale=None, backend=backend, variant=None, deterministic=None
-    )
+    unset = dict.fromkeys(("window", "scale", "variant", "deterministic"))
+    options = Options.of(**unset, causal=asked.pop("causal", True), backend=backend)
     bias = asked.pop("bias", None)
     packed = pack(*(it[0].transpose(0, 1) for it in (q, k, v)), lengths)
     operands, options = with_packing(packed, options, lengths, None, None, bias, None)
