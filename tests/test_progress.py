@@ -1,5 +1,6 @@
 """A caller who waits is told, by lines of the standard logger and in a terminal by a bar; quick work is not told."""
 
+import contextlib
 import io
 import logging
 import os
@@ -93,13 +94,16 @@ def test_quick_work_is_not_told(caplog):
     assert caplog.records == []
 
 
-def test_slow_work_has_a_line_before_and_one_after(patience, caplog):
-    work_slowly(patience)
+@pytest.mark.parametrize(("fails", "end"), [(False, "done in"), (True, "failed after")])
+def test_slow_work_has_a_line_before_and_one_after(fails, end, patience, caplog):
+    """An error passes through."""
+    with pytest.raises(RuntimeError, match="wrong") if fails else contextlib.nullcontext():
+        work_slowly(patience, fails=fails)
     first, last = texts(caplog)
     assert first.startswith("multiattn: testing: ")
     assert f" of {STEPS} steps in " in first
     assert first.endswith("; a note")
-    assert last.startswith("multiattn: testing: done in ")
+    assert last.startswith(f"multiattn: testing: {end} ")
 
 
 def test_a_single_long_step_is_told_while_it_lasts(patience, caplog):
@@ -108,12 +112,6 @@ def test_a_single_long_step_is_told_while_it_lasts(patience, caplog):
         assert texts(caplog)[0].startswith("multiattn: compiling: ")
         assert texts(caplog)[0].endswith(" s so far")
     assert len(texts(caplog)) == 2
-
-
-def test_failed_work_says_so_and_lets_the_error_pass(patience, caplog):
-    with pytest.raises(RuntimeError, match="wrong"):
-        work_slowly(patience, fails=True)
-    assert "testing: failed after" in texts(caplog)[-1]
 
 
 def test_only_the_first_of_a_kind_is_a_warning(patience, caplog):
@@ -135,32 +133,26 @@ def test_each_kernel_on_a_cpu_is_told_once(patience, caplog):
 
 
 @pytest.mark.parametrize(
-    ("setting", "is_terminal", "is_silenced", "lines", "has_bar"),
+    ("setting", "is_terminal", "is_silenced", "steps", "lines", "has_bar"),
     [
-        ("", True, False, 2, True),
-        ("", False, False, 2, False),
-        ("", True, True, 0, False),
-        ("0", True, False, 0, False),
-        ("1", False, False, 2, True),
-        ("1", False, True, 0, True),
+        ("", True, False, STEPS, 2, True),
+        ("", True, False, 0, 2, False),
+        ("", False, False, STEPS, 2, False),
+        ("", True, True, STEPS, 0, False),
+        ("0", True, False, STEPS, 0, False),
+        ("1", False, False, STEPS, 2, True),
+        ("1", False, True, STEPS, 0, True),
     ],
 )
 def test_who_sees_lines_and_bars(
-    setting, is_terminal, is_silenced, lines, has_bar, patience, terminal, caplog, monkeypatch
+    setting, is_terminal, is_silenced, steps, lines, has_bar, patience, terminal, caplog, monkeypatch
 ):
     stderr = terminal(is_terminal)
     monkeypatch.setenv(progress.VARIABLE, setting)
     with caplog.at_level(logging.ERROR if is_silenced else logging.NOTSET, "multiattn"):
-        work_slowly(patience)
+        work_slowly(patience, steps=steps)
     assert len(texts(caplog)) == lines
-    assert (f"/{STEPS} [" in stderr.getvalue()) == has_bar
-
-
-def test_work_without_steps_has_no_bar(patience, terminal, caplog):
-    stderr = terminal(True)
-    work_slowly(patience, steps=0)
-    assert "step" not in stderr.getvalue()
-    assert len(texts(caplog)) == 2
+    assert ("step" in stderr.getvalue()) == (f"/{STEPS} [" in stderr.getvalue()) == has_bar
 
 
 class _Plain:

@@ -150,10 +150,8 @@ def _where(made: str, direction: str, problem: Problem, backend: Any, arch: str)
 
 def _place(entry: Compilation) -> tuple[int, ...]:
     """As recorded kernels are sorted."""
-    it = entry.request
-    named = ((DIRECTIONS, it.direction), (BACKENDS, it.backend), (GPU_ARCHS, it.arch))
-    direction, backend, arch = (tuple(names).index(name) for names, name in named)
-    return direction, backend, it.problem.head_dim, arch
+    it, arches = entry.request, tuple(GPU_ARCHS)
+    return DIRECTIONS.index(it.direction), BACKENDS.index(it.backend), it.problem.head_dim, arches.index(it.arch)
 
 
 def _kernel(main: Kernel | Facts, spills: int) -> dict[str, Any]:
