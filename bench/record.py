@@ -120,10 +120,10 @@ def _plan(
     """The Plan of the first problem for which `rule` is chosen, of lengths that it is for; None if there is none."""
     target = by_name(arch)
     is_cached = rule.cached or (variant.capability.caches and rule.cached is None and not rule.only_named)
-    pages = PAGES if is_cached else PAGES[:1]
-    sizes = ((True, False), RULE_DTYPES, _lengths(variant.rules), _batches(variant.rules), pages)
-    for is_mapped, dtype, seq, batch, page in itertools.product(*sizes):
-        is_grouped = is_cached or rule.rows_max is not None
+    sizes = (_lengths(variant.rules), _batches(variant.rules), PAGES if is_cached else PAGES[:1])
+    for is_mapped, dtype, seq, batch, page in itertools.product((True, False), RULE_DTYPES, *sizes):
+        is_grouped, pages = is_cached or rule.rows_max is not None, -(-seq // page)
+        cache = Batching.cached(batch, batch * pages, page, pages) if is_cached else None
         problem = Problem.contiguous(
             batch=1 if rule.packed else batch,
             heads_q=HEADS,
@@ -133,7 +133,7 @@ def _plan(
             head_dim=head_dim,
             dtype=dtype,
             causal=causal,
-            batching=Batching.packed(batch) if rule.packed else _cache(batch, seq, page) if is_cached else None,
+            batching=Batching.packed(batch) if rule.packed else cache,
         )
         if not is_mapped:
             problem = replace(problem, strides_k=(0, *problem.strides_k[1:]))
@@ -144,12 +144,6 @@ def _plan(
             if isinstance(plan, Plan):
                 return plan
     return None
-
-
-def _cache(batch: int, seq: int, page: int) -> Batching:
-    """A cache of so many keys a page."""
-    pages = -(-seq // page)
-    return Batching.cached(batch, batch * pages, page, pages)
 
 
 @functools.cache

@@ -31,12 +31,6 @@ MEASURED = (
 UNITS = {"tensor": "tensor cores", "exp": "exponentials", "memory": "memory"}
 
 
-def best_peers(rows: Iterable[Row]) -> dict[tuple[Cell, str], Row | None]:
-    """The fastest of all peers in each cell and regime."""
-    found = grouped(rows, lambda row: (row.cell, row.regime))
-    return {place: fastest(its, ours=False) for place, its in found.items()}
-
-
 def _row(row: Row, source: int, peer: Row | None) -> dict[str, Any]:
     return {
         "source": source,
@@ -106,7 +100,8 @@ def page_data(sources: Sequence[Source], more: Mapping[str, Any]) -> dict[str, A
     """The JSON of a page: sources, rows, styles of contenders, and `more` by name."""
     rows: list[dict[str, Any]] = []
     for place, source in enumerate(sources):
-        peers = best_peers(source.rows)
+        places = grouped(source.rows, lambda row: (row.cell, row.regime))
+        peers = {it: fastest(its, ours=False) for it, its in places.items()}
         rows += [_row(row, place, peers[row.cell, row.regime]) for row in source.rows]
     names = list(dict.fromkeys(row["contender"] for row in rows))
     drawn = [*BACKENDS, *names]  # parity may have backends that nobody timed

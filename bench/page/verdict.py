@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.comparison import AUTO, Ratio, mean_of, over_best_peer
 from bench.page.sources import Evidence, Source, kind_of
 
 SUITE_OF = {"forward": ("standard", "device"), "backward": ("backward", "device"), "decode": ("decode", "graph")}
-"""The suite and regime that speak for a direction; on a machine that ran less, `FLOORS`."""
+"""The suite and regime that speak for a direction; `FLOORS` for this machine, and for a GPU that has nothing else."""
 FLOORS = "floors"
 
 
@@ -85,7 +85,8 @@ def boards(evidence: Evidence) -> dict[str, list[Board]]:
     found: dict[str, list[Board]] = {}
     for kind, (suite, _) in SUITE_OF.items():
         whole = {it.gpu for it in evidence.sources if it.suite == suite}
-        named = [it for it in evidence.sources if it.suite == suite or _speaks(it, whole)]
+        floors = [it for it in evidence.sources if it.suite == FLOORS and (it.here or it.gpu not in whole)]
+        named = [it for it in evidence.sources if it.suite == suite or it in floors]
         made = [it for it in (board(source, kind) for source in named) if it is not None]
         if made:
             found[kind] = made
@@ -96,11 +97,6 @@ def unmeasured(found: Mapping[str, Sequence[Board]]) -> dict[str, list[str]]:
     """The GPUs of other directions that a direction has no board of."""
     gpus = dict.fromkeys(it.gpu for its in found.values() for it in its)
     return {kind: [gpu for gpu in gpus if gpu not in {it.gpu for it in its}] for kind, its in found.items()}
-
-
-def _speaks(source: Source, whole: Collection[str]) -> bool:
-    """True for floors of this machine, and of a GPU that has nothing else."""
-    return source.suite == FLOORS and (source.here or source.gpu not in whole)
 
 
 def machine_line(evidence: Evidence) -> str:
