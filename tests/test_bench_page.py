@@ -86,20 +86,15 @@ def test_a_missing_package_is_named_with_its_extra(missing, monkeypatch):
 # ---------------------------------------------------------------- numbers
 
 
-def of_file(name, kind):
-    """The standings of a recorded file as the page has them."""
-    (source,) = sources.read_sources([RESULTS / name])
-    return {it.name: it for it in verdict.board(source, kind).standings}
-
-
 @pytest.mark.parametrize("kind", verdict.SUITE_OF)
 def test_the_verdict_has_the_numbers_of_the_docs(kind):
     line = next(
         it for it in (docs.ROOT / "docs" / "results.md").read_text().splitlines() if it.startswith(f"| {kind}, H200")
     )
-    standings = of_file(f"h200/{verdict.SUITE_OF[kind][0]}.json", kind)
-    assert list(standings) == ["auto", *BACKENDS]
-    assert re.findall(r"\*\*(\S+)\*\* \((\S+)\)", line) == [(it.mean, it.least) for it in standings.values()]
+    (source,) = sources.read_sources([RESULTS / "h200" / f"{verdict.SUITE_OF[kind][0]}.json"])
+    standings = verdict.board(source, kind).standings
+    assert [it.name for it in standings] == ["auto", *BACKENDS]
+    assert re.findall(r"\*\*(\S+)\*\* \((\S+)\)", line) == [(it.mean, it.least) for it in standings]
 
 
 def test_a_peer_that_is_the_best_in_one_cell_counts_there_alone():
