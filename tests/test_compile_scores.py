@@ -145,11 +145,10 @@ class Callable:
     def __init__(self, table):
         self.table = table
 
-    def __call__(self, s, b, h, i, j):
-        return s + self.table[h, (i - j).abs()]
-
     def method(self, s, b, h, i, j):
         return s + self.table[h, (i - j).abs()]
+
+    __call__ = method
 
 
 KINDS = {

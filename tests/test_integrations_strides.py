@@ -25,23 +25,14 @@ def rows(tensor):
     return tensor[0].transpose(0, 1)
 
 
-def sdpa(q, k, v):
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
-
-
 def sdpa_gradients(q, k, v):
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(out, q, k, v, out, lse, 0.0, True)
     return torch.cat(grads)
 
 
-def varlen_op(q, k, v):
-    return aten._flash_attention_forward(*map(rows, (q, k, v)), LENGTHS, LENGTHS, 5, 5, 0.0, True, False)[0]
-
-
-def dense_op(q, k, v):
-    given = [it.transpose(1, 2) for it in (q, k, v)]
-    return aten._flash_attention_forward(*given, None, None, 9, 9, 0.0, True, False)[0]
+def flash_op(tensors, *lengths):
+    return aten._flash_attention_forward(*tensors, *lengths, 0.0, True, False)[0]
 
 
 TOKENS = torch.arange(9)[None] > 1
@@ -53,10 +44,10 @@ HOOKS = {
     "flash_attn varlen": lambda q, k, v: flash_attn.flash_attn_varlen_func(
         *map(rows, (q, k, v)), LENGTHS, LENGTHS, 5, 5, causal=True
     ),
-    "sdpa": sdpa,
+    "sdpa": lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0],
     "sdpa backward": sdpa_gradients,
-    "flash op": dense_op,
-    "varlen op": varlen_op,
+    "flash op": lambda *of: flash_op([it.transpose(1, 2) for it in of], None, None, 9, 9),
+    "varlen op": lambda *of: flash_op(map(rows, of), LENGTHS, LENGTHS, 5, 5),
 }
 
 
