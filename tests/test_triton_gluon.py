@@ -4,6 +4,7 @@ What they compute is shown by parity and `test_triton_gluon_cpu.py`, interpreted
 """
 
 import functools
+import itertools
 import re
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ from multiattn.triton.table import Integer
 SM90 = ARCHS["sm90"]
 WINDOW = Band(300, 5)
 needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
-shares_code = pytest.mark.xdist_group("Gluon's forward, D=64")  # which one process compiles for several tests
+shares_code = pytest.mark.xdist_group("Gluon's forward")  # which one process compiles for several tests
 needs_machine_code = pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump reads machine code")
 
 
@@ -151,10 +152,13 @@ def test_a_distance_has_a_sign_only_from_the_diagonal():
 
 
 @functools.cache
-def compiled(head_dim=64, config=None, **options):
-    """A CompiledKernel and its config, the rule's where none is given."""
-    plan = plan_of(head_dim, config, **options)
+def compiled(head_dim, config, band):
+    """A CompiledKernel and its plan, with the rule's config where none is given."""
+    plan = plan_of(head_dim, config, band=band, dtype="fp16")
     return specialise(*calls_of(plan), SM90), plan
+
+
+LAZY = GluonConfig(tile_m=128, tile_n=64, lazy_max=True)
 
 
 def deep(**options):
@@ -175,15 +179,15 @@ def deep(**options):
     ids=str,
 )
 def test_it_compiles_with_as_much_shared_memory_as_the_config_says(head_dim, mask, config):
-    kernel, plan = compiled(head_dim, config, band=mask)
+    kernel, plan = compiled(head_dim, config, mask)
     assert image_of(kernel.metadata).threads == 128 * (plan.config.warpgroups + 1)
     assert 0 <= smem_bytes(plan.config, plan.problem) - kernel.metadata.shared < BOOKKEEPING_BYTES
 
 
 @needs_compiler
+@shares_code
 def test_its_code_is_what_the_config_asks_for():
-    config = GluonConfig(tile_m=128, tile_n=64, lazy_max=True)
-    ptx = compiled(96, config, causal=True, dtype="fp16")[0].asm["ptx"]
+    ptx = compiled(96, LAZY, CAUSAL)[0].asm["ptx"]
     for verb in (
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16",  # scores, and the wide piece of the output
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16",  # its narrow piece
@@ -200,26 +204,27 @@ def test_its_code_is_what_the_config_asks_for():
 @needs_compiler
 @shares_code
 @pytest.mark.parametrize(
-    ("options", "mask"),
+    ("head_dim", "config", "mask", "allocations"),
     [
-        pytest.param({}, CAUSAL, marks=pytest.mark.nightly),
-        ({"lazy_max": True}, CAUSAL),
-        pytest.param({"pingpong": True}, CAUSAL, marks=pytest.mark.nightly),
-        pytest.param({"lazy_max": True, "pingpong": True}, CAUSAL, marks=pytest.mark.nightly),
-        pytest.param({}, WINDOW, marks=pytest.mark.nightly),
-        ({"lazy_max": True, "pingpong": True}, WINDOW),
+        (96, LAZY, CAUSAL, 10),  # of two pieces
+        (64, deep(lazy_max=True, pingpong=True), WINDOW, 9),
+        *(
+            pytest.param(64, deep(lazy_max=lazy, pingpong=turns), mask, 7 + lazy + turns, marks=pytest.mark.nightly)
+            for lazy, turns in itertools.product((False, True), (False, True))
+            for mask in ((CAUSAL,) if lazy or turns else (CAUSAL, WINDOW))
+        ),
     ],
     ids=str,
 )
-def test_barriers_are_waited_for_and_come_after_what_they_order(options, mask):
+def test_barriers_are_waited_for_and_come_after_what_they_order(head_dim, config, mask, allocations):
     """An mbarrier that nobody waits for would give its memory away while an SM still has its state there.
 
     And between what a warpgroup reads of a slot and the one arrival that lets the producer write there is a barrier.
     """
-    kernel, _ = compiled(64, deep(**options), band=mask)
+    kernel, _ = compiled(head_dim, config, mask)
     made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\)", kernel.asm["ttgir"])
+    assert len(made) == allocations
     (used,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", kernel.asm["ttgir"])
-    assert len(made) == 7 + sum(options.values())
     assert set(made) <= set(used.split(", "))
     verb = r"ld\.shared|ldmatrix|bar(?:rier)?\.(?:warp\.)?sync|mbarrier\.(?:arrive\.shared|try_wait)"
     verbs = re.findall(verb, kernel.asm["ptx"])
@@ -232,13 +237,12 @@ def test_barriers_are_waited_for_and_come_after_what_they_order(options, mask):
 @shares_code
 def test_a_tile_is_judged_by_the_sums_of_whole_rows():
     """Not of what a row's four threads have: each may be finite where their sum is not. Parity has it as twin_peaks."""
-    config = deep(lazy_max=True)
-    ptx = compiled(64, config, band=CAUSAL)[0].asm["ptx"]  # of the test before
+    ptx = compiled(96, LAZY, CAUSAL)[0].asm["ptx"]  # of the tests before
     from_others = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+),", ptx))
     added = re.findall(r"add\.f32\s+(%r\d+), (%r\d+), (%r\d+);", ptx)
     exchanged = {total for total, *parts in added if from_others & set(parts)}
     judged = re.findall(r"setp\.lt\.f32\s+%p\d+, (%r\d+), 0f7149F2CA;", ptx)  # 1e30
-    assert len(judged) == 2 * config.warpgroups  # a thread has parts of two rows
+    assert len(judged) == 2 * LAZY.warpgroups  # a thread has parts of two rows
     assert set(judged) <= exchanged
 
 
