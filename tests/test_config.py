@@ -14,14 +14,12 @@ from multiattn.plan.backend import BACKENDS, DIRECTIONS, find_variant, plan_vari
 from multiattn.plan.config import COMPILED, Config, Rule, conditions, select
 from multiattn.plan.features import Features
 from multiattn.plan.support import Capability
-from multiattn.problem import Problem, problem_of
+from multiattn.problem import Problem
 from multiattn.sequences import Batching
 
 
-def problem(batch=2, seq=1000, seq_kv=None, head_dim=64, causal=False):
-    return Problem.contiguous(
-        batch=batch, heads_q=2, seq_q=seq, seq_kv=seq_kv, head_dim=head_dim, causal=causal, dtype="bf16"
-    )
+def problem(**changes):
+    return Problem.contiguous(**{"batch": 2, "heads_q": 2, "seq_q": 1000, "head_dim": 64} | changes)
 
 
 ANY = Rule(arches=("sm80", "sm90"), config=Config(tile_m=64, tile_n=64), why="a guess")
@@ -61,42 +59,54 @@ def test_each_condition_rejects_in_its_own_words(name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "batching", "words"),
+    ("kind", "its", "words"),
     [
-        ("packed", Batching.packed(3, 0, 0), "for batches [B, H, S, D]"),
-        ("cached", Batching.cached(3, 3), "for keys that are in no cache"),
+        ("packed", problem(batch=1, batching=Batching.packed(3, 0, 0)), "for batches [B, H, S, D]"),
+        ("cached", problem(batch=3, batching=Batching.cached(3, 3)), "for keys that are in no cache"),
     ],
 )
-def test_packed_batches_and_caches_have_their_own_rules_and_those_for_both(kind, batching, words):
-    batch = 1 if kind == "packed" else 3
-    its = Problem.contiguous(batch=batch, heads_q=4, seq_q=1, seq_kv=1000, head_dim=64, batching=batching)
+def test_packed_batches_and_caches_have_their_own_rules_and_those_for_both(kind, its, words):
     mine, others = (replace(ANY, **{kind: is_its}) for is_its in (True, False))
     assert select((others, mine, ANY), its, SM80)[0] is mine
     assert select((others, ANY), its, SM80)[0] is ANY
     assert others.reject(its, SM80) == words
 
 
-def test_a_rule_for_pages_of_a_multiple_is_for_caches_without_pages_too():
-    rule, page_of_5, page_of_32, dense = (
-        replace(ANY, page_multiple=16), *(
-            Problem.contiguous(
-                batch=3, heads_q=4, seq_q=1, seq_kv=160, head_dim=64,
-                batching=Batching.cached(3, 9, page=page, max_pages=160 // (page or 160)),
-            )
-            for page in (5, 32, None)
-        ),
-    )  # fmt: skip
-    assert rule.reject(page_of_5, SM80) == "for pages of multiples of 16 keys"
-    for of_any in (page_of_32, dense, problem()):
-        assert rule.reject(of_any, SM80) is None
+def paged(page):
+    cache = Batching.cached(3, 9, page=page, max_pages=160 // (page or 160))
+    return problem(batch=3, seq_q=1, seq_kv=160, batching=cache)
+
+
+EDGES = {"seq_min": 1000, "seq_max": 1000, "batch_max": 2, "head_dim_min": 64, "head_dim_max": 64}
+TAKEN = (
+    *(({"whole_sectors": True}, problem(head_dim=it), it % 16 == 0) for it in (64, 72, 80, 88, 96)),
+    *(({"whole_sectors": False}, problem(head_dim=it), it % 16 != 0) for it in (64, 72, 80, 88, 96)),
+    *(
+        ({"ragged": is_ragged, "config": Config(tile_m=64, tile_n=tile_n)}, problem(seq_kv=keys), it == is_ragged)
+        for tile_n, keys, it in ((64, 128, False), (64, 192, False), (128, 192, True))
+        for is_ragged in (True, False)
+    ),
+    *(({"ragged": it}, problem(batch=1, seq_q=1024, batching=Batching.packed(3, 0, 0)), it) for it in (True, False)),
+    *(({"page_multiple": 16}, it, True) for it in (paged(32), paged(None), problem())),
+    ({"page_multiple": 16}, paged(5), False),
+    (EDGES, problem(), True),
+    (EDGES, problem(seq_q=10, seq_kv=1000), True),  # the longer of the two lengths counts
+    ({"smem_min": SM90.smem_per_block}, problem(), True),
+)
+
+
+@pytest.mark.parametrize(("condition", "its", "takes"), TAKEN)
+def test_a_condition_takes_what_it_says(condition, its, takes):
+    """Edges are inside, keys are ragged by the tile of the config, rows of whole sectors are of 32 bytes."""
+    words = replace(ANY, **condition).reject(its, SM90)
+    assert (words is None) == takes
+    assert "page_multiple" not in condition or words in (None, "for pages of multiples of 16 keys")
 
 
 def test_rows_are_queries_of_all_heads_that_share_a_key():
-    plain = Problem.contiguous(batch=2, heads_q=8, heads_kv=2, seq_q=3, seq_kv=50, head_dim=64)
-    packed = Problem.contiguous(
-        batch=1, heads_q=8, heads_kv=2, seq_q=50, seq_kv=50, head_dim=64, batching=Batching.cached(9, 9, max_q=3)
-    )
-    for few in (plain, packed):
+    sizes = {"heads_q": 8, "heads_kv": 2, "seq_kv": 50}
+    packed = problem(batch=1, seq_q=50, batching=Batching.cached(9, 9, max_q=3), **sizes)
+    for few in (problem(seq_q=3, **sizes), packed):
         assert few.rows == 12
         assert replace(ANY, rows_min=12, rows_max=12).reject(few, SM80) is None
         assert replace(ANY, rows_min=13).reject(few, SM80).startswith("for 13 to")
@@ -109,8 +119,7 @@ def test_heads_that_share_no_keys_may_be_limited():
     lone = problem(batch=4)
     assert rule.reject(lone, SM80, named=False) == "for up to 7 heads that share no keys"
     assert rule.reject(lone, SM80) is None
-    sharing = Problem.contiguous(batch=4, heads_q=2, heads_kv=1, seq_q=100, head_dim=64)
-    cached = Problem.contiguous(batch=4, heads_q=2, seq_q=1, seq_kv=100, head_dim=64, batching=Batching.cached(4, 4))
+    sharing, cached = problem(batch=4, heads_kv=1), problem(batch=4, batching=Batching.cached(4, 4))
     for others in (problem(batch=3), sharing, cached):
         assert rule.reject(others, SM80, named=False) is None
 
@@ -123,33 +132,6 @@ def test_a_rule_for_callers_that_name_the_variant():
     assert select((rule,), problem(), SM80, named=False) == (None, (words,))
     rule = replace(rule, seq_min=4096)
     assert rule.reject(problem(), SM80, named=False) == rule.reject(problem(), SM80) == "for lengths in 4096.."
-
-
-def test_edges_are_inside():
-    rule = replace(ANY, seq_min=1000, seq_max=1000, batch_max=2, head_dim_min=64, head_dim_max=64)
-    assert rule.reject(problem(), SM90) is None
-    assert replace(ANY, smem_min=SM90.smem_per_block).reject(problem(), SM90) is None
-    assert rule.reject(problem(seq=10, seq_kv=1000), SM90) is None, "the longer of the two lengths counts"
-
-
-@pytest.mark.parametrize(("head_dim", "whole"), [(64, True), (72, False), (80, True), (88, False), (96, True)])
-def test_rows_of_whole_sectors_are_of_32_bytes(head_dim, whole):
-    of_row = Problem.contiguous(batch=1, heads_q=1, seq_q=16, head_dim=head_dim)
-    assert (replace(ANY, whole_sectors=True).reject(of_row, SM90) is None) == whole
-    assert (replace(ANY, whole_sectors=False).reject(of_row, SM90) is None) == (not whole)
-
-
-@pytest.mark.parametrize(("tile_n", "seq_kv", "ragged"), [(64, 128, False), (64, 192, False), (128, 192, True)])
-def test_keys_are_ragged_by_the_tile_of_the_config(tile_n, seq_kv, ragged):
-    config, keys = Config(tile_m=64, tile_n=tile_n), problem(seq=100, seq_kv=seq_kv)
-    assert (replace(ANY, config=config, ragged=True).reject(keys, SM90) is None) == ragged
-    assert (replace(ANY, config=config, ragged=False).reject(keys, SM90) is None) == (not ragged)
-
-
-def test_a_packed_batch_has_ragged_keys():
-    packed = Problem.contiguous(batch=1, heads_q=4, seq_q=1024, head_dim=64, batching=Batching.packed(3, 0, 0))
-    assert replace(ANY, ragged=True).reject(packed, SM90) is None
-    assert replace(ANY, ragged=False).reject(packed, SM90) is not None
 
 
 def test_a_rule_covers_what_it_would_shadow():
@@ -193,27 +175,20 @@ def test_a_rule_for_gpus_that_nobody_timed_says_so(name, direction):
     assert all(len(rule.why) > len(COMPILED) for rule in untimed)
 
 
-def plain(**changes):
-    sizes = {"batch": 2, "heads_q": 2, "seq_q": 100, "head_dim": 64, **changes}
-    return Problem.contiguous(**sizes)
-
-
 def scored(bias):
     """The problem of a call with this bias."""
     q = torch.zeros(2, 2, 100, 64, dtype=torch.bfloat16)
-    return problem_of(*with_score(Operands(q, q, q), Options(), None, None, bias, None))
+    return Problem.of_operands(*with_score(Operands(q, q, q), Options(), None, None, bias, None))
 
 
 BIAS = torch.zeros(1, 1, 100, 100)
-
-
 FEATURES = {
-    "sinks": plain(has_sinks=True),
+    "sinks": problem(has_sinks=True),
     "score": scored(BIAS),
     "gradients": scored(BIAS.clone().requires_grad_()),
-    "blocks": replace(plain(), blocks=BlockSpec(128, 128, False)),
-    "keys": plain(batching=Batching.cached(2, 2)),
-    "packed_queries": plain(batch=1, batching=Batching.packed(3)),
+    "blocks": replace(problem(), blocks=BlockSpec(128, 128, False)),
+    "keys": problem(batching=Batching.cached(2, 2)),
+    "packed_queries": problem(batch=1, batching=Batching.packed(3)),
 }
 """A problem for each feature that a kernel may have no code for."""
 NAMES = {"gradients": "score_gradient", "blocks": "block_mask", "keys": "cache", "packed_queries": "packing"}
@@ -226,7 +201,7 @@ def test_a_feature_is_refused_by_name_where_there_is_no_code_for_it(name):
     assert {it.name for it in fields(Features)} - always == set(FEATURES)
     refusals = Capability(arches=()).why_not(FEATURES[name], SM80)
     assert NAMES.get(name, name) in [reason.code for reason in refusals]
-    assert Features.of(FEATURES[name]) != Features.of(plain())
+    assert Features.of(FEATURES[name]) != Features.of(problem())
 
 
 # ---------------------------------------------------------------- configs that no kernel is made for, of every family

@@ -2,6 +2,7 @@
 
 import re
 import typing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -63,27 +64,19 @@ def backward(q=Q, out=Q, lse=LSE, dout=Q, **rest):
     return multiattn.fmha_backward(q, K, K, out, lse, dout, **rest)
 
 
-def plan(arch="sm90", backend="cuda", direction="forward", variant=None, deterministic=False, **sizes):
-    given = {"batch": 2, "heads_q": 4, "seq_q": 64, "head_dim": 64, **sizes}
-    problem = Problem.contiguous(**{name: it for name, it in given.items() if name != "blocks"})
-    if "blocks" in given:
-        problem = Problem(**{**_fields(problem), "blocks": given["blocks"], "lists": ((1, 1, 1),) * 8})
+def plan(arch="sm90", backend="cuda", direction="forward", variant=None, deterministic=False, blocks=None, **sizes):
+    problem = Problem.contiguous(**{"batch": 2, "heads_q": 4, "seq_q": 64, "head_dim": 64, **sizes})
+    if blocks is not None:
+        problem = replace(problem, blocks=blocks, lists=((1, 1, 1),) * 8)
     asked = Options(backend=backend, variant=variant, deterministic=deterministic)
     return choose(problem, arch if isinstance(arch, Arch) else by_name(arch), asked, direction, probe=False)
-
-
-def _fields(problem):
-    return {name: getattr(problem, name) for name in problem.__dataclass_fields__}
 
 
 GPU_TURING = Arch(name="sm75", title="GPU without a row in ARCHS")
 
 REFUSED = {
     Unsupported: [
-        (
-            lambda: fmha(Q.float(), K.float(), K.float(), backend="triton"),
-            "got fp32 | allowed fp16, bf16 | .bfloat16()",
-        ),
+        (lambda: fmha(*[Q.float()] * 3, backend="triton"), "got fp32 | allowed fp16, bf16 | .bfloat16()"),
         (lambda: fmha(*[bf16(1, 1, 2, 20)] * 3, backend="cuda"), "got 20 | pad q, k and v | to D=24 | scale=20**-0.5"),
         (lambda: fmha(*[bf16(1, 1, 2, 20)] * 3, scale=0.5, backend="cuda"), "got 20 | of 8 up to 1024 | scale=0.5"),
         (lambda: plan(backend="triton", head_dim=264), "got 264 | multiples of 8 up to 256 | that takes wider"),
