@@ -16,7 +16,7 @@ from multiattn.cuda.cpu.host import CpuLauncher
 from multiattn.cuda.family import areas_of
 from multiattn.cuda.instances import kernels_of, launches_of
 from multiattn.cuda.params import argument_of, numbers_of
-from multiattn.cuda.stream_k import LEAST_RANGE_STEPS, LEAST_SHARE_STEPS, Divided, division_of
+from multiattn.cuda.stream_k import LEAST_RANGE_STEPS, LEAST_SHARE_STEPS, division_of
 from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import RAGGED_ROWS
 from multiattn.plan.arch import ARCHS, CPU
@@ -206,42 +206,37 @@ def square(heads_q, heads_kv, seq, batch, *, head_dim=128, **options):
     return Problem.contiguous(head_dim=head_dim, **given)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "causal", "shares"),
-    [
-        pytest.param((16, 1, 4096, 4), True, 8, id="one_key_head_for_all"),
-        pytest.param((16, 2, 4096, 4), True, 4, id="eight_query_heads_a_key_head"),
-        pytest.param((16, 1, 4096, 1), False, 4, id="fewer_tiles_than_sms"),
-        pytest.param((4, 4, 4096, 1), True, 2, id="four_heads_of_one_batch_entry"),
-        pytest.param((16, 1, 16384, 1), True, 8, id="one_key_head_of_a_long_sequence"),
-    ],
-)
-def test_few_tiles_are_divided_into_shares(sizes, causal, shares):
+def in_shares(count, problem):
+    return problem, {"shares": count, "ranges": 0}
+
+
+DIVIDED = {
+    "one key head for all": in_shares(8, square(16, 1, 4096, 4, causal=True)),
+    "eight query heads a key head": in_shares(4, square(16, 2, 4096, 4, causal=True)),
+    "fewer tiles than SMs": in_shares(4, square(16, 1, 4096, 1)),
+    "four heads of one batch entry": in_shares(2, square(4, 4, 4096, 1, causal=True)),
+    "one key head of a long sequence": in_shares(8, square(16, 1, 16384, 1, causal=True)),
+    "12 of the 128 tiles of a head are seen": in_shares(
+        8, Problem.contiguous(batch=1, heads_q=32, heads_kv=2, seq_q=512, seq_kv=16384, head_dim=128, window=(1024, 0))
+    ),
+    "2048 tiles are 15 for each SM and 68 more, of 64 steps each: 33 steps for each SM": (
+        square(16, 16, 4096, 4),
+        {"tiles": 2048, "shares": 1, "ranges_from": 1980, "ranges": 132, "range_steps": 33},
+    ),
+    "4096 tiles are 31 for each SM and 4 more, whose ranges would be too short": (
+        square(32, 32, 4096, 4, head_dim=64),
+        {"tiles": 4096, "shares": 1, "ranges_from": 4092, "ranges": 8, "range_steps": LEAST_RANGE_STEPS},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_tiles_are_divided_into_shares_or_ranges(name):
     """As measured: see `LONGEST_WEIGHT`."""
-    found = division_of(square(*sizes, causal=causal), 64, 128, SMS)
-    assert found is not None
-    assert (found.shares, found.ranges) == (shares, 0)
-    assert found.ranges_from == found.tiles * shares
-
-
-def test_tiles_that_no_query_sees_do_not_count_as_many():
-    """12 of the 128 tiles of a head are seen."""
-    given = {"batch": 1, "heads_q": 32, "heads_kv": 2, "seq_q": 512, "seq_kv": 16384, "head_dim": 128}
-    found = division_of(Problem.contiguous(**given, window=(1024, 0)), 64, 128, SMS)
-    assert found is not None
-    assert found.shares == 8
-
-
-def test_the_last_tiles_of_many_are_divided_into_ranges():
-    """2048 tiles are 15 for each SM and 68 more, of 64 steps each: 33 steps for each SM."""
-    found = division_of(square(16, 16, 4096, 4), 64, 128, SMS)
-    assert found == Divided(tiles=2048, ranges_from=1980, ranges=132, range_steps=33)
-
-
-def test_ranges_are_not_too_short():
-    """4096 tiles are 31 for each SM, and 4 more."""
-    found = division_of(square(32, 32, 4096, 4, head_dim=64), 64, 128, SMS)
-    assert found == Divided(tiles=4096, ranges_from=4092, ranges=8, range_steps=LEAST_RANGE_STEPS)
+    problem, expected = DIVIDED[name]
+    found = division_of(problem, 64, 128, SMS)
+    assert {it: getattr(found, it) for it in expected} == expected
+    assert found.shares == 1 or found.ranges_from == found.tiles * found.shares
 
 
 @pytest.mark.parametrize(

@@ -42,18 +42,10 @@ def mistakes():
     return host.load(host.build_source(MISTAKES_SOURCE))
 
 
-def source(*names):
-    """The files as one, with the headers of their folder in them, each once."""
-    seen = set()
-
-    def text_of(name):
-        if name in seen:
-            return ""
-        seen.add(name)
-        text = (UNITS / name).read_text().replace("#pragma once\n", "")
-        return re.sub(r'^#include "(\w+\.h)"\n', lambda found: text_of(found[1]), text, flags=re.MULTILINE)
-
-    return "".join(map(text_of, names))
+def source(name):
+    """A file with what both of them share."""
+    shared = (UNITS / "shared.h").read_text().replace("#pragma once\n", "")
+    return (UNITS / name).read_text().replace('#include "shared.h"\n', shared)
 
 
 def encode(tensor, rows, *, strides=None, address=None):
@@ -69,7 +61,7 @@ def run(
     smem_bytes=49152, blocks=1, cluster=1,
 ):  # fmt: skip
     a, b, out = (torch.zeros(2, 2, 64, 64, dtype=torch.float16) if tensor is None else tensor for tensor in (a, b, out))
-    c = torch.zeros(512) if c is None else c
+    c = torch.zeros(512) if c is None else c.clone()
     counter = torch.zeros(1, dtype=torch.int32)
     memory = ctypes.create_string_buffer(ctypes.sizeof(Arguments) + ALIGNMENT)
     arguments = Arguments.from_buffer(memory, -ctypes.addressof(memory) % ALIGNMENT)
@@ -112,25 +104,39 @@ def test_wgmma_multiplies_what_tma_loads(library, columns, kind, dtype):
     assert counters.tma_loads == (1 if a_mn else 2) + (math.ceil(columns / 64) if b_mn else 2)
 
 
-def test_a_wait_for_some_groups_completes_the_oldest(library):
-    a = torch.ones(2, 2, 64, 64, dtype=torch.float16)
-    c, _ = run(library, "two_groups", a=a)
-    assert (c[:128] == 16).all()
+THREADS = torch.arange(128.0)
+LANES = 31.0 - torch.arange(32) // 2
+KERNELS = {
+    # a wait for some groups completes the oldest
+    "two_groups": ({"a": torch.ones(2, 2, 64, 64, dtype=torch.float16)}, torch.full((128,), 16.0)),
+    # a bulk load copies bytes as they are when somebody waits
+    "copy_run": ({"c": torch.arange(256.0)}, THREADS.where(THREADS != 1, 2.0).repeat(2)),
+    # a bulk add adds floats when its thread waits: at the end the older group alone was added
+    "add_runs": ({"c": torch.full((512,), 0.5)}, 0.5 + torch.cat([THREADS, 2 * THREADS, torch.full((2,), 0.5)])),
+    # stmatrix writes what ldmatrix reads, of matrix 2 rows 0 to 7 of the next chunk; a predicate chooses who stores
+    "matrices": ({"threads": 32}, torch.cat([THREADS, 4 * THREADS[20:24] + 2, torch.tensor([1.0, 2, 3, 4, 3.25])])),
+    "vote": (
+        {"threads": 64},
+        torch.cat([torch.arange(32.0).long() ^ 3, 100 + (torch.arange(32, 64) ^ 3), LANES, 32 + LANES]).float(),
+    ),
+    "read_unwritten": ({"threads": 32}, torch.full((32,), math.nan)),
+    "tickets": (
+        {},
+        torch.cat([2 * THREADS + 1, torch.tensor([float(max(2 * i, 3) << 16 | max(i, 2)) for i in range(128)])]),
+    ),
+    "turns": (
+        {"c": torch.ones(4), "blocks": 4, "threads": 32},
+        torch.tensor([2 * (2 * (2 * (2.0 * 1 + 0) + 1) + 2) + 3, 12]),
+    ),
+}
 
 
-def test_a_bulk_load_copies_bytes_as_they_are_when_somebody_waits(library):
-    c, counters = run(library, "copy_run", c=torch.arange(256.0))
-    expected = torch.arange(128.0)
-    expected[1] = 2
-    assert torch.equal(c[:256], expected.repeat(2))
-    assert counters.tma_loads == 0  # which counts boxes
-
-
-def test_a_bulk_add_adds_floats_when_its_thread_waits(library):
-    c, _ = run(library, "add_runs", c=torch.full((512,), 0.5))
-    threads = torch.arange(128.0)
-    assert torch.equal(c[:256], 0.5 + torch.cat([threads, 2 * threads]))
-    assert c[256:258].tolist() == [1.0, 1.0]  # the older group alone was added
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_verbs_are_plain_arithmetic(library, kernel):
+    options, expected = KERNELS[kernel]
+    c, counters = run(library, kernel, **options)
+    torch.testing.assert_close(c[: len(expected)], expected, rtol=0, atol=0, equal_nan=True)
+    assert kernel != "copy_run" or counters.tma_loads == 0  # which counts boxes
 
 
 @pytest.mark.parametrize(("row", "column"), [(0, 0), (10, 24), (-5, -8), (40, 64), (70, 0), (0, 200)])
@@ -160,13 +166,6 @@ def test_a_grid_is_of_whole_clusters(mistakes):
         run(mistakes, "nothing", blocks=3, cluster=2)
 
 
-def test_stmatrix_writes_what_ldmatrix_reads_and_a_predicate_chooses_who_stores(library):
-    c, _ = run(library, "matrices", threads=32)
-    assert c[:128].tolist() == list(range(128))
-    assert c[128:132].tolist() == [4 * lane + 2 for lane in range(20, 24)]  # matrix 2: rows 0 to 7 of the next chunk
-    assert c[132:137].tolist() == [1.0, 2.0, 3.0, 4.0, 3.25]
-
-
 def test_rounding_is_to_nearest_even_and_keeps_what_is_not_finite(library):
     values = torch.tensor(
         [0.0, -0.0, 1.0, 1 + 2**-11, 1 + 3 * 2**-11, 65504.0, 65519.9, 65520.0, 2.0**-24, 2.0**-25, 1.5 * 2**-24,
@@ -178,38 +177,12 @@ def test_rounding_is_to_nearest_even_and_keeps_what_is_not_finite(library):
         assert torch.equal(half, values.to(dtype).view(torch.int16).to(torch.int64) & 0xFFFF)
 
 
-def test_votes_and_shuffles(library):
-    c, _ = run(library, "vote", threads=64)
-    expected = torch.arange(64) ^ 3
-    expected[32:] += 100
-    assert torch.equal(c[:64], expected.float())
-    lanes = 31 - torch.arange(32) // 2
-    assert torch.equal(c[64:128], torch.cat([lanes, 32 + lanes]).float())
-
-
-def test_shared_memory_starts_as_nan(library):
-    c, _ = run(library, "read_unwritten", threads=32)
-    assert c[:32].isnan().all()
-
-
 def test_what_does_not_compile_is_an_error_with_the_compilers_words():
     with pytest.raises(host.BuildError, match="no_such_verb"):
         host.build_source('#include "multiattn/ptx.cuh"\nint x = no_such_verb();\n')
 
 
-def test_tickets_are_unique(library):
-    c, _ = run(library, "tickets")
-    assert c[:128].tolist() == [2 * i + 1 for i in range(128)]
-    threads = range(128)
-    assert c[128:256].tolist() == [max(2 * i, 3) << 16 | max(i, 2) for i in threads]
-
-
-def test_blocks_take_turns_by_a_counter(library):
-    c, _ = run(library, "turns", c=torch.ones(4), blocks=4, threads=32)
-    assert c[:2].tolist() == [2 * (2 * (2 * (2 * 1 + 0) + 1) + 2) + 3, 12]
-
-
-MISTAKES_SOURCE = source("mistakes.cpp", "mistakes_bulk.cpp")
+MISTAKES_SOURCE = source("mistakes.cpp")
 # The kernel, its threads where they are not 128, and the error; of a cluster where it says so.
 MISTAKES = [
     (name, int(threads or 128), bool(cluster), error)
