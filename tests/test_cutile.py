@@ -188,12 +188,18 @@ def test_the_default_device_does_not_matter():
 # ---------------------------------------------------------------- rules and candidates
 
 
+def swept(head_dim, seq, **options):
+    """The Plan of a problem of 16k tokens with 2048 columns of queries, and the configs that a sweep tries for it."""
+    sizes = {"batch": max(16384 // seq, 1), "heads_q": 2048 // head_dim, "seq_q": seq, "head_dim": head_dim}
+    problem = Problem.contiguous(**sizes | options)
+    tried = BACKEND.forward.candidates(find_variant(BACKEND, "full"), problem, SM90)
+    return make_plan(BACKEND, problem, SM90, probe=False), tried
+
+
 @pytest.mark.parametrize(("head_dim", "seq", "few"), [(256, 4096, False), (256, 8192, True), (128, 16384, True)])
 def test_a_sweep_tries_few_heads_together_where_the_keys_of_four_crowd_l2(head_dim, seq, few):
     """The keys and values of one head are 4, 8 and 8 MiB, of an L2 of 50."""
-    variant = find_variant(BACKEND, "full")
-    problem = Problem.contiguous(batch=1, heads_q=16, seq_q=seq, head_dim=head_dim, causal=True)
-    tried = BACKEND.forward.candidates(variant, problem, SM90)
+    _, tried = swept(head_dim, seq, batch=1, heads_q=16, causal=True)
     heads = {config.heads_together for config in tried if config.lazy_max and config.scheduler == "one_tile"}
     assert heads == ({1, 2, 4, 8, 16, 32} if few else {4, 8, 16, 32})
 
@@ -202,12 +208,9 @@ def test_a_sweep_tries_few_heads_together_where_the_keys_of_four_crowd_l2(head_d
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [40, 64, 88, 112, 120, 128, 184, 208, 256])
 def test_a_sweep_tries_what_the_rules_have(head_dim, dtype, causal):
-    variant = find_variant(BACKEND, "full")
     for seq in (512, 1024, 2048, 3000, 4096, 8192, 16384):
-        sizes = {"batch": 16384 // seq, "heads_q": 2048 // head_dim, "seq_q": seq, "head_dim": head_dim}
-        problem = Problem.contiguous(**sizes, causal=causal, dtype=dtype)
-        plan = make_plan(BACKEND, problem, SM90, probe=False)
-        assert plan.config in BACKEND.forward.candidates(variant, problem, SM90)
+        plan, tried = swept(head_dim, seq, causal=causal, dtype=dtype)
+        assert plan.config in tried
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -216,19 +219,16 @@ def test_a_sweep_tries_what_the_rules_have(head_dim, dtype, causal):
 def test_keys_whose_rows_are_no_whole_sectors_are_read_by_tiles_of_128_queries(head_dim, dtype, causal):
     """Tiles of 64 read them twice as often, at half the rate: D=40 had 171 TFLOPS for 317."""
     for seq in (512, 1024, 3000, 4096, 16384):
-        sizes = {"batch": 16384 // seq, "heads_q": 2048 // head_dim, "seq_q": seq, "head_dim": head_dim}
-        problem = Problem.contiguous(**sizes, causal=causal, dtype=dtype)
-        assert make_plan(BACKEND, problem, SM90, probe=False).config.tile_m == 128
+        assert swept(head_dim, seq, causal=causal, dtype=dtype)[0].config.tile_m == 128
 
 
 @pytest.mark.parametrize(
     ("head_dim", "causal", "parts"), [(88, True, 2), (104, True, 3), (200, True, 3), (72, False, 2)]
 )
 def test_head_dims_between_powers_of_two_have_parts(head_dim, causal, parts):
-    problem = Problem.contiguous(batch=4, heads_q=16, seq_q=4096, head_dim=head_dim, causal=causal)
-    plan = make_plan(BACKEND, problem, SM90, probe=False)
-    assert sum(width > 0 for width in widths_of(problem, plan.config)) == parts
-    assert plan.config in BACKEND.forward.candidates(find_variant(BACKEND, "full"), problem, SM90)
+    plan, tried = swept(head_dim, 4096, heads_q=16, causal=causal)
+    assert sum(width > 0 for width in widths_of(plan.problem, plan.config)) == parts
+    assert plan.config in tried
 
 
 # ---------------------------------------------------------------- refused

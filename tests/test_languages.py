@@ -31,6 +31,12 @@ def problem_of(**options):
     return Problem.contiguous(**{"batch": 1, "heads_q": 8, "seq_q": 4096, "head_dim": 64, **options})
 
 
+def needs(language):
+    """Skip where a CPU runs no kernel of a language."""
+    if reasons := get(language).probe(ARCHS["cpu"]):
+        pytest.skip("; ".join(map(str, reasons)))
+
+
 def variants_of(language, direction):
     op = get(language).op(direction)
     return op.offered if direction == "forward" else op.variants
@@ -78,8 +84,7 @@ def test_a_sweep_tries_what_fits_and_nothing_twice(language, direction, head_dim
 )
 def test_weights_that_would_be_infinite_are_zero(language, variant):
     """Masked ones, whose scores are 2^14 above their row's lse, and, as ``exp2(0 - lse)``, those beyond the ends."""
-    if reasons := get(language).probe(ARCHS["cpu"]):
-        pytest.skip("; ".join(map(str, reasons)))
+    needs(language)
     q, k, v, dout = gradient_checks.make_tensors(heads_q=1, seq_q=20, seq_kv=20, head_dim=16)
     k[0, 0, 1:] = 32 * q[0, 0, :1]
 
@@ -97,8 +102,7 @@ def test_weights_that_would_be_infinite_are_zero(language, variant):
 @pytest.mark.parametrize("language", BACKENDS)
 def test_the_mask_begins_at_every_place_of_a_block(language):
     """Scores grow by one a key: one key too many, in a block taken for unmasked, would have most of the weight."""
-    if reasons := get(language).probe(ARCHS["cpu"]):
-        pytest.skip("; ".join(map(str, reasons)))
+    needs(language)
     seq_q, options = 84, {"causal": True, "scale": 1.0}
     _, _, values, dout = gradient_checks.make_tensors(heads_q=1, seq_q=seq_q, seq_kv=seq_q + 24, head_dim=16)
     q = torch.ones_like(dout)
@@ -118,8 +122,7 @@ def test_the_mask_begins_at_every_place_of_a_block(language):
 @pytest.mark.parametrize("variant", ["atomic", "two_pass"])
 def test_a_workspace_is_what_the_variant_says(language, variant, monkeypatch):
     backend, (heads, seq, head_dim) = get(language), (2, 70, 40)
-    if reasons := backend.probe(ARCHS["cpu"]):
-        pytest.skip("; ".join(map(str, reasons)))
+    needs(language)
     q, k, v, dout = (torch.randn(1, heads, seq, head_dim).bfloat16() for _ in range(4))
     plan = make_plan(backend, Problem.of(q, k, v), ARCHS["cpu"], direction="backward", variant=variant)
     out, lse = gradient_checks.saved(plan.problem, q, k, v)

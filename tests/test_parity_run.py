@@ -230,13 +230,10 @@ def test_spread_keeps_every_case_and_starts_with_one_of_each_kind():
     assert {(case.head_dim, case.dtype, case.causal, case.layout) for case in order[: len(kinds)]} == kinds
 
 
-def test_all_variants_are_contenders():
+def test_all_variants_and_turns_are_contenders():
     one = Contender(backend="reference", variant="eager")
     assert contenders_of(["reference"], "all") == (one, replace(one, direction="backward"))
     assert contenders_of(["reference"], "all", ["forward"]) == (one,)
-
-
-def test_turns_are_contenders():
     first = Contender(backend="triton", turn=0)
     assert contenders_of(["triton"], "turns", ["forward"]) == (first,)
     found = contenders_of(["triton"], "turns", ["forward"], all_turns=True)

@@ -62,17 +62,11 @@ def test_parts_fill_the_sms_evenly_or_are_as_many_as_there_may_be(batch, keys):
     assert all(evenness(fewer) < 0.95 * best for fewer in range(1, splits))
 
 
-def test_a_part_is_no_less_than_the_least():
+def test_parts_have_limits():
+    """Keys of a part, rows of more tiles, and how many there may be."""
     for keys_min in (64, 1000):
-        problem = step(heads_kv=1, group=1)
-        assert 8192 // splits_of(problem, keys_min=keys_min) >= keys_min
-
-
-def test_rows_of_more_tiles_need_fewer_parts():
+        assert 8192 // splits_of(step(heads_kv=1, group=1), keys_min=keys_min) >= keys_min
     assert splits_of(step(queries=64)) < splits_of(step())
-
-
-def test_there_are_never_more_than_may_be():
     assert splits_of(step(heads_kv=1, keys=1 << 22), blocks_per_sm=8) <= SPLITS_MAX
 
 
