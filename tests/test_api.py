@@ -244,10 +244,8 @@ def triton_of(arches):
     """Triton with only these variants, each made for some arches; `loose` is not deterministic."""
     triton = registry.get("triton")
     full = registry.find_variant(triton, "full")
-    variants = [
-        replace(full, name=name, capability=replace(full.capability, arches=for_these), deterministic=name != "loose")
-        for name, for_these in arches.items()
-    ]
+    capable = {name: replace(full.capability, arches=for_these) for name, for_these in arches.items()}
+    variants = (replace(full, name=it, capability=its, deterministic=it != "loose") for it, its in capable.items())
     return replace(triton, forward=replace(triton.forward, variants=tuple(variants)))
 
 

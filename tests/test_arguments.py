@@ -44,19 +44,16 @@ def test_numbers_of_numpy_are_python_s(name):
         return
     assert explain(q, k, v, **{name: its}) == explain(q, k, v, **{name: pythons})
     rows = [it.transpose(1, 2).flatten(0, 1) for it in (q, k, v)]
-    starts = torch.tensor([0, 9, 18], dtype=torch.int32)
+    starts = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), torch.tensor([0, 9, 18], dtype=torch.int32))
+    most = (dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), it) for it in (np.int64(9), 9))
     found, expected = (
-        fmha_varlen(*rows, cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=n, max_seqlen_kv=n, **{name: value})
-        for n, value in ((np.int64(9), its), (9, pythons))
+        fmha_varlen(*rows, **starts, **n, **{name: it}) for n, it in zip(most, (its, pythons), strict=True)
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     if name in ("deterministic", "dropout_p"):
         return
-    lengths = torch.tensor([4, 9], dtype=torch.int32)
-    found, expected = (
-        fmha_kvcache(q, k, v, seqlens_kv=lengths, num_splits=n, **{name: value})
-        for n, value in ((np.int32(1), its), (1, pythons))
-    )
+    given, splits = {"seqlens_kv": torch.tensor([4, 9], dtype=torch.int32)}, ((np.int32(1), its), (1, pythons))
+    found, expected = (fmha_kvcache(q, k, v, **given, num_splits=n, **{name: it}) for n, it in splits)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

@@ -71,12 +71,8 @@ def test_a_damaged_entry_is_made_again_with_one_warning(damage, suffix, folder):
     whole = entry.read_bytes()
     digest = folder / f"{entry.name}.sha256"
     size = len(whole)
-    damaged = {
-        "empty": b"",
-        "half": whole[: size // 2],
-        "zeros": bytes(size),
-        "zeroed middle": whole[: size // 4] + bytes(size // 2) + whole[-(size // 4) :],
-    }
+    damaged = {"empty": b"", "half": whole[: size // 2], "zeros": bytes(size)}
+    damaged["zeroed middle"] = whole[: size // 4] + bytes(size // 2) + whole[-(size // 4) :]
     if damage in damaged:
         entry.write_bytes(damaged[damage])
     else:

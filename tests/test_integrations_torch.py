@@ -116,18 +116,14 @@ def test_results_are_laid_out_as_fakes_promise(layout):
     q, k, v = (LAYOUTS[layout](it.detach()) for it in qkv(seq_kv=40))
     out, lse = sdpa.flash_attention_for_cpu(q, k, v, 0.0, True)
     on_gpu = sdpa.flash_attention(q, k, v, 0.0, True)
-    rest = on_gpu[2:]
+    lengths = q.new_empty(0), q.new_empty(0), *on_gpu[4:6]
+    of_gpu = (out, q, k, v, *on_gpu[:2], *lengths, 0.0, True, *on_gpu[6:8])
+    of_cpu = (out, q, k, v, out, lse, 0.0, True)
     calls = {
         "_scaled_dot_product_flash_attention": ((q, k, v, 0.0, True), sdpa.flash_attention),
-        "_scaled_dot_product_flash_attention_backward": (
-            (out, q, k, v, *on_gpu[:2], q.new_empty(0), q.new_empty(0), *rest[2:4], 0.0, True, *rest[4:6]),
-            sdpa.flash_attention_backward,
-        ),
+        "_scaled_dot_product_flash_attention_backward": (of_gpu, sdpa.flash_attention_backward),
         "_scaled_dot_product_flash_attention_for_cpu": ((q, k, v, 0.0, True), sdpa.flash_attention_for_cpu),
-        "_scaled_dot_product_flash_attention_for_cpu_backward": (
-            (out, q, k, v, out, lse, 0.0, True),
-            sdpa.flash_attention_for_cpu_backward,
-        ),
+        "_scaled_dot_product_flash_attention_for_cpu_backward": (of_cpu, sdpa.flash_attention_for_cpu_backward),
     }
     assert set(calls) == {*sdpa.KERNELS["CUDA"], *sdpa.KERNELS["CPU"]}
     for name, (arguments, ours) in calls.items():

@@ -76,11 +76,8 @@ def packed():
     return [random(14, heads, 8, seed=heads) for heads in (4, 2, 2)], lengths
 
 
-OF_SEQUENCES = [
-    (fmha_varlen, "fmha_forward", packed, {}),
-    (fmha_varlen, "fmha_forward", packed, {"causal": True, "softcap": 3.0}),
-    *((fmha_kvcache, "fmha_kvcache", *it) for it in COMPILED),
-]
+PACKED = ((fmha_varlen, "fmha_forward", packed, it) for it in ({}, {"causal": True, "softcap": 3.0}))
+OF_SEQUENCES = [*PACKED, *((fmha_kvcache, "fmha_kvcache", *it) for it in COMPILED)]
 
 
 @pytest.mark.parametrize(("call", "name", "make", "options"), OF_SEQUENCES)

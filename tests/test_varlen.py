@@ -3,6 +3,7 @@
 Values of cu_seqlens that are no starts of sequences are refused by name on a CPU, in every entry that takes them.
 """
 
+import itertools
 import re
 
 import pytest
@@ -81,11 +82,8 @@ def test_lists_have_room_for_every_tile():
 
 def test_no_plan_depends_on_lengths():
     sizes = {"batch": 1, "heads_q": 4, "heads_kv": 1, "head_dim": 64, "window": (100, 0)}
-    problems = {
-        Problem.contiguous(**sizes, seq_q=rows, batching=Batching.packed(sequences))
-        for rows in (1, 31, 128, 4096, 65536)
-        for sequences in (1, 7, 300)
-    }
+    lengths = itertools.product((1, 31, 128, 4096, 65536), (1, 7, 300))
+    problems = {Problem.contiguous(**sizes, seq_q=rows, batching=Batching.packed(of)) for rows, of in lengths}
     described = {(it.strides_q, it.strides_k, it.strides_out, it.alignment, it.band) for it in problems}
     assert len(described) == 1
 

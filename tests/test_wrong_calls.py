@@ -185,10 +185,8 @@ VALUES = {
         (lambda: over_cache(k_descale=torch.ones(2, 2)), "k_descale: got a tensor"),
         (lambda: over_cache(alibi_slopes=torch.ones(4)), "alibi_slopes: got a tensor"),
         (lambda: over_cache(v_cache=bf16(2, 32, 2, 8)), "v_cache: got head_dim 8; allowed 16"),
-        (
-            lambda: over_cache(**OF_20),
-            "k_cache: got head_dim 20; allowed multiples of 8, as a cache",
-        ),  # is never copied
+        # A cache is never copied.
+        (lambda: over_cache(**OF_20), "k_cache: got head_dim 20; allowed multiples of 8, as a cache"),
     ],
     UntraceableError: [
         (lambda: scored(lambda s, i, j: s), "(s, i, j) | (score, b, h, q_idx, kv_idx) -> score"),

@@ -80,15 +80,11 @@ RESNET = {
     "out_features": ["stage2", "stage3", "stage4"],
 }
 BACKBONE = {"use_timm_backbone": False, "backbone": None, "backbone_kwargs": None}
-QSA = {
-    "indexer_n_heads": 4,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 4,
-    "indexer_compress_ratio": 2,
-}
+_OF_INDEXER = {"n_heads": 4, "kv_heads": 1, "head_dim": 16, "budget": 4, "compress_ratio": 2}
+QSA = {f"indexer_{name}": size for name, size in _OF_INDEXER.items()}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
 CODES = {"num_codebooks": 1}
+ZAMBA = {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "chameleon": {"vocabulary_map": {"<image>": 61, "IMGIMGA": 62}},
@@ -125,13 +121,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 6},
     "table-transformer": BACKBONE,
     "xmod": {"default_language": "en_XX"},
-    "zamba": {
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-        "num_hidden_layers": 3,
-    },
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "zamba": ZAMBA | {"attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba2": ZAMBA,
     "zaya": {"num_experts_per_tok": 1},
 }
 """Fields of a config, by model type, that its names do not tell."""

@@ -33,7 +33,7 @@ SUITE_LABELS = {
     "peers/standard": "standard, run again",
     "peers/backward": "standard, run again",
 }
-"""Of suites that are not shown by their names."""
+"""Labels of suites that are not shown by their names."""
 REGIME_LABELS = {"device": "back to back", "graph": "in a CUDA graph", "call": "call by call"}
 _DENSE: dict[str, Any] = {
     "zero": True,
