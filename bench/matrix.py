@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -326,34 +325,32 @@ def _packed() -> tuple[Cell, ...]:
 
 _STANDARD = _by_length((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384))
 _BACKWARD = tuple(replace(cell, direction="bwd") for cell in _STANDARD)
-SUITES: Mapping[str, tuple[Cell, ...]] = MappingProxyType(
-    {
-        "standard": _STANDARD,
-        # Sweeps at head_dims between those of the standard suite speak for all that are like them.
-        "between": _by_length((80, 144, 176), (1024, 4096, 16384)),
-        "heldout": _heldout(),
-        "headdims": _headdims(),
-        # Of the cuTile FMHA scaling analysis (DGX Spark playbook): what chains of rungs are climbed on.
-        "seed": tuple(
-            Cell(batch=4, heads=32, seq=seq, head_dim=128, dtype="fp16", causal=True, layout="bhsd")
-            for seq in (1024, 2048, 4096, 8192, 16384)
-        ),
-        # Of flash-attn-mma (LeetCUDA): what the points of CUDA's axes are timed on.
-        "points": tuple(
-            Cell(batch=1, heads=heads, seq=8192, head_dim=head_dim, dtype="fp16", causal=False, layout="bhsd")
-            for head_dim, heads in ((64, 8), (128, 8), (512, 48), (1024, 16))
-        ),
-        "backward": _BACKWARD,
-        "features": _features(),
-        "packed": _packed(),
-        "floors": tuple(it for it in (*_STANDARD, *_BACKWARD) if it.head_dim == 128 and it.seq == 4096),
-        "smoke": tuple(
-            Cell(batch=1, heads=2, seq=256, head_dim=head_dim, dtype=dtype, causal=causal, layout="bshd")
-            for head_dim, dtype in ((64, "bf16"), (128, "fp16"))
-            for causal in (False, True)
-        ),
-    }
-)
+SUITES: Mapping[str, tuple[Cell, ...]] = {
+    "standard": _STANDARD,
+    # Sweeps at head_dims between those of the standard suite speak for all that are like them.
+    "between": _by_length((80, 144, 176), (1024, 4096, 16384)),
+    "heldout": _heldout(),
+    "headdims": _headdims(),
+    # Of the cuTile FMHA scaling analysis (DGX Spark playbook): what chains of rungs are climbed on.
+    "seed": tuple(
+        Cell(batch=4, heads=32, seq=seq, head_dim=128, dtype="fp16", causal=True, layout="bhsd")
+        for seq in (1024, 2048, 4096, 8192, 16384)
+    ),
+    # Of flash-attn-mma (LeetCUDA): what the points of CUDA's axes are timed on.
+    "points": tuple(
+        Cell(batch=1, heads=heads, seq=8192, head_dim=head_dim, dtype="fp16", causal=False, layout="bhsd")
+        for head_dim, heads in ((64, 8), (128, 8), (512, 48), (1024, 16))
+    ),
+    "backward": _BACKWARD,
+    "features": _features(),
+    "packed": _packed(),
+    "floors": tuple(it for it in (*_STANDARD, *_BACKWARD) if it.head_dim == 128 and it.seq == 4096),
+    "smoke": tuple(
+        Cell(batch=1, heads=2, seq=256, head_dim=head_dim, dtype=dtype, causal=causal, layout="bshd")
+        for head_dim, dtype in ((64, "bf16"), (128, "fp16"))
+        for causal in (False, True)
+    ),
+}
 """Every suite by name."""
 
 

@@ -12,7 +12,6 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -32,15 +31,13 @@ SLACK = 3.0
 CHECKED = 2048
 """Tokens of the sequence that logits are compared on."""
 
-_SIZES: Mapping[str, Any] = MappingProxyType(
-    {
-        "hidden_size": 2048,
-        "num_hidden_layers": 8,
-        "vocab_size": 32000,
-        "max_position_embeddings": 1 << 17,
-        "tie_word_embeddings": False,
-    }
-)
+_SIZES: Mapping[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 1 << 17,
+    "tie_word_embeddings": False,
+}
 _HEADS_128 = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
 _HEADS_64 = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
 

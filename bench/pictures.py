@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bench.matrix import InputError
@@ -42,26 +41,20 @@ class Line(NamedTuple):
     symbol: str
 
 
-LINES: Mapping[str, Line] = MappingProxyType(
-    {
-        "cuda": Line("multiattn CUDA", (1, 0), "diamond"),
-        "triton": Line("multiattn Triton", (1, 0), "circle"),
-        "cutile": Line("multiattn cuTile", (1, 0), "square"),
-        "sdpa-cudnn": Line("cuDNN", (6, 3), "triangle-up"),
-        "fa4": Line("FlashAttention-4", (6, 3), "triangle-down"),
-        "fa3": Line("FlashAttention-3", (2, 2), "cross"),
-        "flex": Line("FlexAttention", (2, 2), "triangle-left"),
-    }
-)
-THEMES: Mapping[str, Theme] = MappingProxyType(
-    {
-        "light": Theme(text="#24292F", grid="#D8DEE4", lines={name: MAIN[name].light for name in LINES}),
-        "dark": Theme(text="#E6EDF3", grid="#3D444D", lines={name: MAIN[name].dark for name in LINES}),
-    }
-)
-BACKGROUNDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"light": ("#FFFFFF", "#F6F8FA"), "dark": ("#0D1117", "#1E2129")}
-)
+LINES: Mapping[str, Line] = {
+    "cuda": Line("multiattn CUDA", (1, 0), "diamond"),
+    "triton": Line("multiattn Triton", (1, 0), "circle"),
+    "cutile": Line("multiattn cuTile", (1, 0), "square"),
+    "sdpa-cudnn": Line("cuDNN", (6, 3), "triangle-up"),
+    "fa4": Line("FlashAttention-4", (6, 3), "triangle-down"),
+    "fa3": Line("FlashAttention-3", (2, 2), "cross"),
+    "flex": Line("FlexAttention", (2, 2), "triangle-left"),
+}
+THEMES: Mapping[str, Theme] = {
+    "light": Theme(text="#24292F", grid="#D8DEE4", lines={name: MAIN[name].light for name in LINES}),
+    "dark": Theme(text="#E6EDF3", grid="#3D444D", lines={name: MAIN[name].dark for name in LINES}),
+}
+BACKGROUNDS: Mapping[str, tuple[str, ...]] = {"light": ("#FFFFFF", "#F6F8FA"), "dark": ("#0D1117", "#1E2129")}
 """The pages that a picture is shown on: GitHub's, and those of the site."""
 
 

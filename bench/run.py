@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from multiattn.tune.timing import Budget, Call, Contestant, CudaClock, Timing, m
 
 ERROR_CHARACTERS = 600
 
-PREWARM_CELLS: Mapping[Direction, int] = MappingProxyType({"fwd": 8, "bwd": 1, "fwdbwd": 1})
+PREWARM_CELLS: Mapping[Direction, int] = {"fwd": 8, "bwd": 1, "fwdbwd": 1}
 """From so many cells on, compiling ahead is worth the start of its processes: about 10 s, which is less than one
 backward of each backend takes to compile (a guess from compiling for sm90 on a CPU)."""
 
