@@ -72,6 +72,8 @@ def test_registers_are_output_scores_weights_and_kept_q():
     assert CONFIG.kept_steps(problem_of(72)) == 0
     three = replace(CONFIG, tile_m=192, tma_store=False)
     assert [three.registers_at_least(problem_of(144, causal=it)) for it in (False, True)] == [120, 140]
+    kept = replace(SPLIT, q_in_registers=True)  # of a cache
+    assert [it.kept_steps(cached()) for it in (SPLIT, kept, replace(kept, tile_m=192))] == [0, 8, 4]
 
 
 def test_the_suites_that_are_swept_have_a_head_dim_of_each_class():
@@ -194,11 +196,6 @@ def cached(page=64, *, head_dim=128, group=8, queries=16, **sizes):
 )
 def test_a_box_is_what_no_page_and_no_tile_ends_within(page, tile_n, rows):
     assert replace(SPLIT, tile_n=tile_n).keys_of_box(cached(page)) == rows
-
-
-def test_registers_are_kept_for_as_much_of_q_as_has_room():
-    kept = replace(SPLIT, q_in_registers=True)
-    assert [it.kept_steps(cached()) for it in (SPLIT, kept, replace(kept, tile_m=192))] == [0, 8, 4]
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,10 @@ REFUSED = {
         (lambda: plan(backend="triton", head_dim=264), "got 264 | multiples of 8 up to 256 | that takes wider"),
         (lambda: plan(GPU_TURING), 'arch: got sm75 | allowed cpu, sm80 | backend="reference" runs on it'),
         (lambda: plan("sm80", variant="wgmma"), "arch: got sm80 | allowed sm90 | leave variant out"),
+        (
+            lambda: plan("sm80", "triton", variant="warp_specialized"),
+            "got sm80 | allowed cpu, sm90 (for Hopper's wgmma and",
+        ),
         (lambda: plan(backend="triton", blocks=BlockSpec(8, 8, True)), "8 x 8 | multiples of 16 | BLOCK_SIZE=128"),
         (lambda: plan(variant="wgmma", batching=Batching.cached(2, 2)), "cache (dense) | no cache | leave variant out"),
         (

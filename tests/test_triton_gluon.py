@@ -77,11 +77,6 @@ def test_it_is_what_triton_runs_on_hopper_but_for_what_tma_cannot_read():
     assert (reason.code, reason.got) == ("alignment", "8 bytes")
 
 
-def test_other_arches_are_told_where_it_runs():
-    (reason,) = explain(problem(), arch="sm80", backend="triton", variant=VARIANT.name)
-    assert str(reason).startswith("arch: got sm80; allowed cpu, sm90 (for Hopper's wgmma and TMA, and a CPU")
-
-
 def test_pieces_cover_head_dim_with_few_columns_to_spare():
     for head_dim in range(8, 257, 8):
         wide, narrow = pieces_of(head_dim)
