@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -117,18 +117,14 @@ def page_data(sources: Sequence[Source], more: Mapping[str, Any]) -> dict[str, A
 
 
 def _source(source: Source) -> dict[str, Any]:
-    unrun = [row for row in source.rows if row.measured is None]
+    unrun = grouped((row for row in source.rows if row.measured is None), lambda row: kind_of(row.cell))
     return {
         "gpu": source.label,
         "suite": source.suite,
         "here": source.here,
         "timed": len(source.timed),
-        "notes": {kind: notes(its) for kind in ("forward", "backward", "decode") if (its := _of(kind, unrun))},
+        "notes": {kind: notes(its) for kind, its in unrun.items()},
     }
-
-
-def _of(kind: str, rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if kind_of(row.cell) == kind]
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
