@@ -10,14 +10,10 @@ import multiattn
 
 transformers = pytest.importorskip("transformers")
 
-from transformers.masking_utils import (  # noqa: E402
-    bidirectional_mask_function,
-    sliding_window_causal_mask_function,
-)
 from transformers_cells import padding  # noqa: E402
 from transformers_models import BATCH, LENGTH, Recipe, build, tokens  # noqa: E402
 
-from multiattn.integrations.transformers import attend, make_mask, register  # noqa: E402
+from multiattn.integrations.transformers import attend, register  # noqa: E402
 
 register()
 transformers.logging.set_verbosity_error()
@@ -170,17 +166,3 @@ def test_what_is_not_had_is_refused():
         model.train()(tokens())
     with pytest.raises(NotImplementedError, match="output_attentions"):
         model.eval()(tokens(), output_attentions=True)
-
-
-def test_masks_that_hide_nothing_cost_nothing():
-    every = torch.ones(BATCH, 5, dtype=torch.bool)
-    assert make_mask(BATCH, 5, 5, attention_mask=every).told.shape == (0, 5)
-    assert make_mask(BATCH, 5, 9, attention_mask=every).told.shape == (0, 5)  # a static cache
-    window = {"mask_function": sliding_window_causal_mask_function(4)}
-    assert make_mask(BATCH, 4, 4, local_size=4, **window).window is None
-    assert make_mask(BATCH, 5, 5, local_size=4, **window).window == 4
-    with pytest.raises(ValueError, match="attention_mask"):
-        make_mask(BATCH, 5, 5, attention_mask=torch.eye(5, dtype=torch.bool).expand(BATCH, 5, 5))
-    both = {"mask_function": bidirectional_mask_function, "allow_is_causal_skip": False}
-    assert make_mask(BATCH, 5, 7, **both, allow_is_bidirectional_skip=True) is None
-    assert make_mask(BATCH, 5, 7, **both).whole().count_nonzero() == 0  # a model that joins it with another

@@ -232,3 +232,17 @@ def test_causal_masks_of_many_tokens_cost_nothing():
     padding[0, :9] = False
     mask = make_mask(1, length, length, attention_mask=padding, **window)
     assert (mask.told.numel(), mask.window) == (length, 512)
+
+
+def test_masks_that_hide_nothing_cost_nothing():
+    every = torch.ones(BATCH, 5, dtype=torch.bool)
+    assert make_mask(BATCH, 5, 5, attention_mask=every).told.shape == (0, 5)
+    assert make_mask(BATCH, 5, 9, attention_mask=every).told.shape == (0, 5)  # a static cache
+    window = {"mask_function": sliding_window_causal_mask_function(4)}
+    assert make_mask(BATCH, 4, 4, local_size=4, **window).window is None
+    assert make_mask(BATCH, 5, 5, local_size=4, **window).window == 4
+    with pytest.raises(ValueError, match="attention_mask"):
+        make_mask(BATCH, 5, 5, attention_mask=torch.eye(5, dtype=torch.bool).expand(BATCH, 5, 5))
+    both = {"mask_function": bidirectional_mask_function, "allow_is_causal_skip": False}
+    assert make_mask(BATCH, 5, 7, **both, allow_is_bidirectional_skip=True) is None
+    assert make_mask(BATCH, 5, 7, **both).whole().count_nonzero() == 0  # a model that joins it with another

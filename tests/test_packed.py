@@ -220,16 +220,14 @@ def test_no_launch_of_a_packed_forward_is_bound():
         bind(plan, launches_of(plan)[1].image())
 
 
-@pytest.mark.parametrize(
-    ("language", "variant", "kernels"), [("cuda", "split_q+swizzle_qkv", 2), ("triton", "math", 2)]
-)
-def test_kernels_of_a_packed_batch_can_be_written_and_are_refused_by_name(language, variant, kernels, tmp_path):
+@pytest.mark.parametrize(("language", "variant"), [("cuda", "split_q+swizzle_qkv"), ("triton", "math")])
+def test_kernels_of_a_packed_batch_can_be_written_and_are_refused_by_name(language, variant, tmp_path):
     backend = get(language)
     if reasons := backend.probe_compiler():
         pytest.skip("; ".join(map(str, reasons)))
     plan = plan_of(problem_of(causal=True), backend, variant=variant)
     exported = backend.forward.export(plan, ())
-    assert len(exported) == kernels
+    assert len(exported) == 2
     assert "tiles" in exported[0].kernel
     written = aot.write(tmp_path, plan, exported)
     for path in (tmp_path, written[1]):

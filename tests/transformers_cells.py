@@ -101,6 +101,9 @@ class Subject:
                 try:
                     if outputs(self.eager, **given):
                         self.inputs = given
+                        self.is_text, self.has_two_parts = "input_ids" in given, "decoder_input_ids" in given
+                        can_generate = isinstance(self.eager, transformers.GenerationMixin)
+                        self.generates = can_generate and self.kind.can_generate()
                         return
                     failures.append("no output")
                 except Exception as error:
@@ -124,18 +127,6 @@ class Subject:
     def takes(self, name: str) -> bool:
         names = inspect.signature(self.kind.forward).parameters
         return name in names
-
-    @property
-    def is_text(self) -> bool:
-        return "input_ids" in self.inputs
-
-    @property
-    def generates(self) -> bool:
-        return isinstance(self.eager, transformers.GenerationMixin) and self.kind.can_generate()
-
-    @property
-    def has_two_parts(self) -> bool:
-        return "decoder_input_ids" in self.inputs
 
     def cells(self) -> Iterator[tuple[str, Callable[[Any], Tensors], list[Callable[[Any], Tensors]], dict[str, Any]]]:
         """Each cell: its name, what multiattn runs, what of eager attention is true, and changes of the config."""
@@ -189,19 +180,19 @@ class Subject:
 
     def left(self, model: Any) -> Tensors:
         mask = padding(left=7)
-        found = outputs(model, mask, **self.inputs, attention_mask=mask)
+        found = self._padded(model, mask)
         if self.takes("position_ids") and self.generates and not self.has_two_parts:
             positions = (mask[:1].cumsum(-1) - 1).clamp(min=0)
             found += outputs(model, mask[:1], input_ids=tokens(1), attention_mask=mask[:1], position_ids=positions)
-        return found or self._pooled(model, mask)
+        return found
 
     def right(self, model: Any) -> Tensors:
-        mask = padding(right=7)
-        return outputs(model, mask, **self.inputs, attention_mask=mask) or self._pooled(model, mask)
+        return self._padded(model, padding(right=7))
 
-    def _pooled(self, model: Any, mask: torch.Tensor) -> Tensors:
-        """Results that have no rows of tokens, where those that have do not tell which are padding."""
-        return [it for it in outputs(model, **self.inputs, attention_mask=mask) if it[0].ndim <= 2]
+    def _padded(self, model: Any, mask: torch.Tensor) -> Tensors:
+        """Rows of tokens; results that have no rows where none has rows that tell which are padding."""
+        given = self.inputs | {"attention_mask": mask}
+        return outputs(model, mask, **given) or [it for it in outputs(model, **given) if it[0].ndim <= 2]
 
     def targets(self, model: Any) -> Tensors:
         length = self.inputs["decoder_input_ids"].shape[1]
