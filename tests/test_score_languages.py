@@ -79,16 +79,14 @@ def rounded_by_themselves(s, b, h, q, kv):
     ],
 )
 def test_what_decides_is_rounded_by_itself_and_tanh_is_the_gpus_own(backend, variant):
-    plain, modified = (ptx_of(backend, variant, softcap=20.0, score_mod=it) for it in (None, rounded_by_themselves))
+    plain, modified = (
+        exported(backend, variant, texts=("ptx",), softcap=20.0, score_mod=it)[-1].texts["ptx"].decode()
+        for it in (None, rounded_by_themselves)
+    )
     assert {"mul.rn.f32", "div.rn.f32", "sqrt.rn.f32"} <= set(re.findall(r"(?:mul|div|sqrt)\.[\w.]+", modified))
     assert modified.count("div.full") <= plain.count("div.full")
     assert "sqrt.approx" not in modified
     assert "tanh.approx.f32" in plain
-
-
-def ptx_of(backend, variant, **options):
-    kernel = exported(backend, variant, texts=("ptx",), **options)[-1]
-    return kernel.texts["ptx"].decode()
 
 
 def test_two_programs_never_share_a_name_in_tritons_cache():
