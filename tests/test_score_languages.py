@@ -24,11 +24,13 @@ LENGTH = 128
 NAMED = {case.name: case.make(Sizes(batch=2, heads=2, seq_q=LENGTH, seq_kv=LENGTH, device=CPU)) for case in PROGRAMS}
 
 
-def exported(backend, variant, *, direction="forward", texts=(), score_mod=None, mask_mod=None, softcap=None):
+def exported(
+    backend, variant, *, direction="forward", texts=(), head_dim=64, score_mod=None, mask_mod=None, softcap=None
+):
     """The kernels for Hopper of a call with these callables."""
     if reasons := get(backend).probe_compiler():
         pytest.skip("; ".join(map(str, reasons)))
-    q = torch.empty(2, 2, LENGTH, 64, dtype=torch.bfloat16)
+    q = torch.empty(2, 2, LENGTH, head_dim, dtype=torch.bfloat16)
     mask = mask_mod and create_block_mask(mask_mod, 2, 2, LENGTH, LENGTH, device="cpu")
     problem = problem_of(*with_score(Operands(q, q, q), Options(), softcap, None, None, score_mod, mask))
     plan = make_plan(get(backend), problem, ARCHS["sm90"], direction=direction, variant=variant, probe=False)
@@ -80,7 +82,7 @@ def rounded_by_themselves(s, b, h, q, kv):
 )
 def test_what_decides_is_rounded_by_itself_and_tanh_is_the_gpus_own(backend, variant):
     plain, modified = (
-        exported(backend, variant, texts=("ptx",), softcap=20.0, score_mod=it)[-1].texts["ptx"].decode()
+        exported(backend, variant, texts=("ptx",), head_dim=16, softcap=20.0, score_mod=it)[-1].texts["ptx"].decode()
         for it in (None, rounded_by_themselves)
     )
     assert {"mul.rn.f32", "div.rn.f32", "sqrt.rn.f32"} <= set(re.findall(r"(?:mul|div|sqrt)\.[\w.]+", modified))
