@@ -49,6 +49,7 @@ Key = tuple[str, ...]
 # ---------------------------------------------------------------- rules
 
 HEAD_DIMS = (64, 128, 256)
+SAMPLED = 128
 SEQ, BATCH, HEADS = 4096, 4, 16
 GROUP, PAGES = 8, (16, 64, 5)
 """Query heads that share keys, and keys of a page, where a rule is for few queries or for caches."""
@@ -255,11 +256,15 @@ def promises(rows: Mapping[Key, Kernels]) -> Iterator[str]:
 
 
 def sample(wanted: Iterable[Plan]) -> list[Plan]:
-    """One rule per backend and arch, the same ones every time: directions take turns, hashes choose."""
+    """One rule per backend and arch, the same ones every time: directions take turns, hashes choose.
+
+    Of head dims up to `SAMPLED`: wider kernels compile longer, and show no more.
+    """
     groups = grouped(sorted(wanted, key=key_of), lambda plan: (plan.backend, plan.arch.name))
     chosen = []
     for place, (name, members) in enumerate(sorted(groups.items())):
-        mine = [it for it in members if it.direction == ("forward", "backward")[place % 2]] or members
+        turn = ("forward", "backward")[place % 2]
+        mine = [it for it in members if it.direction == turn and it.problem.head_dim <= SAMPLED] or members
         chosen.append(mine[int(hashlib.sha256(repr(name).encode()).hexdigest(), 16) % len(mine)])
     return chosen
 
