@@ -246,6 +246,7 @@ def test_tiles_are_divided_into_shares_or_ranges(name):
         pytest.param(square(16, 16, 4096, 4, causal=True), id="many_tiles_under_a_mask"),
         pytest.param(square(8, 8, 2048, 1), id="one_tile_for_nearly_each_sm"),
         pytest.param(square(11, 11, 6144, 4), id="as_many_for_each_sm"),
+        pytest.param(square(32, 16, 4096, 4), id="several_heads_share_keys"),
         pytest.param(square(4, 4, LEAST_SHARE_STEPS * 64, 1), id="shares_would_be_too_short"),
         pytest.param(
             square(16, 1, 16384, 1, batching=Batching.packed(4, 8192, 8192)), id="only_the_device_knows_the_lengths"

@@ -22,6 +22,7 @@ from multiattn.run import cache
 
 pytestmark = with_nvrtc
 SINKS = torch.zeros(4)
+HOPPER = ("wgmma", "wgmma_two_pass", "split_keys")  # whose kernels begin while those before them end
 SIZES = {"batch": 2, "seq_q": 300, "seq_kv": 500, "head_dim": 64}
 CASES = {
     "mma": ("forward", SPLIT_Q.name, {"causal": True}),
@@ -74,7 +75,7 @@ def test_the_driver_is_handed_every_tensor_of_each_kernel(driver, case):
         known = driver_fakes.check_run(driver, launcher, bindings, given._replace(dlse=dlse))
         assert driver.kernels[-len(launches) :] == [it.kernel.name for it in launches]
         assert [it.function for it in driver.launched] == driver.resident[-len(launches) :]
-        assert [it.overlaps for it in driver.launched] == [it.kernel.overlaps for it in launches]
+        assert {it.overlaps for it in driver.launched} == {variant in HOPPER}
     sizes = {it.function: it.smem_bytes for it in driver.launched if it.smem_bytes > 48 * 1024}
     assert sizes.items() <= dict(driver.attributes_of(8)).items()
     if case == "atomic gradients":
