@@ -80,6 +80,7 @@ def test_the_driver_is_handed_every_tensor_of_each_kernel(driver, case):
     assert sizes.items() <= dict(driver.attributes_of(8)).items()
     if case == "atomic gradients":
         assert known["delta"] - known["dq_sum"] == dq_sum_bytes(problem)
+        assert len({it.places for it in driver.launched}) == 1  # one struct for all
 
 
 def test_names_of_kernels_and_bounds_of_a_window():

@@ -166,3 +166,6 @@ def test_what_is_not_had_is_refused():
         model.train()(tokens())
     with pytest.raises(NotImplementedError, match="output_attentions"):
         model.eval()(tokens(), output_attentions=True)
+    model.set_attn_implementation("multiattn_cuda")
+    with pytest.raises(multiattn.Unsupported, match="cuda cannot run"):
+        model(tokens())  # in fp32, of which it has no kernel

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cached_calls import COMPILED
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from multiattn import fmha, fmha_backward, fmha_kvcache, fmha_varlen
 from multiattn.score.record import program_of
@@ -64,6 +65,11 @@ def test_opcheck_with_captured_tensors():
     given = [tensor.detach() for tensor in (*inputs, out, lse, out)]
     rest = (None, None, None, None, None, text, None, [1], None, None, "auto", None, False)
     torch.library.opcheck(backward, (*given, [it.detach() for it in captured], [], *rest))
+
+
+def test_an_op_is_asked_for_what_the_call_is():
+    asked = {"backend": "reference", "variant": "eager", "deterministic": True}
+    assert "'reference', 'eager', True" in make_fx(lambda *of: fmha(*of, **asked))(*qkv()).code
 
 
 def packed():

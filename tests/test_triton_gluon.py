@@ -75,6 +75,9 @@ def test_it_is_what_triton_runs_on_hopper_but_for_what_tma_cannot_read():
     assert explain(odd, arch="sm90", backend="triton").variant == "full"
     (reason,) = explain(odd, arch="sm90", backend="triton", variant=VARIANT.name)
     assert (reason.code, reason.got) == ("alignment", "8 bytes")
+    for variant, wide in ((ONE, 136), (TWO, 264)):
+        for asked, code in ((odd, "alignment"), (problem(wide), "head_dim")):
+            assert [it.code for it in plan_variant(BACKEND, variant, asked, SM90, direction="backward")] == [code]
 
 
 def test_pieces_cover_head_dim_with_few_columns_to_spare():
