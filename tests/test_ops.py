@@ -158,17 +158,17 @@ def test_vmap_maps_any_mix_of_inputs(in_dims):
         torch.testing.assert_close([grad[i] for grad in grads], list(torch.func.grad(loss_of, (0, 1, 2))(*of)))
 
 
-@pytest.mark.parametrize("backend", ["reference", "cutile"])
+@pytest.mark.parametrize(("backend", "softcap"), [("reference", None), ("cutile", None), ("reference", 3.0)])
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 1, 4)])
-def test_vmap_over_nothing_is_empty(in_dims, backend):
+def test_vmap_over_nothing_is_empty(in_dims, backend, softcap):
     dtype = torch.float64 if backend == "reference" else torch.bfloat16
     pairs = zip([it.to(dtype) for it in qkv()], in_dims, strict=True)
     inputs = [it if dim is None else it.unsqueeze(dim).narrow(dim, 0, 0) for it, dim in pairs]
     q, k, v = qkv()
-    run = torch.vmap(lambda *of: fmha(*of, backend=backend, return_lse=True), in_dims)
+    run = torch.vmap(lambda *of: fmha(*of, backend=backend, softcap=softcap, return_lse=True), in_dims)
     out, lse = run(*inputs)
     assert (out.shape, out.dtype, lse.shape) == ((0, *q.shape), dtype, (0, *q.shape[:3]))
-    loss = torch.func.grad(lambda *of: fmha(*of, backend=backend).sum(), (0, 1, 2))
+    loss = torch.func.grad(lambda *of: fmha(*of, backend=backend, softcap=softcap).sum(), (0, 1, 2))
     grads = torch.vmap(loss, in_dims)(*inputs)
     assert [grad.shape for grad in grads] == [(0, *tensor.shape) for tensor in (q, k, v)]
     leaves = [tensor.requires_grad_() for tensor in inputs]

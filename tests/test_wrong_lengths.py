@@ -193,8 +193,8 @@ def test_kernels_of_caches_stay_inside_their_tensors(backend, variant, page, spl
     for turn in range(4):
         starts = [choose.choice([-(2**31), -7, 0, 3, 11, 25, 40, 41, 900, 2**31 - 1]) for _ in range(5)]
         lengths = [choose.choice([-(2**31), -1, 0, 7, 80, 81, 200, 2**31 - 1]) for _ in range(4)]
-        if turn == 0:  # where each sequence has queries, which would read what lies behind the last one's keys
-            starts, lengths = [0, 3, 11, 25, 40], [200] * 4
+        if turn == 0:  # each sequence has queries, and they would reach beyond every end
+            starts, lengths = [-7, 3, 11, 25, 60], [200] * 4
         given: dict[str, Any] = {"seqlens_kv": torch.tensor(lengths, dtype=torch.int32), "causal": True}
         given |= {"cu_seqlens_q": torch.tensor(starts, dtype=torch.int32), "max_seqlen_q": rows_q}
         if page is not None:
