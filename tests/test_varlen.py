@@ -158,13 +158,13 @@ def test_a_sequence_longer_than_told_is_named(entry, side, longest):
     ENTRIES[entry](*call(), **{f"max_seqlen_{side}": longest})
 
 
-def plain(tensors, cu_seqlens_q):
-    return varlen(tensors, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": int32(RIGHT["kv"])})
+def plain(tensors, cu_seqlens_q, entry=varlen):
+    return entry(tensors, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": int32(RIGHT["kv"])})
 
 
-def compiled(tensors, cu_seqlens_q):
+def compiled(tensors, cu_seqlens_q, entry=varlen):
     torch._dynamo.reset()
-    return torch.compile(plain, backend="aot_eager", fullgraph=True)(tensors, cu_seqlens_q)
+    return torch.compile(plain, backend="aot_eager", fullgraph=True)(tensors, cu_seqlens_q, entry)
 
 
 def profiled(tensors, cu_seqlens_q):
@@ -179,6 +179,7 @@ def graphed(tensors, cu_seqlens_q):
 
 WAYS = {
     "compiled": compiled,
+    "compiled backward": lambda of, starts: compiled(of, starts, backward),
     "compiled with grad": lambda of, starts: compiled([it.requires_grad_() for it in of], starts).sum().backward(),
     "mapped": lambda of, starts: torch.vmap(lambda starts: plain(of, starts))(starts[None]),
     "differentiated": lambda of, starts: torch.func.grad(lambda q: plain((q, *of[1:]), starts).float().sum())(of[0]),
