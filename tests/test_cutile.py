@@ -177,6 +177,13 @@ def test_cutile_itself_gets_the_strides_that_were_planned(direction, variant, mo
             assert name not in "qkv" or tensor.data_ptr() == odd["qkv".index(name)].data_ptr()
 
 
+def test_heads_that_are_one_in_memory_overlap():
+    q, k, v = make_inputs(heads_q=2, heads_kv=2)
+    plan = make_plan(BACKEND, Problem.of(q, k[:, :1].expand(k.shape), v), SM90, probe=False)
+    (launch,) = launches_of(plan)
+    assert [launch.arrays[it].kind.overlaps for it in "qkv"] == [False, True, False]
+
+
 def test_the_default_device_does_not_matter():
     q, k, v = make_inputs(head_dim=16)
     expected = multiattn.fmha(q, k, v, causal=True, backend="cutile")
