@@ -284,7 +284,7 @@ SIDE_BY_SIDE = (
         # 64 heads of keys with 64 tiles of 128 keys, or 128 of 64, on 132 SMs twice: in sections of one size.
         *((variant, CAUSAL, {"heads_kv": 4, "seq_q": 8192}, heads) for variant, heads in ((ONE, 6), (TWO, 4))),
     ],
-    ids=str,
+    ids=lambda it: getattr(it, "name", str(it)),
 )
 def test_heads_side_by_side_share_queries_and_sums_that_l2_has_room_for(variant, band, sizes, expected):
     """As in CUDA. By K and V alone they were twice as many: sums of dq of N=512 left an H100's L2 before their last."""
