@@ -300,7 +300,7 @@ def test_the_truth_is_the_reference_differentiated(case):
     )
     grads = differentiate_in_chunks(doubles, problem_of(case, inputs), by_autograd, keep=torch.float64)
     # Slopes times distances are fp32 at any dtype, as in kernels; autograd rounds their gradients, and formulas do not.
-    rtol = 1e-6 if case.name == "score_mod_composite" else 1e-9
+    rtol = 1e-6 if case.score_mod == "composite" else 1e-9
     for grad, expected in zip(grads, truth.all, strict=True):
         torch.testing.assert_close(grad, expected.truth, rtol=rtol, atol=1e-9, equal_nan=True)
 
