@@ -175,15 +175,16 @@ def test_a_config_of_every_rule_can_be_loaded():
                 if name == "cutile":  # beside each other, as they were
                     old |= {f"dq_{it}": value for it, value in old.pop("dq", {}).items()}
                 if variant.name == "wgmma_two_pass":
-                    queries = old.pop("dq")
-                    old |= {it: queries[it] for it in ("k_stages", "v_stages", "dp_late")} | {
-                        "dq_ahead": queries["ahead"]
-                    }
+                    fields = {"k_stages": "k_stages", "v_stages": "v_stages", "ahead": "dq_ahead", "dp_late": "dp_late"}
+                    old |= {fields[it]: value for it, value in old.pop("dq").items() if it in fields}
                 old = json.dumps(old).replace("blocks_per_sm", "occupancy")  # as it was called
                 if name == "cutile":
                     old = old.replace('warps"', 'num_worker_warps"')
-                for text in (json.dumps(told), old):
-                    assert manifest.config_of(json.loads(text), variant) == rule.config
+                for config in (told, json.loads(old)):
+                    assert manifest.config_of(config, variant) == rule.config
+                    for absent in config:
+                        with pytest.raises(ValueError, match=r"config: (dq: )?got no "):
+                            manifest.config_of({it: config[it] for it in config if it != absent}, variant)
 
 
 # ---------------------------------------------------------------- the launch

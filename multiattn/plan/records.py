@@ -41,9 +41,11 @@ def record_of(kind: type[Record], value: object, what: str) -> Record:
         raise ValueError(f"{what}: got {value!r}; allowed a record")
     given = {str(it if it in names else _RENAMED.get(it, it)): value[it] for it in value}
     if _NESTED not in given and is_dataclass(nested := hints.get(_NESTED)):
-        theirs = {field.name: field.default for field in fields(nested) if field.default is not MISSING}
-        own = {it: it.removeprefix(f"{_NESTED}_") for it in given if it not in names}
-        given[_NESTED] = {**theirs, **{name: given.pop(it) for it, name in own.items()}}
+        theirs = {it.name: it.default for it in fields(nested)}
+        own = [it for it in given if it not in names and it.removeprefix(f"{_NESTED}_") in {*theirs, *_RENAMED}]
+        if own:
+            tiles = {it: theirs[it] for it in ("tile_m", "tile_n") if theirs[it] is not MISSING}  # they never varied
+            given[_NESTED] = {**tiles, **{it.removeprefix(f"{_NESTED}_"): given.pop(it) for it in own}}
     if absent := sorted(set(names) - set(given)):
         raise ValueError(f"{what}: got no {', '.join(absent)}; allowed {', '.join(names)}")
     if more := sorted(set(given) - set(names)):
