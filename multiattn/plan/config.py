@@ -30,8 +30,13 @@ class Config:
 
     def __str__(self) -> str:
         """Every field that is not at its default."""
-        values = ((field, getattr(self, field.name)) for field in fields(self))
-        return " ".join(f"{field.name}={value}" for field, value in values if value != field.default)
+        return _words_of(self)
+
+
+@functools.lru_cache(maxsize=1024)
+def _words_of(config: Config) -> str:
+    values = ((field, getattr(config, field.name)) for field in fields(config))
+    return " ".join(f"{field.name}={value}" for field, value in values if value != field.default)
 
 
 C = TypeVar("C", bound=Config)
@@ -54,11 +59,8 @@ class Case(NamedTuple):
     arch: Arch
     named: bool
     """The caller asked for the variant by its name."""
-
-    @property
-    def features(self) -> Features:
-        """The features of the problem."""
-        return Features.of(self.problem)
+    features: Features
+    """The features of the problem."""
 
     @property
     def is_ragged(self) -> bool:
@@ -245,9 +247,11 @@ class Rule(Generic[C]):
         """The lengths, in words."""
         return f"for lengths in {self.seq_min}..{self.seq_max or ''}"
 
-    def reject(self, problem: Problem, arch: Arch, *, named: bool = True) -> str | None:
+    def reject(
+        self, problem: Problem, arch: Arch, *, named: bool = True, features: Features | None = None
+    ) -> str | None:
         """Why this rule does not apply to `problem` on `arch`, or None when it does."""
-        case = Case(self, problem, arch, named)
+        case = Case(self, problem, arch, named, features or Features.of(problem))
         found = (it.why_not(getattr(self, name), case) for name, it in conditions().items())
         return next(filter(None, found), None)
 
@@ -294,8 +298,9 @@ def select(
     `named`: the caller asked for the variant of these rules by its name.
     """
     rejected: list[str] = []
+    features = Features.of(problem)
     for rule in rules:
-        why = rule.reject(problem, arch, named=named)
+        why = rule.reject(problem, arch, named=named, features=features)
         if why is None:
             return rule, tuple(rejected)
         if arch.name in rule.arches:
