@@ -69,7 +69,7 @@ def change_table(changes: Iterable[Change]) -> str:
 
 
 def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Each `multiattn.plan.choice.MeasuredCell`, for measured.json beside it, from device rows of the best variants.
+    """Each `multiattn.plan.measured.MeasuredCell`, for measured.json beside it, from device rows of the best variants.
 
     Only the newest run of a cell counts in which two backends or more ran, nothing host-bound, and no run in which a
     backend ran a variant that is no longer its choice there. Of cells that share GPU, head_dim, length, mask, heads and
@@ -138,9 +138,9 @@ def _cached(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
 
 def _counts(row: Row) -> bool:
     """Tell whether it is a backend's choice in a cell of one direction with a plain mask, back to back."""
-    plain = (row.cell.attention in MASKS or row.cell.is_packed) and row.cell.direction != "fwdbwd"
+    known = row.cell.attention in MASKS or row.cell.is_packed
     is_usual = row.regime == "device" and not isinstance(row.cell, DecodeCell)
-    return is_usual and row.contender in BACKENDS and plain
+    return is_usual and row.contender in BACKENDS and known and row.cell.direction != "fwdbwd"
 
 
 def runs_now(row: Row) -> bool:
@@ -156,9 +156,18 @@ def runs_now(row: Row) -> bool:
 
 
 def write_preferences(rows: Iterable[Row], path: Path) -> int:
-    """Write `preferences` to `path`, one line a cell; how many. ValueError where nothing was measured."""
+    """Write `preferences` to `path`, those that differ in lengths and heads alone in one line; how many cells.
+
+    ValueError where nothing was measured.
+    """
     cells = preferences(rows)
     if not cells:
         raise InputError("none of these results has a time of one of our backends: there is nothing to prefer by")
-    path.write_text("[\n" + ",\n".join(json.dumps(cell) for cell in cells) + "\n]\n")
+    own = ("seq_kv", "heads", "rows", "tflops")
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells:
+        shared = json.dumps({name: it for name, it in cell.items() if name not in own})
+        lines.setdefault(shared, []).append({name: cell[name] for name in own if name in cell})
+    told = (json.dumps({**json.loads(shared), "cells": its}) for shared, its in lines.items())
+    path.write_text("[\n" + ",\n".join(told) + "\n]\n")
     return len(cells)

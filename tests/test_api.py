@@ -15,8 +15,6 @@ from multiattn.integrations.padding import fmha_padded
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, Arch, detect
 from multiattn.plan.backend import REFERENCE, make_plan
-from multiattn.plan.choice import MeasuredCell, preferred_order
-from multiattn.sequences import Batching
 from multiattn.signatures import CallOptions
 
 
@@ -174,61 +172,6 @@ def test_probing_beside_an_amd_gpu_raises_nothing(backend, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert isinstance(registry.get(backend).probe(Arch(name="gfx942", title="AMD GPU")), tuple)
-
-
-def cell(*, triton=0.0, cutile=0.0, cuda=0.0, **changes):
-    """A measured cell, with what was measured of each backend."""
-    given = {"arch": "sm90", "gpu": "H200", "date": "2026-11-21", "head_dim": 64, "seq_kv": 4096, "heads": 8} | changes
-    tflops = {"triton": triton, "cutile": cutile, "cuda": cuda}
-    return MeasuredCell(**given, causal=False, tflops=tuple((name, it) for name, it in tflops.items() if it))
-
-
-@pytest.fixture
-def best(monkeypatch):
-    """The first backend of a problem and why, by cells that tests add to."""
-    cells = []
-    monkeypatch.setattr("multiattn.plan.choice.measured_cells", lambda: cells)
-
-    def ask(problem, *direction, arch="sm90"):
-        return preferred_order(problem, ARCHS[arch], *direction)[0]
-
-    return ask, cells
-
-
-def test_auto_follows_the_nearest_measured_cell(best):
-    ask, cells = best
-    cells += [cell(triton=3.0, cutile=2.0), cell(head_dim=256, cutile=3.0, triton=1.0)]
-    near = contiguous(72)
-    assert [name for name, _ in preferred_order(near, ARCHS["sm90"])] == ["triton", "cutile", "cuda"]
-    assert ask(near) == ("triton", "3 TFLOPS on H200, 2026-11-21, D=64 N=4096 B*H=8 full forward")
-    assert ask(contiguous(248))[0] == "cutile"
-    assert "a guess" in ask(near, arch="sm80")[1]
-    borrowed = ask(near, "backward")
-    assert borrowed[0] == "triton"
-    assert borrowed[1].endswith("full forward (no backward measured on sm90 yet)")
-    cells.append(cell(heads=512, cuda=5.0))
-    assert [ask(it)[0] for it in (near, replace(near, batch=100))] == ["triton", "cuda"]
-    cells.append(cell(group=4, cutile=7.0))
-    assert ask(near)[0] == "triton"
-    shared = ask(replace(near, heads_q=8, heads_kv=2))
-    assert shared == ("cutile", "7 TFLOPS on H200, 2026-11-21, D=64 N=4096 B*H=8 Hq/Hkv=4 full forward")
-    cells.append(cell(direction="backward", cuda=9.0))
-    assert ask(near)[0] == "triton"
-    assert ask(near, "backward") == ("cuda", "9 TFLOPS on H200, 2026-11-21, D=64 N=4096 B*H=8 full backward")
-    others = cell(gpu="H20", cutile=99.0)  # of another backend than on the GPUs before it, so that it does not count
-    cells[:] = [cell(gpu="H100", triton=2.0, cuda=3.0), others, cell(triton=8.0, cuda=3.0)]
-    assert ask(near) == ("triton", "4 TFLOPS on H100 and H200, 2026-11-21, D=64 N=4096 B*H=8 full forward")
-
-
-def test_auto_follows_packed_cells_for_packed_batches_alone(best):
-    ask, cells = best
-    cells += [cell(head_dim=128, triton=3.0, cuda=2.0), cell(head_dim=256, cutile=4.0)]
-    cells.append(cell(head_dim=128, seq_kv=16384, packed=True, cutile=1.0, cuda=2.0))
-    packed = replace(contiguous(128), batch=1, heads_q=8, heads_kv=8, batching=Batching.packed(5))
-    assert ask(packed) == ("cuda", "2 TFLOPS on H200, 2026-11-21, D=128 tokens=16384 B*H=8 full packed forward")
-    assert ask(replace(packed, batching=None))[0] == "triton"
-    assert ask(replace(packed, head_dim=96))[0] == "cuda"
-    assert ask(replace(packed, head_dim=256))[0] == "cutile", "far from any packed cell"
 
 
 def test_a_variant_without_a_rule_tells_those_of_this_arch():

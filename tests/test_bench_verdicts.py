@@ -1,6 +1,5 @@
 """bench.verdicts: what two files, the floors and `auto` make of rows."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from bench import cli
 from bench.matrix import SUITES
 from bench.verdicts import change_table, compare, preferences, write_preferences
 from multiattn.plan import choice
-from multiattn.plan.choice import MeasuredCell
+from multiattn.plan.measured import MeasuredCell, read_cells
 from multiattn.plan.support import Reason
 
 FLOOR_CELLS = [cell for cell in SUITES["floors"] if cell.direction == "fwd"]
@@ -72,10 +71,7 @@ def test_preferences_are_what_multiattn_reads(tmp_path):
         write_preferences(rows[-1:], path)
     assert write_preferences(rows, path) == 2
     assert Path(choice.__file__).with_name("measured.json") == cli.MEASURED
-    cells = [
-        MeasuredCell(**{**cell, "tflops": tuple(sorted(cell["tflops"].items()))})
-        for cell in json.loads(path.read_text())
-    ]
+    cells = read_cells(path.read_text())
     assert {(cell.arch, cell.head_dim, cell.seq_kv) for cell in cells} == {("sm90", 128, 4096)}
     assert cells[0].tflops == (("cutile", 100.0), ("triton", 50.0))
 

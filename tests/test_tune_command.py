@@ -214,13 +214,13 @@ def test_without_a_gpu_the_command_says_what_to_do(capsys):
 def test_explain_cites_what_was_tuned(monkeypatch, capsys):
     config, bundled = other_config()
     own = timed(way(bundled.variant, asdict(config), 512), bundled=way(bundled.variant, None, 498))
-    found = fakes.tuning(fakes.cell(LAYER, {"cuda": own}))
+    found = fakes.tuning(fakes.cell(replace(LAYER, batch=16), {"cuda": own}))
     monkeypatch.setattr(command, "_tuning_here", lambda arch: found)
-    assert command.main(["explain", "--shape", "2,16,1024,128", "--causal", "--arch", "sm90"]) == 0
+    assert command.main(["explain", "--shape", "16,16,1024,128", "--causal", "--arch", "sm90"]) == 0
     said = capsys.readouterr().out
     assert said.count("tuned here: NVIDIA Test, 2026-11-26") == 2  # of auto and of the variant
     assert f"config: {config}" in said
-    assert command.main(["explain", "--shape", "2,16,1024,128", "--window", "4096:0", "--arch", "sm90"]) == 0
+    assert command.main(["explain", "--shape", "16,16,1024,128", "--window", "4096:0", "--arch", "sm90"]) == 0
     assert "tuned here" in capsys.readouterr().out, "the same mask, as calls see it"
 
 

@@ -20,6 +20,7 @@ from multiattn.cuda.wgmma import (
     WARPGROUP_THREADS,
     WgmmaFamilyConfig,
     packed_check,
+    product_columns,
     row_bytes,
     wgmma_kernel,
 )
@@ -30,6 +31,7 @@ from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
 from multiattn.plan.schedule import COUNTER_BYTES, key_tiles, kv_heads_of_section, most_multiprocessors, query_tiles
 from multiattn.plan.support import Reason
+from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
 
 WARPGROUPS = 2  # that compute
@@ -135,6 +137,12 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
     def division(self, problem: Problem) -> Divided | None:
         """How tiles of keys are divided among SMs; None: all are whole."""
         return stream_k.division_of(problem, self.tile_m, self.tile_n, self.stream_k)
+
+    def walks(self, problem: Problem) -> tuple[Walk, ...]:
+        """The kernel of all gradients."""
+        division = self.division(problem)
+        parts, is_even = (1, False) if division is None else (division.shares, division.ranges > 0)
+        return (self.walk("kv", product_columns(problem), begin=stream_k.PART_STEPS, parts=parts, is_even=is_even),)
 
     def listed(self) -> Mapping[str, int]:
         """Tiles of rows, and of keys."""

@@ -16,6 +16,7 @@ from multiattn.cuda.wgmma import (
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
     packed_check,
+    product_columns,
     row_bytes,
     wgmma_kernel,
 )
@@ -26,6 +27,7 @@ from multiattn.plan.config import Config
 from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
 from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.plan.support import Reason
+from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
 
 WARPGROUPS = 2
@@ -107,6 +109,11 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
         scores, operand = self.tile_m // 2, self.tile_m // 4
         keys = gradient + scores + operand * (1 + self.ahead) + kept
         return max(keys, gradient + 2 * scores + operand)
+
+    def walks(self, problem: Problem) -> tuple[Walk, ...]:
+        """The kernel of dq, and that of dk and dv."""
+        columns = product_columns(problem)
+        return self.dq.walk("q", columns, products=3, begin=5), self.walk("kv", columns, products=4, begin=5)
 
     def listed(self) -> Mapping[str, int]:
         """Tiles of the kernel of dq, and of that of dk and dv."""

@@ -17,6 +17,7 @@ from multiattn.cuda.wgmma import (
     WgmmaFamilyConfig,
     forward_registers,
     packed_check,
+    product_columns,
     row_bytes,
     steps_kept,
     wgmma_kernel,
@@ -28,6 +29,7 @@ from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
 from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS
 from multiattn.plan.support import Reason
+from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
 
 _ROOM_WITH_Q = {(2, False): 196, (2, True): 192, (3, False): 128, (3, True): 128}
@@ -95,6 +97,10 @@ class WgmmaConfig(WgmmaFamilyConfig):
     def grid_blocks(self, problem: Problem) -> int:
         """Blocks of a launch that has one per tile of queries, head and batch entry."""
         return self.query_tiles(problem) * problem.heads_q * problem.batch
+
+    def walks(self, problem: Problem) -> tuple[Walk, ...]:
+        """The one kernel."""
+        return (self.walk("q", product_columns(problem), begin=2),)
 
     def registers_at_least(self, problem: Problem) -> int:
         """32-bit registers a consumer's thread needs for output, scores, weights and kept Q; the rest comes on top."""

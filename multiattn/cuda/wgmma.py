@@ -84,6 +84,11 @@ def row_bytes(problem: Problem) -> int:
     return panels_of(problem) * _PANEL_ROW_BYTES
 
 
+def product_columns(problem: Problem) -> float:
+    """Columns of products: as their depth head_dim is padded to 16, as a width to 8."""
+    return (padded(problem.head_dim, _DEPTH) + padded(problem.head_dim, 8)) / 2
+
+
 def packed_check(problem: Problem) -> Check:
     """The check that a packed batch has no more rows than its tensor maps."""
     rows = max(problem.seq_q, problem.seq_kv)

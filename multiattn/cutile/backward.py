@@ -32,7 +32,14 @@ from multiattn.plan.config import Config
 from multiattn.plan.limits import AT_LEAST_1, Check, failed, limit_checks, limited
 from multiattn.plan.schedule import key_tiles, one_width, query_tiles
 from multiattn.plan.support import Capability, Reason
+from multiattn.plan.waves import Side, Walk
 from multiattn.problem import Problem
+
+COLUMN_UNIT = 4
+"""Rows of fp32 numbers, of a multiple of which TMA reads parts. Without it a backward takes 3 to 13 % longer (H200
+2026-11-26, N=4096, D=64 to 256), so that other lengths of queries have code of their own."""
+NO_COLUMNS = 1.3
+"""How much longer waves take it without. H200, 2026-11, in two passes: 1.28 to 1.31 at D=256 N=3333 and D=80 N=1111."""
 
 ROW_TILE = 16
 """Rows a block takes in the kernels that have rows only, those before and after the one pass. H200, 2026-11-21, 64 Mi
@@ -54,6 +61,12 @@ class PassConfig(Config):
     latency: int = limited(launches.LATENCY, default=4)
     heads_together: int = limited(AT_LEAST_1, default=1)
 
+    def with_products(self, problem: Problem, owns: Side, products: int) -> Walk:
+        """The kernel with these tiles, and so many products a step."""
+        slowness = 1.0 if problem.seq_q % COLUMN_UNIT == 0 else NO_COLUMNS
+        more = {"products": products, "begin": 4, "blocks_per_sm": self.blocks_per_sm, "slowness": slowness}
+        return self.walk(owns, one_width(problem.head_dim), **more)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnePassConfig(PassConfig):
@@ -64,12 +77,20 @@ class OnePassConfig(PassConfig):
     delta_first: bool = False
     """The product dp begins with -delta, not with zeros."""
 
+    def walks(self, problem: Problem) -> tuple[Walk, ...]:
+        """The one kernel with products."""
+        return (self.with_products(problem, "kv", 5),)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TwoPassConfig(OnePassConfig):
     """With the kernel that comes first, and owns queries."""
 
     dq: PassConfig
+
+    def walks(self, problem: Problem) -> tuple[Walk, ...]:
+        """Both kernels."""
+        return self.with_products(problem, "kv", 4), self.dq.with_products(problem, "q", 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +100,10 @@ class StoredConfig(TwoPassConfig):
     stagger: int = limited((lambda it: it >= 0, "0 and more"), default=0)
     """Without a mask: a tile of keys begins this many blocks of queries further than the tile before it, and comes back
     to the first. With 0 tiles of a head are at the same queries at all times, and so at the same part of ds."""
+
+    def walks(self, problem: Problem) -> tuple[Walk, ...]:
+        """Both kernels, of which that of dq has one product."""
+        return self.with_products(problem, "kv", 4), self.dq.with_products(problem, "q", 1)
 
 
 # ---------------------------------------------------------------- memory
@@ -147,10 +172,6 @@ def _checks_of_dq(problem: Problem, config: TwoPassConfig, only_one: bool) -> li
 
 
 # ---------------------------------------------------------------- launches
-
-COLUMN_UNIT = 4
-"""Rows of fp32 numbers, of a multiple of which TMA reads parts. Without it a backward takes 3 to 13 % longer (H200
-2026-11-26, N=4096, D=64 to 256), so that other lengths of queries have code of their own."""
 
 _NAMES: Mapping[str, str] = {
     "query_grads": "q k v out lse dout dlse delta dq captured listed score_factor grad_factor reach numbers derived",

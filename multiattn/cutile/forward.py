@@ -19,17 +19,22 @@ from multiattn.packed import TILE_LISTS, USUAL_LENGTH
 from multiattn.plan import abi
 from multiattn.plan.arch import GPUS, Arch
 from multiattn.plan.backend import Variant
-from multiattn.plan.config import Config
+from multiattn.plan.config import Config, has_whole_sectors
 from multiattn.plan.ladder import LadderStep, Rung
 from multiattn.plan.limits import AT_LEAST_1, failed, limit_checks, limited, one_of
 from multiattn.plan.schedule import NARROWEST, one_width, query_tiles, three_widths, two_widths
 from multiattn.plan.support import Reason
+from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
 from multiattn.validate import LOG2_E
 
 SCHEDULERS = ("one_tile", "static")
 """Entries of `multiattn.plan.schedule.SCHEDULERS` that need no counter, as a block has none to ask."""
 PIPELINES = ("plain", "ahead", "pairs", "pilot", "pilot_pairs")
+
+PARTS_OF_SECTORS = 1.1
+"""How much longer it takes where rows are no whole sectors. H200, 2026-11-26, N=4096: D=72, 88 and 104 are 8 to 20 %
+slower than other head_dims predict."""
 
 HEADROOM = {"bf16": 16.0, "fp16": 0.0}
 """log2, by dtype: how much less than one the largest weight of the block that comes first is with `lazy_max`.
@@ -74,6 +79,12 @@ class CutileConfig(Config):
     q_in_registers: bool = False
     """Products with keys take q from registers, in tiles of 64 rows head_dim / 4 of each thread, and read keys alone
     from shared memory. tcgen05 has no such products."""
+
+    def walks(self, problem: Problem) -> tuple[Walk, ...]:
+        """The one kernel."""
+        slowness = 1.0 if has_whole_sectors(problem.head_dim, problem.torch_dtype.itemsize) else PARTS_OF_SECTORS
+        blocks = self.blocks_per_sm or 1
+        return (self.walk("q", *widths_of(problem, self), blocks_per_sm=blocks, begin=4, slowness=slowness),)
 
 
 def widths_of(problem: Problem, config: CutileConfig) -> tuple[int, int, int]:

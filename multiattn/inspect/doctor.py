@@ -17,7 +17,7 @@ import multiattn
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, detect
 from multiattn.plan.backend import BACKENDS
-from multiattn.plan.choice import measured_gpus
+from multiattn.plan.measured import measured_gpus
 from multiattn.plan.support import Reason
 from multiattn.progress import LongWork
 from multiattn.run.tuning import tuning_for

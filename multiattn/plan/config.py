@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from multiattn.packed import USUAL_LENGTH
 from multiattn.plan.arch import Arch
 from multiattn.plan.features import Features
+from multiattn.plan.waves import Side, Walk
 from multiattn.problem import Problem
 
 
@@ -31,6 +32,15 @@ class Config:
     def __str__(self) -> str:
         """Every field that is not at its default."""
         return _words_of(self)
+
+    def walks(self, problem: Problem) -> tuple[Walk, ...]:
+        """The kernels that take most of a launch's time; none where nobody has said what they are."""
+        return ()
+
+    def walk(self, owns: Side, *pieces: float, **more: Any) -> Walk:
+        """A kernel with these tiles."""
+        rows, step = (self.tile_m, self.tile_n) if owns == "q" else (self.tile_n, self.tile_m)
+        return Walk(owns=owns, rows=rows, step=step, pieces=pieces, **more)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from multiattn.plan.arch import gpu_name
-from multiattn.plan.choice import measured_gpus
+from multiattn.plan.measured import measured_gpus
 
 if TYPE_CHECKING:
     from multiattn.plan.tuning import Tuning

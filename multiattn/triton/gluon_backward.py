@@ -20,6 +20,7 @@ from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import key_tiles, one_width, query_tiles
 from multiattn.plan.support import Reason
+from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
 from multiattn.score.expression import ONE
 from multiattn.score.lower import lower
@@ -93,6 +94,10 @@ class GluonBackwardConfig(Config):
     """Walks of a causal mask begin with the last queries, which all tiles see."""
     dq_registers: int = limits.limited(limits.one_of(72, 88, 104, 120), default=72)
     """Registers of a thread of the warpgroup that makes dQ; the producer has 24, and the others what is left of 512."""
+
+    def walks(self, problem: Problem) -> tuple[Walk, ...]:
+        """The kernel of all gradients."""
+        return (self.walk("kv", *pieces_of(problem.head_dim), begin=6),)
 
     @property
     def key_registers(self) -> int:

@@ -22,6 +22,7 @@ from multiattn.plan.schedule import (
     saving_widths,
 )
 from multiattn.plan.support import Reason
+from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore
 from multiattn.score.expression import ONE
@@ -90,6 +91,10 @@ class GluonConfig(Config):
     def is_dynamic(self) -> bool:
         """True if a counter in device memory gives out tiles."""
         return self.scheduler == "dynamic"
+
+    def walks(self, problem: Problem) -> tuple[Walk, ...]:
+        """The one kernel."""
+        return (self.walk("q", *pieces_of(problem.head_dim)),)
 
     @property
     def registers(self) -> int:

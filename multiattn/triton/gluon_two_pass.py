@@ -15,6 +15,7 @@ from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config, select
 from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.plan.support import Reason
+from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
 from multiattn.triton.family import COUNTER, TritonFamily, TritonLaunch
 from multiattn.triton.gluon_backward import (
@@ -27,7 +28,7 @@ from multiattn.triton.gluon_backward import (
     statistics_lines,
     statistics_table,
 )
-from multiattn.triton.gluon_forward import BOOKKEEPING_BYTES, has_end, problem_constants, walking_table
+from multiattn.triton.gluon_forward import BOOKKEEPING_BYTES, has_end, pieces_of, problem_constants, walking_table
 from multiattn.triton.kernels.constants import OUT_VECTOR
 from multiattn.triton.kernels.gluon.constants import TILE_N, TwoPassConstants
 from multiattn.triton.score import lowered_of_pairs
@@ -64,6 +65,11 @@ class GluonTwoPassConfig(Config):
     """Buffers of V there."""
     kv_in_registers: bool = False
     """K and V are read into registers once a tile, where gradients of keys are made."""
+
+    def walks(self, problem: Problem) -> tuple[Walk, ...]:
+        """The kernel of dq, and that of dk and dv."""
+        keys = self.walk("kv", *pieces_of(problem.head_dim), products=4, begin=6)
+        return replace(keys, owns="q", rows=BLOCK_QUERIES, products=3), keys
 
 
 def smem_bytes(config: GluonTwoPassConfig, problem: Problem) -> int:
