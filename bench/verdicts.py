@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from multiattn.mask import MASKS
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import BACKENDS, make_plan
+from multiattn.plan.measured import Score
 from multiattn.plan.support import Unsupported
 
+_SCORES: Mapping[str, Score] = {"causal softcap30": "softcap", "causal alibi": "alibi"}
 NOISE = 0.03
 """Two runs of one kernel on one board differ by this much however quiet each was (H200, 700 W limit, 2026-11)."""
 
@@ -88,7 +90,8 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
         setup, cell, measured = row.environment, row.cell, row.measured
         is_backward = cell.direction == "bwd"
         heads, group = cell.batch * cell.heads, cell.group
-        key = (is_backward, cell.is_packed, setup.gpu, cell.head_dim, cell.seq, cell.causal, heads, group)
+        score = _SCORES.get(cell.attention, "")
+        key = (is_backward, cell.is_packed, score, setup.gpu, cell.head_dim, cell.seq, cell.causal, heads, group)
         if measured is None or measured.host_bound or (cell, row.run) in outdated:
             continue
         if owners.setdefault(key, cell) != cell and not cell.is_packed:
@@ -97,6 +100,7 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
         told |= {"seq_kv": cell.seq, "causal": cell.causal, "heads": heads}
         told |= ({"group": group} if group != 1 else {}) | ({"direction": "backward"} if is_backward else {})
         told |= {"packed": True} if cell.is_packed else {}
+        told |= {"score": score} if score else {}
         entry = cells.setdefault(key, {**told, "tflops": {}})
         entry["date"] = max(entry["date"], setup.date)
         entry["tflops"].setdefault(row.contender, []).append(measured.tflops)
@@ -138,7 +142,7 @@ def _cached(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
 
 def _counts(row: Row) -> bool:
     """Tell whether it is a backend's choice in a cell of one direction with a plain mask, back to back."""
-    known = row.cell.attention in MASKS or row.cell.is_packed
+    known = row.cell.attention in (*MASKS, *_SCORES) or row.cell.is_packed
     is_usual = row.regime == "device" and not isinstance(row.cell, DecodeCell)
     return is_usual and row.contender in BACKENDS and known and row.cell.direction != "fwdbwd"
 

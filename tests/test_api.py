@@ -211,14 +211,15 @@ def test_a_refusal_is_of_the_variants_made_for_the_arch(arches, deterministic, t
 
 def test_auto_prefers_who_runs_scores_by_the_variant_that_was_measured(monkeypatch):
     q = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="cpu")
-    plain, capped = (multiattn.explain(q, q, q, causal=True, arch="sm90", **it) for it in ({}, {"softcap": 30.0}))
-    assert (plain.backend, plain.variant) == (capped.backend, capped.variant) == ("triton", "warp_specialized")
+    bias = torch.zeros(1, 1, 1, 4096, device="cpu")
+    plain, biased = (multiattn.explain(q, q, q, causal=True, arch="sm90", bias=it) for it in (None, bias))
+    assert (plain.backend, plain.variant) == (biased.backend, biased.variant) == ("triton", "warp_specialized")
 
     triton = registry.get("triton")
     given = {it: replace(it.capability, scores=it.name != plain.variant) for it in triton.forward.variants}
     variants = tuple(replace(it, capability=its) for it, its in given.items())
     monkeypatch.setattr("multiattn.triton.BACKEND", replace(triton, forward=replace(triton.forward, variants=variants)))
-    assert multiattn.explain(q, q, q, causal=True, arch="sm90", softcap=30.0).backend != "triton"
+    assert multiattn.explain(q, q, q, causal=True, arch="sm90", bias=bias).backend != "triton"
 
 
 @pytest.mark.parametrize("backend", multiattn.BACKENDS)

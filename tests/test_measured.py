@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 import multiattn
 from multiattn import Problem
@@ -72,7 +73,7 @@ def test_auto_follows_packed_cells_for_packed_batches_alone():
 
 # ---------------------------------------------------------------- what nobody measured
 
-DENSE = [it for it in measured_cells() if not (it.packed or it.rows)]
+DENSE = [it for it in measured_cells() if not (it.packed or it.rows or it.score)]
 NEAR, FAR = 0.03, 0.08
 """Shares of the best rate that may be lost in most cells, and in any."""
 
@@ -153,6 +154,20 @@ def test_cudas_rate_over_tritons_is_predicted():
             continue
         got = rates_of(preferred_order(problem, SM90, direction))
         assert got["cuda"] / got["triton"] == pytest.approx(rates["cuda"] / rates["triton"], rel=0.1)
+
+
+# ---------------------------------------------------------------- scores, windows, and what has no waves
+
+
+@pytest.mark.parametrize(
+    ("options", "best"),
+    [({"softcap": 30.0}, "cuda"), ({"alibi_slopes": torch.ones(16)}, "triton"), ({"window": (1023, 0)}, "cuda")],
+)
+def test_scores_follow_cells_of_their_kind(options, best):
+    """Backward at N=16k: softcap CUDA 390 and Triton 388 TFLOPS, ALiBi 415 and 579; without scores CUDA is first."""
+    q = torch.empty(1, 16, 16384, 128, dtype=torch.bfloat16, device="cpu")
+    plan = multiattn.explain(q, q, q, causal=True, direction="backward", arch="sm90", **options)
+    assert plan.backend == best
 
 
 def test_a_backend_without_waves_leaves_the_order_to_the_nearest_cell():

@@ -15,7 +15,7 @@ from multiattn.operands import Options
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import BACKENDS, REFERENCE, Direction, Plan, make_plan
-from multiattn.plan.measured import preferred_order
+from multiattn.plan.measured import preferred_order, scored_cells
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
 
@@ -133,6 +133,8 @@ def is_measured(plan: Plan) -> bool:
     """
     problem, arch = plan.problem, plan.arch
     if not problem.has_score and problem.blocks is None and problem.packing is None:
+        return True
+    if scored_cells(problem, arch, plan.direction):
         return True
     offered = registry.get(plan.backend).op(plan.direction).offered
     better = itertools.takewhile(lambda variant: variant.name != plan.variant, offered)

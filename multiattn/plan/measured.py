@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from multiattn.packed import USUAL_LENGTH
 from multiattn.plan import backend as registry
@@ -24,7 +24,11 @@ from multiattn.plan.schedule import most_multiprocessors
 from multiattn.plan.support import Unsupported
 from multiattn.plan.waves import efficiency
 from multiattn.problem import Problem
+from multiattn.score.expression import ONE
+from multiattn.score.lower import lower
 
+Score = Literal["", "softcap", "alibi"]
+"""None, one whose slope differs from 1, and one that only adds: kernels differ by that."""
 _UNPACKED = 0.5
 """How much farther a cell of ``[B, H, S, D]`` is from a packed batch. A guess."""
 
@@ -47,6 +51,8 @@ class MeasuredCell:
     direction: Direction = "forward"
     packed: bool = False
     """True for a packed batch of `seq_kv` tokens: the geometric mean over several mixes of lengths."""
+    score: Score = ""
+    """The kind of expression that modifies scores."""
     rows: int = 0
     """With keys in a cache `Problem.rows`: the geometric mean over batches, heads, lengths and pages. 0: no cache."""
 
@@ -93,7 +99,8 @@ class MeasuredCell:
             heads = f"B*H={self.heads}" + (f" Hq/Hkv={self.group}" if self.group != 1 else "")
             mask = "causal" if self.causal else "full"
             what = f"D={self.head_dim} {'tokens' if self.packed else 'N'}={self.seq_kv} {heads} {mask}"
-        return f"{what} {'packed ' * self.packed}{self.direction}"
+        kind = f"{self.score} " if self.score else "packed " * self.packed
+        return f"{what} {kind}{self.direction}"
 
 
 def _apart(one: int, other: int) -> float:
@@ -182,13 +189,27 @@ _WORDS = ((0.25, "near"), (0.75, "some way off"), (math.inf, "far"))
 def _cells_of(
     problem: Problem, arch: Arch, direction: Direction, cells: Sequence[MeasuredCell]
 ) -> Sequence[MeasuredCell]:
-    """The cells that tell of a problem: of caches, or of its kind of mask."""
+    """The cells that tell of a problem: of caches, of its kind of score, or of its kind of mask."""
     here = [cell for cell in cells if cell.arch == arch.name]
     found = [cell for cell in here if cell.rows and reads_as_cache(problem, direction)]
     if found or problem.cache is not None:
         return found
-    found = [cell for cell in here if not cell.rows and cell.causal == problem.is_banded]
+    if scored := scored_cells(problem, arch, direction, here):
+        return scored
+    found = [cell for cell in here if not (cell.rows or cell.score) and cell.causal == problem.is_banded]
     return [cell for cell in found if problem.packing is not None or not cell.packed]
+
+
+def scored_cells(
+    problem: Problem, arch: Arch, direction: Direction, cells: Sequence[MeasuredCell] | None = None
+) -> Sequence[MeasuredCell]:
+    """The cells of a dense problem's kind of score that are as wide; none where it reads an element for each key."""
+    score = problem.score
+    if score is None or not problem.has_score or problem.reads_keys or problem.blocks or problem.batching:
+        return ()
+    kind = "alibi" if lower(score.program, approximate=True).slope is ONE else "softcap"
+    alike = (it for it in (measured_cells() if cells is None else cells) if (it.arch, it.score) == (arch.name, kind))
+    return [cell for cell in alike if cell.direction == direction and cell.head_dim >= problem.head_dim]
 
 
 # ---------------------------------------------------------------- predictions
