@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from bench.decode_cells import DecodeCell
 from bench.matrix import SUITES, Cell, InputError
-from bench.results import Row, one_run
+from bench.results import Row, is_ours, one_run
 from multiattn.mask import MASKS
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
@@ -74,9 +74,9 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Each `multiattn.plan.measured.MeasuredCell`, for measured.json beside it, from device rows of the best variants.
 
     Only the newest run of a cell counts in which two backends or more ran, nothing host-bound, and no run in which a
-    backend ran a variant that is no longer its choice there. Of cells that share GPU, head_dim, length, mask, heads and
-    how many of them share keys, the newest run counts, those of `heldout` last: an older one may be of another config.
-    Cells of backward come last.
+    backend did not run what is its choice now, by that or by its name. Of cells that share GPU, head_dim, length, mask,
+    heads and how many of them share keys, the newest run counts, those of `heldout` last: an older one may be of
+    another config. Cells of backward come last.
 
     Packed batches of one size are one cell, as no plan knows their lengths: the geometric mean over their mixes.
     """
@@ -84,12 +84,14 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     owners: dict[tuple[Any, ...], Cell] = {}
     found = [row for row in one_run(_of_several(rows)) if _counts(row)]
-    outdated = {(row.cell, row.run) for row in found if not runs_now(row)}
-    found.sort(key=lambda row: row.run, reverse=True)
-    for row in sorted(found, key=lambda row: row.cell in SUITES["heldout"]):
+    now: dict[tuple[Any, ...], Row] = {}
+    for row in sorted(filter(runs_now, found), key=lambda row: "/" in row.contender):  # a backend's own choice first
+        now.setdefault(_place(row), row)
+    outdated = {_place(row)[:2] for row in found if _place(row) not in now}
+    newest = sorted(now.values(), key=lambda row: row.run, reverse=True)
+    for row in sorted(newest, key=lambda row: row.cell in SUITES["heldout"]):
         setup, cell, measured = row.environment, row.cell, row.measured
-        is_backward = cell.direction == "bwd"
-        heads, group = cell.batch * cell.heads, cell.group
+        heads, group, is_backward = cell.batch * cell.heads, cell.group, cell.direction == "bwd"
         score = _SCORES.get(cell.attention, "")
         key = (is_backward, cell.is_packed, score, setup.gpu, cell.head_dim, cell.seq, cell.causal, heads, group)
         if measured is None or measured.host_bound or (cell, row.run) in outdated:
@@ -99,14 +101,18 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
         told = {"arch": setup.arch, "gpu": setup.gpu, "date": setup.date, "head_dim": cell.head_dim}
         told |= {"seq_kv": cell.seq, "causal": cell.causal, "heads": heads}
         told |= ({"group": group} if group != 1 else {}) | ({"direction": "backward"} if is_backward else {})
-        told |= {"packed": True} if cell.is_packed else {}
-        told |= {"score": score} if score else {}
+        told |= ({"packed": True} if cell.is_packed else {}) | ({"score": score} if score else {})
         entry = cells.setdefault(key, {**told, "tflops": {}})
         entry["date"] = max(entry["date"], setup.date)
-        entry["tflops"].setdefault(row.contender, []).append(measured.tflops)
+        entry["tflops"].setdefault(_place(row)[2], []).append(measured.tflops)
     for entry in cells.values():
         entry["tflops"] = {name: round(statistics.geometric_mean(it), 1) for name, it in entry["tflops"].items()}
     return [cells[key] for key in sorted(cells)] + list(_cached(rows))
+
+
+def _place(row: Row) -> tuple[Any, str, str]:
+    """The cell and the run of a row, and its backend."""
+    return row.cell, row.run, row.contender.partition("/")[0]
 
 
 def _of_several(rows: Iterable[Row]) -> list[Row]:
@@ -141,17 +147,17 @@ def _cached(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
 
 
 def _counts(row: Row) -> bool:
-    """Tell whether it is a backend's choice in a cell of one direction with a plain mask, back to back."""
+    """Tell whether it is a backend's choice in a cell of one direction with a mask or score of ours, back to back."""
     known = row.cell.attention in (*MASKS, *_SCORES) or row.cell.is_packed
-    is_usual = row.regime == "device" and not isinstance(row.cell, DecodeCell)
-    return is_usual and row.contender in BACKENDS and known and row.cell.direction != "fwdbwd"
+    is_usual = row.regime == "device" and not isinstance(row.cell, DecodeCell) and row.cell.direction != "fwdbwd"
+    return is_usual and is_ours(row.contender) and known
 
 
 def runs_now(row: Row) -> bool:
     """Tell whether a backend would run the variant of this row today."""
     if row.plan is None:
         return True
-    backend, arch = registry.get(row.contender), by_name(row.environment.arch)
+    backend, arch = registry.get(_place(row)[2]), by_name(row.environment.arch)
     try:
         plan = make_plan(backend, row.cell.problem, arch, direction=row.cell.pass_of, probe=False)
     except Unsupported:
@@ -160,10 +166,7 @@ def runs_now(row: Row) -> bool:
 
 
 def write_preferences(rows: Iterable[Row], path: Path) -> int:
-    """Write `preferences` to `path`, those that differ in lengths and heads alone in one line; how many cells.
-
-    ValueError where nothing was measured.
-    """
+    """Write `preferences` to `path`, a line for those that differ in `own` alone; how many. ValueError for none."""
     cells = preferences(rows)
     if not cells:
         raise InputError("none of these results has a time of one of our backends: there is nothing to prefer by")

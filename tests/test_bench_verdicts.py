@@ -118,6 +118,8 @@ def test_a_run_of_a_variant_that_is_no_longer_chosen_is_not_preferred_by():
 
     assert [cell["tflops"] for cell in preferences(rows("wgmma"))] == [{"cuda": 100.0, "cutile": 50.0}]
     assert preferences(rows("split_q+swizzle_qkv")) == []
+    by_name = replace(rows("wgmma")[0], contender="cuda/wgmma")
+    assert preferences([*rows("split_q+swizzle_qkv"), by_name]) == preferences(rows("wgmma"))
 
 
 def test_packed_batches_of_one_size_are_one_cell():
