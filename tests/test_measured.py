@@ -1,12 +1,14 @@
 """`auto` prefers by measured cells, and by the rates that they predict where nobody measured."""
 
 import re
+import statistics
 from dataclasses import replace
 
 import pytest
 import torch
 
 import multiattn
+from bench.results import RESULTS, newest
 from multiattn import Problem
 from multiattn.plan import measured
 from multiattn.plan.arch import ARCHS
@@ -62,13 +64,10 @@ def test_auto_follows_packed_cells_for_packed_batches_alone():
     cells = [cell(head_dim=128, triton=3.0, cuda=2.0), cell(head_dim=256, cutile=4.0)]
     cells.append(cell(head_dim=128, seq_kv=16384, packed=True, cutile=1.0, cuda=2.0))
     packed = contiguous(128, heads_q=8, batching=Batching.packed(5))
-    for problem, name in (
-        (packed, "cuda"),
-        (replace(packed, batching=None), "triton"),
-        (replace(packed, head_dim=96), "cuda"),
-        (replace(packed, head_dim=256), "cutile"),
-    ):
-        assert preferred_order(problem, SM90, cells=cells)[0][0] == name  # the last is far from any packed cell
+    far = replace(packed, head_dim=256)
+    problems = (packed, replace(packed, batching=None), replace(packed, head_dim=96), far)
+    best = [preferred_order(it, SM90, cells=cells)[0][0] for it in problems]
+    assert best == ["cuda", "triton", "cuda", "cutile"]
 
 
 # ---------------------------------------------------------------- what nobody measured
@@ -84,11 +83,6 @@ def lost(problem, direction, cells, rates):
     return 1 - rates.get(best, 0.0) / max(rates.values())
 
 
-def by_nearest(monkeypatch):
-    """Nothing is predicted: the order of the nearest cell, as it was before."""
-    monkeypatch.setattr(measured, "predict", lambda *of: None)
-
-
 @pytest.mark.parametrize(("direction", "share"), [("forward", 0.98), ("backward", 1.0)])
 def test_a_cell_that_is_left_out_is_predicted_by_the_others(direction, share):
     own = [it for it in DENSE if it.direction == direction]
@@ -100,14 +94,11 @@ def test_a_cell_that_is_left_out_is_predicted_by_the_others(direction, share):
     assert sum(it <= NEAR for it in losses) >= share * len(losses)
 
 
-def held_out():
-    """The cells that are not of the matrix of head_dims and powers of two with which configs were tuned."""
-    return [it for it in DENSE if it.head_dim * it.heads * it.seq_kv != 2048 << 14 or it.group > 1 or it.seq_kv > 16384]
-
-
 def test_a_suite_that_is_left_out_is_predicted_by_the_others(monkeypatch):
-    left_out = held_out()
-    cells = [it for it in DENSE if it not in left_out]
+    """All is left out but the matrix of three head_dims and powers of two, with which configs were tuned."""
+    sizes = [(it, it.head_dim * it.heads * it.seq_kv, it.group, it.seq_kv <= 16384) for it in DENSE]
+    cells = [it for it, *size in sizes if size == [2048 << 14, 1, True]]
+    left_out = [it for it in DENSE if it not in cells]
 
     def losses():
         return [lost(problem_of(it), it.direction, cells, dict(it.tflops)) for it in left_out]
@@ -115,7 +106,7 @@ def test_a_suite_that_is_left_out_is_predicted_by_the_others(monkeypatch):
     assert len(left_out) >= 24
     assert sorted(losses())[-2] <= NEAR
     assert max(losses()) <= FAR
-    by_nearest(monkeypatch)
+    monkeypatch.setattr(measured, "predict", lambda *of: None)  # the order of the nearest cell, as it was before
     assert max(losses()) > FAR, "the check can fail"
 
 
@@ -144,8 +135,19 @@ def judged():
 
 def test_auto_is_right_where_others_measured(monkeypatch):
     assert max(lost(*it[:2], None, it[2]) for it in judged()) <= NEAR
-    by_nearest(monkeypatch)
+    monkeypatch.setattr(measured, "predict", lambda *of: None)  # the order of the nearest cell, as it was before
     assert sum(lost(*it[:2], None, it[2]) > FAR for it in judged()) == 4, "the check can fail"
+
+
+def test_cutiles_rate_is_predicted_at_other_head_dims():
+    """The results of head_dims are of cuTile alone: measured.json has none of them."""
+    rows = [it for it in newest(RESULTS / "h200" / "headdims.json") if it.contender == "cutile" and it.measured]
+    orders = [preferred_order(it.cell.problem, SM90, it.cell.pass_of) for it in rows]
+    apart = [rates_of(order)["cutile"] / row.tflops for order, row in zip(orders, rows, strict=True)]
+    assert len({it.cell.head_dim for it in rows}) == 28
+    assert statistics.geometric_mean(apart) == pytest.approx(1.0, abs=0.05)
+    assert 0.85 < min(apart) < max(apart) < 1.18
+    assert max(it.tflops / rates_of(order)["cuda"] for order, it in zip(orders, rows, strict=True)) < 1.0
 
 
 def test_cudas_rate_over_tritons_is_predicted():

@@ -142,7 +142,8 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         """The kernel of all gradients."""
         division = self.division(problem)
         parts, is_even = (1, False) if division is None else (division.shares, division.ranges > 0)
-        return (self.walk("kv", product_columns(problem), begin=stream_k.PART_STEPS, parts=parts, is_even=is_even),)
+        more = {"products": 5, "begin": stream_k.PART_STEPS, "parts": parts, "is_even": is_even}
+        return (self.walk("kv", product_columns(problem), **more),)
 
     def listed(self) -> Mapping[str, int]:
         """Tiles of rows, and of keys."""

@@ -38,8 +38,9 @@ from multiattn.problem import Problem
 COLUMN_UNIT = 4
 """Rows of fp32 numbers, of a multiple of which TMA reads parts. Without it a backward takes 3 to 13 % longer (H200
 2026-11-26, N=4096, D=64 to 256), so that other lengths of queries have code of their own."""
-NO_COLUMNS = 1.3
-"""How much longer waves take it without. H200, 2026-11, in two passes: 1.28 to 1.31 at D=256 N=3333 and D=80 N=1111."""
+NO_COLUMNS, NO_SUMS = 1.3, 2.2
+"""How much longer waves take it without, in two passes, and in one, which then has no TMA to sum up dq. H200, 2026-11:
+1.28 to 1.31 at D=256 N=3333 and D=80 N=1111, and 2 to 2.5 at D=64 N=7777."""
 
 ROW_TILE = 16
 """Rows a block takes in the kernels that have rows only, those before and after the one pass. H200, 2026-11-21, 64 Mi
@@ -61,9 +62,9 @@ class PassConfig(Config):
     latency: int = limited(launches.LATENCY, default=4)
     heads_together: int = limited(AT_LEAST_1, default=1)
 
-    def with_products(self, problem: Problem, owns: Side, products: int) -> Walk:
-        """The kernel with these tiles, and so many products a step."""
-        slowness = 1.0 if problem.seq_q % COLUMN_UNIT == 0 else NO_COLUMNS
+    def with_products(self, problem: Problem, owns: Side, products: int, slowness: float = NO_COLUMNS) -> Walk:
+        """The kernel with these tiles, and so many products a step; `slowness` where rows are no `COLUMN_UNIT`."""
+        slowness = 1.0 if problem.seq_q % COLUMN_UNIT == 0 else slowness
         more = {"products": products, "begin": 4, "blocks_per_sm": self.blocks_per_sm, "slowness": slowness}
         return self.walk(owns, one_width(problem.head_dim), **more)
 
@@ -79,7 +80,7 @@ class OnePassConfig(PassConfig):
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The one kernel with products."""
-        return (self.with_products(problem, "kv", 5),)
+        return (self.with_products(problem, "kv", 5, NO_SUMS),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

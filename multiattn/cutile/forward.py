@@ -32,9 +32,8 @@ SCHEDULERS = ("one_tile", "static")
 """Entries of `multiattn.plan.schedule.SCHEDULERS` that need no counter, as a block has none to ask."""
 PIPELINES = ("plain", "ahead", "pairs", "pilot", "pilot_pairs")
 
-PARTS_OF_SECTORS = 1.1
-"""How much longer it takes where rows are no whole sectors. H200, 2026-11-26, N=4096: D=72, 88 and 104 are 8 to 20 %
-slower than other head_dims predict."""
+PARTS_OF_SECTORS = 1.05
+"""How much longer it takes where rows are no whole sectors: 0 to 17 % (H200, 2026-11-26, N=4096, D=40 to 248)."""
 
 HEADROOM = {"bf16": 16.0, "fp16": 0.0}
 """log2, by dtype: how much less than one the largest weight of the block that comes first is with `lazy_max`.

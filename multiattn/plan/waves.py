@@ -26,6 +26,8 @@ seems 7 % slower than it is beside N=512 and 2048 (H100 and H200, 2026-11-26, fo
 SEAM_COLUMNS = 8
 """A second piece costs as many columns. H200, 2026-11, forward, Triton's rate over CUDA's, each over cuDNN's beside it:
 D=80 of 64 and 16 columns 0.87 to 0.94, D=96 of 64 and 32 0.90, D=144 0.95, D=160 of 128 and 32 1.0."""
+EX2_COLUMNS = 128
+"""An exponential takes as long as so many multiply-adds, 2048 / 16 a clock on sm90: no forward below D=64 is faster."""
 TILES_LOOKED_AT = 128
 """The most tiles of a head under a mask that are looked at; of more every n-th is."""
 
@@ -41,8 +43,8 @@ class Walk:
     step: int
     pieces: tuple[float, ...]
     """Columns of products: head_dim, padded, in one piece or several."""
-    products: int = 1
-    """How many a step has."""
+    products: int = 2
+    """How many a step has; with one there are no scores."""
     begin: float = 3.0
     """The cost of a tile beside its walk, in steps of `BEGIN_ROWS` rows: one rate then fits all lengths."""
     blocks_per_sm: int = 1
@@ -57,14 +59,14 @@ class Walk:
     def columns(self) -> float:
         """The columns of one piece that take as long."""
         used = [it for it in self.pieces if it]
-        return sum(used) + SEAM_COLUMNS * (len(used) - 1)
+        least = EX2_COLUMNS / self.products if self.products > 1 else 0.0
+        return max(sum(used) + SEAM_COLUMNS * (len(used) - 1), least)
 
     def time(self, problem: Problem, multiprocessors: int) -> float:
         """SMs times the time of the last of them, in multiply-adds of one that never waits; 0 where nothing is seen."""
-        by_q = self.owns == "q"
-        heads = problem.batch * (problem.heads_q if by_q else problem.heads_kv)
+        heads = problem.batch * (problem.heads_q if self.owns == "q" else problem.heads_kv)
         tiles, mean, longest = self._steps(problem)
-        group, begin = (1 if by_q else problem.group), self.begin * BEGIN_ROWS / self.step
+        group, begin = (1 if self.owns == "q" else problem.group), self.begin * BEGIN_ROWS / self.step
         tiles *= heads * self.parts
         work = tiles * (mean * group / self.parts + begin)
         longest = longest * group / self.parts + begin

@@ -97,7 +97,7 @@ class GluonBackwardConfig(Config):
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The kernel of all gradients."""
-        return (self.walk("kv", *pieces_of(problem.head_dim), begin=6),)
+        return (self.walk("kv", *pieces_of(problem.head_dim), products=5, begin=6),)
 
     @property
     def key_registers(self) -> int:
