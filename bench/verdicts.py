@@ -14,7 +14,6 @@ from tabulate import tabulate
 from bench.decode_cells import DecodeCell
 from bench.matrix import SUITES, Cell, InputError
 from bench.results import Row, is_ours, one_run
-from multiattn.mask import MASKS
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import BACKENDS, make_plan
@@ -91,9 +90,9 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     newest = sorted(now.values(), key=lambda row: row.run, reverse=True)
     for row in sorted(newest, key=lambda row: row.cell in SUITES["heldout"]):
         setup, cell, measured = row.environment, row.cell, row.measured
+        kinds = {"packed": cell.is_packed, "score": _SCORES.get(cell.attention, ""), "window": cell.window or 0}
         heads, group, is_backward = cell.batch * cell.heads, cell.group, cell.direction == "bwd"
-        score = _SCORES.get(cell.attention, "")
-        key = (is_backward, cell.is_packed, score, setup.gpu, cell.head_dim, cell.seq, cell.causal, heads, group)
+        key = (is_backward, *kinds.values(), setup.gpu, cell.head_dim, cell.seq, cell.causal, heads, group)
         if measured is None or measured.host_bound or (cell, row.run) in outdated:
             continue
         if owners.setdefault(key, cell) != cell and not cell.is_packed:
@@ -101,7 +100,7 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
         told = {"arch": setup.arch, "gpu": setup.gpu, "date": setup.date, "head_dim": cell.head_dim}
         told |= {"seq_kv": cell.seq, "causal": cell.causal, "heads": heads}
         told |= ({"group": group} if group != 1 else {}) | ({"direction": "backward"} if is_backward else {})
-        told |= ({"packed": True} if cell.is_packed else {}) | ({"score": score} if score else {})
+        told |= {name: it for name, it in kinds.items() if it}
         entry = cells.setdefault(key, {**told, "tflops": {}})
         entry["date"] = max(entry["date"], setup.date)
         entry["tflops"].setdefault(_place(row)[2], []).append(measured.tflops)
@@ -148,7 +147,7 @@ def _cached(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
 
 def _counts(row: Row) -> bool:
     """Tell whether it is a backend's choice in a cell of one direction with a mask or score of ours, back to back."""
-    known = row.cell.attention in (*MASKS, *_SCORES) or row.cell.is_packed
+    known = row.cell.feature == "none" or row.cell.attention in _SCORES or row.cell.is_packed
     is_usual = row.regime == "device" and not isinstance(row.cell, DecodeCell) and row.cell.direction != "fwdbwd"
     return is_usual and is_ours(row.contender) and known
 

@@ -100,8 +100,9 @@ def test_cells_of_other_counts_of_heads_and_of_shared_keys_are_preferred_by_apar
     assert "group" not in many
     assert shared == {**many, "group": 8}
     kinds = (replace(STANDARD, causal=True, feature=it) for it in ("none", "softcap30", "alibi", "sinks"))
-    scored = preferences(with_rival(*(fakes.row("cuda", 1.0, cell=it) for it in kinds)))
-    assert [it.get("score") for it in scored] == [None, "alibi", "softcap"]
+    windowed = replace(STANDARD, causal=True, window=1024)
+    found = preferences(with_rival(*(fakes.row("cuda", 1.0, cell=it) for it in (*kinds, windowed))))
+    assert [it.get("score", it.get("window")) for it in found] == [None, 1024, "alibi", "softcap"]
 
 
 def test_a_run_of_one_backend_alone_is_not_preferred_by_nor_hides_another():

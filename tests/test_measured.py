@@ -32,7 +32,6 @@ def cell(*, triton=0.0, cutile=0.0, cuda=0.0, **changes):
 
 
 def rates_of(order):
-    """TFLOPS of each backend, as the reasons have them."""
     return {name: float(re.match(r"[0-9]+", why)[0]) for name, why in order}
 
 
@@ -72,7 +71,7 @@ def test_auto_follows_packed_cells_for_packed_batches_alone():
 
 # ---------------------------------------------------------------- what nobody measured
 
-DENSE = [it for it in measured_cells() if not (it.packed or it.rows or it.score)]
+DENSE = [it for it in measured_cells() if not (it.packed or it.rows or it.score or it.window)]
 NEAR, FAR = 0.03, 0.08
 """Shares of the best rate that may be lost in most cells, and in any."""
 
@@ -161,15 +160,12 @@ def test_cudas_rate_over_tritons_is_predicted():
 # ---------------------------------------------------------------- scores, windows, and what has no waves
 
 
-@pytest.mark.parametrize(
-    ("options", "best"),
-    [({"softcap": 30.0}, "cuda"), ({"alibi_slopes": torch.ones(16)}, "triton"), ({"window": (1023, 0)}, "cuda")],
-)
-def test_scores_follow_cells_of_their_kind(options, best):
-    """Backward at N=16k: softcap CUDA 390 and Triton 388 TFLOPS, ALiBi 415 and 579; without scores CUDA is first."""
+def test_scores_and_windows_follow_cells_of_their_kind():
+    """Forward at N=16k: CUDA and Triton with softcap 603 and 636 TFLOPS, ALiBi 635 and 696, a window 643 and 621."""
     q = torch.empty(1, 16, 16384, 128, dtype=torch.bfloat16, device="cpu")
-    plan = multiattn.explain(q, q, q, causal=True, direction="backward", arch="sm90", **options)
-    assert plan.backend == best
+    kinds = ({}, {"softcap": 30.0}, {"alibi_slopes": torch.ones(16)}, {"window": (1023, 0)})
+    best = [multiattn.explain(q, q, q, causal=True, arch="sm90", **it).backend for it in kinds]
+    assert best == ["cuda", "triton", "triton", "cuda"]
 
 
 def test_a_backend_without_waves_leaves_the_order_to_the_nearest_cell():

@@ -53,6 +53,8 @@ class MeasuredCell:
     """True for a packed batch of `seq_kv` tokens: the geometric mean over several mixes of lengths."""
     score: Score = ""
     """The kind of expression that modifies scores."""
+    window: int = 0
+    """The keys that a query sees, its own the last of them; 0: all that `causal` leaves."""
     rows: int = 0
     """With keys in a cache `Problem.rows`: the geometric mean over batches, heads, lengths and pages. 0: no cache."""
 
@@ -73,8 +75,9 @@ class MeasuredCell:
         """The distance but for head_dim."""
         keys = problem.seq_kv if problem.packing is None else USUAL_LENGTH
         seq_kv = 0.0 if self.packed else _apart(keys, self.seq_kv)
+        seen = _apart(sum(problem.reach) + 1, self.window or self.seq_kv) if problem.is_two_sided else 0.0
         heads = _apart(problem.batch * problem.heads_q, self.heads)
-        return seq_kv / 4 + (heads + _apart(problem.group, self.group)) / 16
+        return (seq_kv + seen) / 4 + (heads + _apart(problem.group, self.group)) / 16
 
     @property
     def names(self) -> frozenset[str]:
@@ -97,7 +100,7 @@ class MeasuredCell:
             what = f"D={self.head_dim}, caches with {self.rows} queries of the heads that share a key,"
         else:
             heads = f"B*H={self.heads}" + (f" Hq/Hkv={self.group}" if self.group != 1 else "")
-            mask = "causal" if self.causal else "full"
+            mask = f"window {self.window}" if self.window else "causal" if self.causal else "full"
             what = f"D={self.head_dim} {'tokens' if self.packed else 'N'}={self.seq_kv} {heads} {mask}"
         kind = f"{self.score} " if self.score else "packed " * self.packed
         return f"{what} {kind}{self.direction}"
@@ -154,7 +157,7 @@ def preferred_order(
         why = f"no measurement on {arch.name} yet: the order of BACKENDS, a guess"
         return tuple((name, why) for name in BACKENDS)
     own = [cell for cell in found if cell.direction == direction]
-    near = sorted(own or found, key=lambda cell: cell.distance(problem))
+    near = sorted(own or found, key=lambda cell: (cell.distance(problem), -len(cell.tflops)))
     cell, distance = near[0], near[0].distance(problem)
     as_near = itertools.takewhile(lambda it: it.distance(problem) == distance, near)
     alike = [it for it in as_near if it.place == cell.place and it.names == cell.names]
@@ -167,7 +170,7 @@ def preferred_order(
         if name in cell.names
     }
     told = {name: f"{tflops:.0f} TFLOPS on {where}" for name, tflops in rates.items()}
-    if distance or problem.is_two_sided:
+    if distance:
         how = next(word for most, word in _WORDS if distance <= most)
         apart = f"which is {how} ({distance:.2f} doublings: {cell.apart(problem)})"
         told = {name: f"{why}, {apart}" for name, why in told.items()}
@@ -197,7 +200,8 @@ def _cells_of(
     if scored := scored_cells(problem, arch, direction, here):
         return scored
     found = [cell for cell in here if not (cell.rows or cell.score) and cell.causal == problem.is_banded]
-    return [cell for cell in found if problem.packing is not None or not cell.packed]
+    found = [cell for cell in found if problem.packing is not None or not cell.packed]
+    return [cell for cell in found if problem.is_two_sided or not cell.window]
 
 
 def scored_cells(
@@ -250,6 +254,7 @@ def problem_of(cell: MeasuredCell) -> Problem:
         seq_q=cell.seq_kv,
         head_dim=cell.head_dim,
         causal=cell.causal,
+        window=(cell.window - 1, 0) if cell.window else None,
     )
 
 

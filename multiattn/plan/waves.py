@@ -68,14 +68,12 @@ class Walk:
         tiles, mean, longest = self._steps(problem)
         group, begin = (1 if self.owns == "q" else problem.group), self.begin * BEGIN_ROWS / self.step
         tiles *= heads * self.parts
-        work = tiles * (mean * group / self.parts + begin)
-        longest = longest * group / self.parts + begin
-        last = work / multiprocessors
-        if problem.is_banded:  # the longest begin first
-            last = max(last + LONGEST_WEIGHT * longest / self.blocks_per_sm, longest)
-        elif not self.is_even:  # blocks that share an SM are faster where others have ended: halfway
+        mean, longest = (it * group / self.parts + begin for it in (mean, longest))
+        last = tiles * mean / multiprocessors + LONGEST_WEIGHT * longest * problem.is_banded / self.blocks_per_sm
+        if longest and not self.is_even:  # blocks that share an SM are faster where others have ended: halfway
             waves = -(-tiles // multiprocessors), -(-tiles // (multiprocessors * self.blocks_per_sm))
-            last = max(longest * (waves[0] + waves[1] * self.blocks_per_sm) / 2, longest)
+            in_waves = longest * (waves[0] + waves[1] * self.blocks_per_sm) / 2
+            last = max(last + (in_waves - last) * max(2 * mean / longest - 1, 0.0), longest)
         return multiprocessors * last * self.rows * self.step * self.columns * self.slowness
 
     def _steps(self, problem: Problem) -> tuple[int, float, float]:
