@@ -282,13 +282,15 @@ def test_an_expression_hides_the_blocks_that_a_warpgroup_begins_with(dtype):
 
 DISTANCES = {
     "q - kv": lambda q, kv: q - kv,
-    "kv - q": lambda q, kv: kv - q,
     "a band": lambda q, kv: torch.abs(3 * q - kv).clamp(max=1 << 30),
     "a sum": lambda q, kv: -(q // 2 + kv - 5),
 }
 DISTANT = """
 extern "C" float score(int q, int base, int step) {{
-  return multiattn::{name}::score(0.0f, 0, 0, q, multiattn::Position(base, step), 0, 0, {{}});
+  return multiattn::{name}::score(0.0f, 0, 0, q, {{base, step}}, 0, 0, {{}});
+}}
+extern "C" float exponent(int q, int base, int step, float slope) {{
+  return multiattn::{name}::exponent_and_slope(0.0f, 0.0f, 0, 0, {{q - 3, 3}}, {{base, step}}, 0, 0, {{}}, slope);
 }}
 """
 
@@ -297,16 +299,13 @@ extern "C" float score(int q, int base, int step) {{
 @pytest.mark.parametrize("distance", DISTANCES.values(), ids=DISTANCES)
 def test_a_distance_of_keys_is_as_near_as_the_nearest_float(distance):
     """It is exact below 2^24, where the factor of the log2 domain is rounded; elsewhere a bit may go."""
-    program = bind_score(
-        score_mod=lambda score, b, h, q, kv: score + distance(q, kv), device=torch.device("cpu")
-    ).program
-    name, text = text_of(lower(program))
-    assert "kv.base" in text
+    program = bind_score(score_mod=lambda s, b, h, q, kv: s + distance(q, kv), device=torch.device("cpu")).program
+    name, text = text_of(lower(program, exponents=True))
     assert "kv.index()" not in text
-    run = host.load(host.build_source(text + DISTANT.format(name=name))).score
-    run.restype = ctypes.c_float
+    made = host.load(host.build_source(text + DISTANT.format(name=name)))
+    made.score.restype = made.exponent.restype = ctypes.c_float
     near, far = ((0, 0, 0), (3, 4, 255), (9, 0, 2)), ((2**24 + 3, 2**24, 1), (2**29 + 7, 2**29, 7), (5, 2**30 + 1, 97))
-    for q, base, step in (*near, *far):
+    for run, q, base, step in ((run, *at) for run in (made.score, made.exponent) for at in (*near, *far)):
         true = int(distance(torch.tensor(q), torch.tensor(base + step)))
         assert run(q, base, step) == pytest.approx(true * math.log2(math.e), rel=3 * 2**-24), (q, base, step)
 

@@ -14,7 +14,14 @@ from multiattn.score import LoweredScore
 
 
 def walking_kernel(
-    plan: Plan, traits: str, *config: str, entry: str, sizes: str, rows: str | None = None, **more: Any
+    plan: Plan,
+    traits: str,
+    *config: str,
+    entry: str,
+    sizes: str,
+    rows: str | None = None,
+    exponents: bool = False,
+    **more: Any,
 ) -> Instance:
     """A kernel that walks over scores. What changes them ends its name, and is the last of its constants.
 
@@ -24,10 +31,11 @@ def walking_kernel(
         config: those behind them.
         entry: the function template, and how the kernel's name begins.
         sizes: how it goes on behind `what_of`.
-        rows: the C++ type of what its rows are; None: queries of one head.
+        rows: the C++ type of what its rows are, or how its tiles are divided; None: queries of one head, whole tiles.
+        exponents: it has those of an expression's scores; see `LoweredScore`.
         more: further fields of the Instance.
     """
-    problem, score, slots = plan.problem, lowered_of(plan), slots_of(plan)
+    problem, score, slots = plan.problem, lowered_of(plan, exponents=exponents), slots_of(plan)
     last = _score_types(problem, score, slots, rows)
     return Instance(
         name=f"{entry}_{what_of(problem)}_{sizes}{_suffix_of(plan, score, slots)}",

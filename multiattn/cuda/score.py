@@ -6,15 +6,16 @@
       static constexpr int SUMS;
       static constexpr bool NEEDS_RAW;
       static float score(float raw, PLACE, const Aux&);  // and score_and_slope(..., float& slope)
+      static float exponent_and_slope(float raw, float lse, PLACE, const Aux&, float& slope);
       static bool mask(PLACE, const Aux&);
       static void load_gradients(float raw, float dscore, PLACE, const Aux&, const Gradients&, float* sums);
       static void add_sums(int32 b, int32 h, const Aux&, const Gradients&, const float* sums);
     };
 
 PLACE is ``int32 b, h, q, Position kv, int32 seq_q, seq_kv``; a Position is what keys of an unrolled loop have in common
-and a constant. Gradients of elements that depend on batch entry and head alone are summed by each thread in its `sums`,
-SUMS floats that start at 0; `add_sums` adds them to memory at the end. Unless NEEDS_RAW, the slope of the expression is
-1 and no gradient is of `raw`.
+and a constant. For an exponent, the score less the lse of its row, q is a Position too. Gradients of elements that
+depend on batch entry and head alone are summed by each thread in its `sums`, SUMS floats that start at 0; `add_sums`
+adds them to memory at the end. Unless NEEDS_RAW, the slope of the expression is 1 and no gradient is of `raw`.
 """
 
 from __future__ import annotations
@@ -133,64 +134,78 @@ LANGUAGE = Language(
 
 # ---------------------------------------------------------------- distances of keys
 
-_KEY = read("kv")
-_KEY_BASE, _KEY_STEP = make("input", "i32", (), "kv_base"), make("input", "f32", (), "kv_step")
-_KEY_NAMES: Mapping[str, str] = MappingProxyType(
-    {"kv": "kv.index()", "kv_base": "kv.base", "kv_step": "static_cast<float>(kv.step)"}
-)
-"""The parts of a ``Position``: all of it, what many keys have in common, and the constant of one key."""
+
+def _names_of_position(name: str) -> Mapping[str, str]:
+    """The parts of a ``Position``: all of it, what many keys have in common, and the constant of one key."""
+    return {name: f"{name}.index()", f"{name}_base": f"{name}.base", f"{name}_step": f"{name}.step"}
+
+
+_OF_KEY, _OF_BOTH = ("kv",), ("q", "kv")
+"""The positions that are a ``Position`` for scores, and for exponents."""
 _MONOTONE = frozenset(("abs", "neg", "min", "max"))
 """Operations that may come before or after a conversion to fp32: rounding keeps order, and is alike for both signs."""
 
 
-def _with_distances(root: Node) -> Node:
+def _with_distances(root: Node, positions: Sequence[str]) -> Node:
     """The expression with the conversion of sums like ``A - kv`` (ALiBi) moved out of the loop over keys.
 
     ``A - base`` is an integer, and becomes a float once for many keys; a key's own step is then subtracted in fp32. The
     result is exact up to 2^24. Beyond that it is rounded twice, and so is right within 2^-23 of itself, as steps are
-    less than 2^24 and do not cancel it.
+    less than 2^24 and do not cancel it. With two positions their steps are one constant.
     """
     made: dict[Node, Node] = {}
     for node in walk(root):
         args = [made[it] for it in node.args]
-        found = _as_float(node.args[0]) if node.op == "cast" and node.dtype == "f32" else None
+        found = _as_float(node.args[0], positions) if node.op == "cast" and node.dtype == "f32" else None
         made[node] = rebuild(node, args) if found is None else found
     return made[root]
 
 
-def _as_float(node: Node) -> Node | None:
-    """An i32 expression of the key's position as fp32; None where it is no such sum, or one that may wrap around."""
+def _as_float(node: Node, positions: Sequence[str]) -> Node | None:
+    """An i32 expression of `positions` as fp32; None where it is no such sum, or one that may wrap around."""
     if node.dtype != "i32" or any(map(may_wrap, walk(node))):
         return None
-    if node.op in _MONOTONE and "kv" in inputs_of(node):
-        parts = [_as_float(it) if "kv" in inputs_of(it) else cast(it, "f32") for it in node.args]
+    if node.op in _MONOTONE and inputs_of(node) & {*positions}:
+        parts = [_as_float(it, positions) if inputs_of(it) & {*positions} else cast(it, "f32") for it in node.args]
         return None if None in parts else apply(node.op, *(it for it in parts if it is not None))
-    sign = _sign_of_key(node)
-    if sign is None:
+    alone = ((it,) for it in positions)
+    signs = next((found for them in (positions, *alone) if (found := _signs_of(node, them))), None)
+    if signs is None:
         return None
-    return apply("add" if sign > 0 else "sub", cast(replace(node, {_KEY: _KEY_BASE}), "f32"), _KEY_STEP)
+    bases = {read(it): make("input", "i32", (), f"{it}_base") for it in signs}
+    steps = [make("input", "i32", (), f"{it}_step") for it in sorted(signs, key=lambda it: -signs[it])]
+    step = steps[0] if len(steps) == 1 else apply("add" if len({*signs.values()}) == 1 else "sub", *steps)
+    return apply("add" if max(signs.values()) > 0 else "sub", cast(replace(node, bases), "f32"), cast(step, "f32"))
 
 
-def _sign_of_key(node: Node) -> int | None:
-    """1 or -1 where the key's position is one term of a sum, by its sign; None elsewhere."""
-    if node is _KEY:
-        return 1
+def _signs_of(node: Node, positions: Sequence[str]) -> dict[str, int] | None:
+    """The sign of each position, of those that are one term of a sum each; None where one is something else."""
+    if node.op == "input" and node.value in positions:
+        return {node.value: 1}
+    if not inputs_of(node) & {*positions}:
+        return {}
     if node.op not in ("add", "sub", "neg"):
         return None
-    terms = [it for it in node.args if "kv" in inputs_of(it)]
-    sign = _sign_of_key(terms[0]) if len(terms) == 1 else None
-    if sign is None:
-        return None
-    return -sign if node.op != "add" and terms[0] is node.args[-1] else sign
+    signs: dict[str, int] = {}
+    for place, it in enumerate(node.args):
+        found = _signs_of(it, positions)
+        if found is None or signs.keys() & found.keys():
+            return None
+        flips = node.op == "neg" or (node.op == "sub" and place == 1)
+        signs |= {name: -sign if flips else sign for name, sign in found.items()}
+    return signs
 
 
-def lowered_of(plan: Plan) -> LoweredScore | None:
-    """The expression that changes the scores of a Plan, or masks blocks of them; with the GPU's own tanh on a GPU."""
+def lowered_of(plan: Plan, *, exponents: bool = False) -> LoweredScore | None:
+    """The expression that changes the scores of a Plan, or masks blocks of them; with the GPU's own tanh on a GPU.
+
+    `exponents`: for a kernel that has them; see `LoweredScore`.
+    """
     problem = plan.problem
     if problem.score is None or not (problem.has_score or problem.blocks is not None):
         return None
     apart = plan.direction == "backward" and problem.score.scores is not None
-    return lower(problem.score.program, approximate=plan.arch.is_gpu, apart=apart)
+    return lower(problem.score.program, approximate=plan.arch.is_gpu, apart=apart, exponents=exponents)
 
 
 def slots_of(plan: Plan) -> tuple[int, ...]:
@@ -213,18 +228,19 @@ def _needs_raw(lowered: LoweredScore, slots: Sequence[int]) -> bool:
 def text_of(lowered: LoweredScore, slots: tuple[int, ...] = ()) -> tuple[str, str]:
     """Name and text of the struct; with `slots` it has the gradients of these captured tensors."""
     elements = [_ELEMENTS[it.dtype] for it in lowered.program.tensors]
-    names = {**_KEY_NAMES, **{it.name: f"aux.{it.name}" for it in lowered.fields}}
+    names = {**_names_of_position("kv"), **{it.name: f"aux.{it.name}" for it in lowered.fields}}
     names |= {f"tensor{slot}": number for slot, (_, number) in enumerate(elements)}
     body: list[str] = _struct("Aux", lowered.fields, [f"const {kind}*" for kind, _ in elements])
     for name, roots in lowered.functions:
-        statements, results = _statements(roots, names)
-        raw = "" if name == "mask" else "float raw, "
-        slope = ", float& slope" if name == "score_and_slope" else ""
+        is_exponent = name == "exponent_and_slope"
+        own = {**names, **_names_of_position("q")} if is_exponent else names
+        statements, results = _statements(roots, own, _OF_BOTH if is_exponent else _OF_KEY)
+        raw = "" if name == "mask" else "float raw, float lse, " if is_exponent else "float raw, "
+        place = _PLACE.replace("int32 q", "Position q") if is_exponent else _PLACE
+        slope = ", float& slope" if len(results) > 1 else ""
         statements += [f"slope = {it};" for it in results[1:]]
         kind = "bool" if name == "mask" else "float"
-        body += _function(
-            f"{kind} {name}({raw}{_PLACE}, const Aux& aux{slope})", [*statements, f"return {results[0]};"]
-        )
+        body += _function(f"{kind} {name}({raw}{place}, const Aux& aux{slope})", [*statements, f"return {results[0]};"])
     if lowered.gradients_of(slots):
         body += _gradients(lowered, slots, names)
     comment = "".join(f"// {line}\n" for line in lowered.program.text.splitlines())
@@ -236,8 +252,10 @@ def text_of(lowered: LoweredScore, slots: tuple[int, ...] = ()) -> tuple[str, st
     return f"Score_{digest}", text
 
 
-def _statements(roots: Sequence[Node], names: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    return LANGUAGE.statements([_defined(_with_distances(it)) for it in roots], names)
+def _statements(
+    roots: Sequence[Node], names: Mapping[str, str], positions: Sequence[str] = _OF_KEY
+) -> tuple[list[str], list[str]]:
+    return LANGUAGE.statements([_defined(_with_distances(it, positions)) for it in roots], names)
 
 
 def _gradients(lowered: LoweredScore, slots: Sequence[int], names: Mapping[str, str]) -> Iterator[str]:

@@ -16,10 +16,11 @@ from weakref import WeakValueDictionary
 from multiattn.score.arithmetic import BITS, COMPARISONS, DType, Number, fold, in_fp32, wrapped
 
 INPUTS: Mapping[str, DType] = MappingProxyType(
-    {"score": "f32", "raw": "f32", **dict.fromkeys(("b", "h", "q", "kv", "seq_q", "seq_kv"), "i32")}
+    {"score": "f32", "raw": "f32", "lse": "f32", **dict.fromkeys(("b", "h", "q", "kv", "seq_q", "seq_kv"), "i32")}
 )
 """Everything that an expression can read: `score` is ``scale * q.k``, `raw` is ``q.k``; `b` and `h` count batch entries
-and query heads, `q` and `kv` positions in sequences of `seq_q` queries and `seq_kv` keys."""
+and query heads, `q` and `kv` positions in sequences of `seq_q` queries and `seq_kv` keys. `lse` is a row's, in the log2
+domain, and only kernels read it."""
 
 
 class Node:

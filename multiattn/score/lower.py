@@ -87,6 +87,8 @@ class LoweredScore:
     approximate: bool
     apart: bool
     """Each score has an element of its own in a gradient, ``[B, Hq, Sq, Skv]``, for somebody to add up."""
+    exponents: bool
+    """There is also a function of what a weight is a power of: the score less its row's lse."""
     score: Node | None
     """A function of `raw`; None where the program leaves scores as they are."""
     mask: Node | None
@@ -118,6 +120,8 @@ class LoweredScore:
         found: list[tuple[str, tuple[Node, ...]]] = []
         if self.score is not None:
             found += [("score", (self.score,)), ("score_and_slope", (self.score, self.slope))]
+        if self.score is not None and self.exponents:
+            found += [("exponent_and_slope", (_less_lse(self.score), self.slope))]
         return (*found, ("mask", (self.mask,))) if self.mask is not None else tuple(found)
 
     def gradients_of(self, slots: Sequence[int]) -> tuple[LoadSlope, ...]:
@@ -177,8 +181,10 @@ def _on_host(steps: Sequence[Node], scalars: Mapping[str, float]) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def lower(program: ScoreProgram, *, approximate: bool = False, apart: bool = False) -> LoweredScore:
-    """The expressions of a kernel; `approximate` takes the GPU's own tanh, see above, `apart`: see `LoweredScore`."""
+def lower(
+    program: ScoreProgram, *, approximate: bool = False, apart: bool = False, exponents: bool = False
+) -> LoweredScore:
+    """The expressions of a kernel; `approximate` takes the GPU's own tanh, see above; others: see `LoweredScore`."""
     made: dict[Node, Node] = {}
 
     def kernel_form(root: Node) -> Node:
@@ -206,6 +212,7 @@ def lower(program: ScoreProgram, *, approximate: bool = False, apart: bool = Fal
         program=program,
         approximate=approximate,
         apart=apart,
+        exponents=exponents,
         score=None if score is None else replace(score, hoisted),
         mask=None if mask is None else replace(mask, hoisted),
         slope=replace(slope, hoisted),
@@ -378,6 +385,18 @@ def _in_log2(root: Node) -> Node:
         return _times(node, factor)
 
     return scaled(root)
+
+
+def _less_lse(score: Node) -> Node:
+    """The score less `lse`, which goes to the term that is not of ``q.k``: the rest is one FMA."""
+    lse = read("lse")
+    if score.op in ("add", "sub"):
+        a, b = score.args
+        if "raw" not in inputs_of(b):
+            return apply("sub", a, apply("sub", lse, b) if score.op == "add" else apply("add", b, lse))
+        if "raw" not in inputs_of(a):
+            return apply(score.op, apply("sub", a, lse), b)
+    return apply("sub", score, lse)
 
 
 def _variation(node: Node) -> int:

@@ -113,6 +113,16 @@ class HeadScores {
     return weight;
   }
 
+  // As `weight_of_seen`, for a kernel whose expression has exponents.
+  DEVICE float weight_of_exponent(float raw, Position query, Position key, float lse_log2, float& sloped) const {
+    float slope;
+    const float exponent =
+        Score::exponent_and_slope(raw, lse_log2, batch_, head_, query, key, seq_q_, seq_kv_, aux_, slope);
+    const float weight = exp2_approx(exponent);
+    sloped = weight * slope;
+    return weight;
+  }
+
   // As `weight`, and the slope by itself.
   DEVICE float weight_and_slope(float raw, int query, int key, float lse_log2, float& slope) const {
     const float score = Score::score_and_slope(raw, batch_, head_, query, key, seq_q_, seq_kv_, aux_, slope);
