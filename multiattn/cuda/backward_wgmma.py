@@ -33,6 +33,8 @@ from multiattn.plan.schedule import COUNTER_BYTES, key_tiles, kv_heads_of_sectio
 from multiattn.plan.support import Reason
 from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
+from multiattn.score.expression import ONE
+from multiattn.score.lower import lower
 
 WARPGROUPS = 2  # that compute
 _DS_STAGES = 2
@@ -187,22 +189,24 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         )
 
     def _gradients(self, plan: Plan, division: Divided | None) -> PlannedLaunch:
-        problem, lists = plan.problem, ("multiattn::NoScore", "multiattn::StreamK") if division is not None else ()
+        problem, is_divided = plan.problem, division is not None
         tiles = f"{self.tile_m}x{self.tile_n}_s{self.k_stages}_{self.q_stages}_{self.dout_stages}"
         kept = f"{'_kregisters' * self.k_in_registers}{'_vregisters' * self.v_in_registers}{'_halfdq' * self.half_dq}"
-        kept += f"{'_tmadq' * self.dq_by_tma}{'_early' * self.early_scores}{'_stream_k' * bool(lists)}"
+        kept += f"{'_tmadq' * self.dq_by_tma}{'_early' * self.early_scores}{'_stream_k' * is_divided}"
         columns = self.dq_columns(problem)
         kept_fields = ("k_in_registers", "v_in_registers", "early_scores", "dq_by_tma")
-        config = aggregate_of(self, "k_stages", "q_stages", "dout_stages", *kept_fields, dq_columns=columns)
+        sloped = {"keeps_sloped": True} if _keeps_sloped(problem) else {}
+        config = aggregate_of(self, "k_stages", "q_stages", "dout_stages", *kept_fields, dq_columns=columns, **sloped)
         kernel = wgmma_kernel(
             plan,
             "WgmmaBackwardTraits",
             config,
-            *lists,
             entry="backward_wgmma",
             sizes=f"{tiles}{kept}",
             header="backward_wgmma.cuh",
-            stream_k=division is not None,
+            rows="multiattn::StreamK" if is_divided else None,
+            exponents=True,
+            stream_k=is_divided,
             params=WgmmaBackwardParams,
             threads=self.threads,
             smem_bytes=self.smem_bytes(problem),
@@ -231,6 +235,11 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         ):
             stages: dict[str, Any] = {"k_stages": k_stages, "q_stages": q_stages, "dout_stages": dout_stages}
             yield replace(plain, **stages, dq_by_tma=by_tma, **kept)
+
+
+def _keeps_sloped(problem: Problem) -> bool:
+    """True if weights times the slope of an expression are kept beside weights: it is not 1."""
+    return problem.score is not None and lower(problem.score.program).slope is not ONE
 
 
 _KEPT: tuple[Mapping[str, bool], ...] = (

@@ -19,7 +19,7 @@ namespace multiattn {
 
 // A warpgroup of keys. Its number is a constant: what depends on it takes no registers, and no time.
 template <class T, int GROUP>
-class KeyWarpgroup {
+class KeyWarpgroup : private ScoredHead<typename T::Score> {
   using E = typename T::Element;
   using Shared = BackwardShared<T>;
   using TileQ = typename T::TileQ;
@@ -29,6 +29,9 @@ class KeyWarpgroup {
   using DsPlace = RingPlace<T::DS_STAGES>;
   using PlaceQ = RingPlace<T::Q_STAGES>;
   using PlaceDout = RingPlace<T::DOUT_STAGES>;
+  static constexpr bool IS_MODIFIED = HAS_SCORE<typename T::Score>;
+  static constexpr bool IS_CROWDED = T::KEEPS_SLOPED && !T::EARLY_SCORES;  // no room for weights before dK is there
+  using Statistics = QueryStatistics<T, T::KEEPS_SLOPED>;
 
  public:
   DEVICE explicit KeyWarpgroup(const typename T::Params& params) : params_(params) {}
@@ -82,9 +85,10 @@ class KeyWarpgroup {
     full_begin_ = blocks.full_begin;
     full_end_ = blocks.full_end;
     end_ = blocks.end;
+    if constexpr (IS_MODIFIED) begin_heads(blocks);
     make_scores(steps_);
     weigh<0>(steps_);
-    pack_operand<E>(weights(), scores());
+    pack_weights();
     Shared::ring_v().await_full(v_);
     if constexpr (T::KEEPS_V) read_rows<TileKV>(kept_v_, Shared::v(), own_row);
     if constexpr (!T::IS_COMPACT) {
@@ -132,7 +136,7 @@ class KeyWarpgroup {
     make_dp();
     if (T::EARLY_SCORES && makes_scores) make_scores(next);
     add_dv(is_first);
-    const QueryStatistics<T> delta(Shared::delta(slot));
+    Statistics delta(Shared::delta(slot));
     if (!T::EARLY_SCORES)
       wgmma_wait<0>();
     else if (makes_scores)
@@ -142,7 +146,7 @@ class KeyWarpgroup {
     if constexpr (!T::EARLY_SCORES) release_dout(is_last);
     // An overflow where the weight is 0 would be NaN.
     if (!is_full()) mask(dp());
-    make_ds<T>(ds(), weights(), dp(), delta);
+    make_ds<T>(ds(), sloped(), dp(), delta);
     if (!T::EARLY_SCORES && makes_scores) make_scores(next);
     store_ds();
     add_dk(slot, is_first);
@@ -151,11 +155,12 @@ class KeyWarpgroup {
       wgmma_wait<1>();
       release_dout(is_last);
     }
+    if constexpr (IS_MODIFIED) this->head += block_ + 1 == end_ && !is_last;
     if (++block_ == end_) block_ = query_blocks<T>(params_, tile()).begin;  // of the next head
-    if (makes_scores) weigh<1>(next);  // while dK is under way
+    if (makes_scores) weigh<IS_CROWDED ? 0 : 1>(next);  // while dK is under way
     wgmma_wait<0>();
     Shared::ring_q().release(slot);
-    if (makes_scores) pack_operand<E>(weights(), scores());
+    if (makes_scores) pack_weights();
     ++steps_;
   }
 
@@ -168,10 +173,55 @@ class KeyWarpgroup {
   // Scores of a step to weights, when all but so many groups of products are there.
   template <int GROUPS>
   DEVICE void weigh(uint32 step) {
-    const QueryStatistics<T> lse(Shared::lse(PlaceQ::of(step).slot));
+    Statistics lse(Shared::lse(PlaceQ::of(step).slot));
+    if constexpr (IS_MODIFIED) {
+      weigh_modified<GROUPS>(lse);
+    } else {
+      wgmma_wait<GROUPS>();
+      exponentiate<T>(scores(), params_.backward.score_factor, lse);
+      if (!is_full()) mask(scores());
+    }
+  }
+
+  // Makes weights of an expression's scores. Where its slope is not 1 they are rounded at once, and so are they times the slope.
+  template <int GROUPS>
+  DEVICE void weigh_modified(Statistics& lse) {
+    const BackwardParams& backward = params_.backward;
+    const KeyTile<T> of = tile();
+    const HeadScores<typename T::Score> head(params_.aux, count_queries(backward, of.sequence),
+                                             count_keys(backward, of.sequence), of.number, this->head);
+    const int key = first_key(of), query = query_block<T>(params_, of, block_) * T::TILE_M;
     wgmma_wait<GROUPS>();
-    exponentiate<T>(scores(), params_.backward.score_factor, lse);
-    if (!is_full()) mask(scores());
+    weigh_transposed<T>(scores(), head, key, query, lse, [&](int pair, const float (&times_slope)[2]) {
+      if constexpr (T::KEEPS_SLOPED) {
+        weights()[pair / 4][pair % 4] = pack<E>(scores()[2 * pair], scores()[2 * pair + 1]);
+        sloped()[pair / 4][pair % 4] = pack<E>(times_slope[0], times_slope[1]);
+      }
+    });
+    if (is_full()) return;
+    if constexpr (T::KEEPS_SLOPED)
+      hide_transposed<T>(mask_of<T::BAND>(backward, of.sequence), key, query, [&](int i) {
+        clear_rounded<T>(weights(), i);
+        clear_rounded<T>(sloped(), i);
+      });
+    else
+      mask(scores());
+  }
+
+  DEVICE void pack_weights() {
+    if constexpr (!T::KEEPS_SLOPED) pack_operand<E>(weights(), scores());
+  }
+
+  // The first query head of a walk. No block with queries beyond the end is full.
+  DEVICE void begin_heads(const Blocks& blocks) {
+    const KeyTile<T> of = tile();
+    this->head = of.head_kv * params_.backward.group % params_.backward.heads_q;
+    if constexpr (IS_STREAM_K<typename T::Blocked>) this->head += QueryStep::of(of.first_step, blocks).head;
+    const int whole = count_queries(params_.backward, of.sequence) / T::TILE_M;
+    if constexpr (T::DESCENDS)
+      full_begin_ = max(full_begin_, count_query_tiles<T>(params_, of) - whole);
+    else
+      full_end_ = min(full_end_, whole);
   }
 
   // True if all queries of the block see all keys.
@@ -242,9 +292,14 @@ class KeyWarpgroup {
   DEVICE Scores& scores() { return products_[0]; }
   DEVICE Scores& dp() { return products_[PRODUCTS - 1]; }
   DEVICE Operand& weights() { return operands_[0]; }
-  DEVICE Operand& ds() { return operands_[PRODUCTS - 1]; }
+  DEVICE Operand& ds() { return operands_[OPERANDS - 1]; }
+  // Weights, of an expression times its slope.
+  DEVICE Operand& sloped() {
+    if constexpr (T::KEEPS_SLOPED) return operands_[1];
+    else return weights();
+  }
 
-  static constexpr int PRODUCTS = T::EARLY_SCORES ? 2 : 1;
+  static constexpr int PRODUCTS = T::EARLY_SCORES ? 2 : 1, OPERANDS = T::KEEPS_SLOPED ? 3 : PRODUCTS;
   const typename T::Params& params_;
   RingPlace<T::K_STAGES> k_;
   RingPlace<1> v_;
@@ -252,7 +307,7 @@ class KeyWarpgroup {
   int block_;                         // that the weights are of
   int full_begin_, full_end_, end_;  // of the blocks of the walk
   Scores products_[PRODUCTS];          // scores or weights, dP^T
-  Operand operands_[PRODUCTS];         // P^T, dS^T
+  Operand operands_[OPERANDS];         // P^T, dS^T
   float dk_[T::HEAD_DIM / 2], dv_[T::HEAD_DIM / 2];  // [64, HEAD_DIM]
   Fragment kept_k_[T::DIM_STEPS], kept_v_[T::DIM_STEPS];
 };

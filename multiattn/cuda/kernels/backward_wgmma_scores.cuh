@@ -21,22 +21,30 @@ struct ScoredHead<Score, true> {
 };
 
 // lse or delta of a thread's queries, from their list in shared memory: asked for before there is a use for them, as shared
-// memory is busy.
-template <class T>
+// memory is busy. LATE: 16 queries at a time, when they are wanted, as there are no registers for more.
+template <class T, bool LATE = false>
 class QueryStatistics {
  public:
   DEVICE explicit QueryStatistics(SharedAddress list) {
     // Above D=96 there is no register to keep this: it is read again.
     const uint32 thread = T::HEAD_DIM > 96 ? recomputed(thread_index()) : thread_index();
-    const SharedAddress own = list + thread % 4 * 16;
+    own_ = list + thread % 4 * 16;
 #pragma unroll
-    for (int i = 0; i < T::QUERY_STEPS; ++i) four_[i] = load_shared_16(own + i * 64);
+    for (int i = 0; !LATE && i < T::QUERY_STEPS; ++i) load(i);
+  }
+
+  // Before the use of element i of the accumulators.
+  DEVICE void want(int i) {
+    if (LATE && i % 8 == 0) load(i / 8);
   }
 
   // The statistic of element i of the accumulators.
   DEVICE float of(int i) const { return float_of_bits(four_[i / 8].word[i / 4 % 2 * 2 + i % 2]); }
 
  private:
+  DEVICE void load(int i) { four_[i] = load_shared_16(own_ + i * 64); }
+
+  SharedAddress own_;
   Chunk four_[T::QUERY_STEPS];
 };
 
@@ -47,29 +55,60 @@ DEVICE void exponentiate(TransposedScores<T>& scores, float factor, const QueryS
   for (int i = 0; i < T::TILE_M / 2; ++i) scores[i] = exp2_approx(fmaf(scores[i], factor, -lse.of(i)));
 }
 
-// 0 in place of what the mask hides, and of queries beyond the end: there an expression may be of any size.
-template <class T>
-DEVICE void mask_transposed(TransposedScores<T>& weights, const Mask<T::BAND>& mask, int first_key, int first_query) {
+// Calls `hide` for each element that the mask hides, and for queries beyond the end: there an expression may be of any size.
+template <class T, class Hide>
+DEVICE void hide_transposed(const Mask<T::BAND>& mask, int first_key, int first_query, Hide hide) {
 #pragma unroll
   for (int i = 0; i < T::TILE_M / 2; ++i) {
     const int query = first_query + i / 4 * 8 + accumulator_column(i % 4), key = first_key + accumulator_row(i % 4);
     const bool is_beyond = HAS_SCORE<typename T::Score> && query >= mask.seq_q;
-    if (is_beyond || !mask.visible(query, key)) weights[i] = 0.0f;
+    if (is_beyond || !mask.visible(query, key)) hide(i);
   }
+}
+
+// 0 in place of these.
+template <class T>
+DEVICE void mask_transposed(TransposedScores<T>& weights, const Mask<T::BAND>& mask, int first_key, int first_query) {
+  hide_transposed<T>(mask, first_key, first_query, [&](int i) { weights[i] = 0.0f; });
 }
 
 // Accumulators rounded, as operand A of wgmma_rs: 16 queries in four registers.
 template <class T>
 using TransposedOperand = uint32[T::QUERY_STEPS][4];
 
-// dS^T = P^T * (dP^T - delta); it may take the place of P^T.
+// Element i = 0.
 template <class T>
+DEVICE void clear_rounded(TransposedOperand<T>& weights, int i) {
+  weights[i / 8][i / 2 % 4] &= i % 2 ? 0x0000ffffu : 0xffff0000u;
+}
+
+// The scores of an expression to weights: when two neighbours are there, `take` has both times their slopes.
+template <class T, class Statistics, class Take>
+DEVICE void weigh_transposed(TransposedScores<T>& scores, const HeadScores<typename T::Score>& head, int first_key,
+                             int first_query, Statistics& lse, Take take) {
+  const int query = first_query + accumulator_column(0), key = first_key + accumulator_row(0);
+#pragma unroll
+  for (int pair = 0; pair < T::TILE_M / 4; ++pair) {
+    float sloped[2];
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int i = 2 * pair + odd;
+      lse.want(i);
+      scores[i] = head.weight_of_exponent(scores[i], {query, i / 4 * 8 + odd}, {key, pair % 2 * 8}, lse.of(i), sloped[odd]);
+    }
+    take(pair, sloped);
+  }
+}
+
+// dS^T = P^T * (dP^T - delta); it may take the place of P^T.
+template <class T, class Statistics>
 DEVICE void make_ds(TransposedOperand<T>& ds, const TransposedOperand<T>& weights, const TransposedScores<T>& dp,
-                    const QueryStatistics<T>& delta) {
+                    Statistics& delta) {
   using E = typename T::Element;
 #pragma unroll
   for (int pair = 0; pair < T::TILE_M / 4; ++pair) {
     const int low = 2 * pair, high = low + 1;
+    delta.want(low);
     const uint32 weight = weights[pair / 4][pair % 4];
     ds[pair / 4][pair % 4] =
         pack<E>(unpack_low<E>(weight) * (dp[low] - delta.of(low)), unpack_high<E>(weight) * (dp[high] - delta.of(high)));

@@ -19,6 +19,7 @@ struct WgmmaBackwardConfig {
   bool early_scores;    // of the next step: made while dP is, in registers of their own
   bool dq_by_tma;       // dQ is added to its sums by TMA, by way of shared memory
   int dq_columns;       // of dQ that are made at a time
+  bool keeps_sloped = false;  // weights times the slope of an expression, beside the weights
 };
 
 template <class Element, Features F, WgmmaBackwardConfig C, class Score = NoScore, class Blocked = NoBlockMask>
@@ -26,10 +27,10 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr int K_STAGES = C.k_stages, Q_STAGES = C.q_stages, DOUT_STAGES = C.dout_stages;
   static constexpr int DQ_COLUMNS = C.dq_columns;
   static constexpr bool KEEPS_K = C.k_in_registers, KEEPS_V = C.v_in_registers;
-  static constexpr bool EARLY_SCORES = C.early_scores, DQ_BY_TMA = C.dq_by_tma;
+  static constexpr bool EARLY_SCORES = C.early_scores, DQ_BY_TMA = C.dq_by_tma, KEEPS_SLOPED = C.keeps_sloped;
   // One copy of a step does for the first and the last too: with a mask three are more than the instruction cache holds. Fetches
-  // took a quarter of the time at D=64.
-  static constexpr bool IS_COMPACT = F.band != Band::FULL;
+  // took a quarter of the time at D=64. With an expression three have too few registers above D=96.
+  static constexpr bool IS_COMPACT = F.band != Band::FULL || (HAS_SCORE<Score> && F.head_dim > 96);
   // With a causal mask walks begin with the last queries, which all tiles of keys see: blocks read the same Q and dO at a time,
   // and add to the same dQ. At D=128 3 % faster, at D=64, where threads add and not TMA, 2 % slower.
   static constexpr bool DESCENDS = F.band == Band::CAUSAL && F.head_dim > 64;

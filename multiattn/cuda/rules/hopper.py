@@ -72,30 +72,48 @@ _LONG = (
     "run, - / 531 beside 530, at N=8192 - / 573 beside 586"
 )
 
+_EARLY_BANDED = replace(_EARLY, q_stages=4, dout_stages=3)
+_UNSPILLED = COMPILED + "the config of plain scores has no hot spills"
+_NO_BIAS = _UNSPILLED + ", but with a bias up to {}, which goes to two passes"
+SCORED_BACKWARD: tuple[Rule[WgmmaBackwardConfig], ...] = (
+    _scored((1, 64), _EARLY_BANDED, _UNSPILLED, banded=True),
+    _scored((1, 64), _EARLY, _UNSPILLED),
+    _scored((65, 96), _BY_TMA, _NO_BIAS.format(44), reads_keys=False),
+    _scored((97, 128), _HALVES, _NO_BIAS.format(132), reads_keys=False),
+)
+"""One pass makes five products and an expression once, two passes seven and twice. A bias fits it up to D=64."""
+
 WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
     _rule(
         (1, 64),
-        replace(_EARLY, q_stages=4, dout_stages=3),
+        _EARLY_BANDED,
         _H100 + "- / 480 TFLOPS; at N=16384 540, where with fewer buffers of Q and dO 530",
         banded=True,
+        scored=False,
     ),
     _rule(
         (1, 64),
         _EARLY,
         _H100 + "549 / 479 TFLOPS; scores not early, K and V in registers 508 / 470; dQ by TMA 500; more buffers "
         "535 / 480",
+        scored=False,
     ),
     _rule(
-        (65, 96), _BY_TMA, _H100 + "at D=96, N=2048 525 / 407 TFLOPS; dQ from registers 508 / 405, in halves 485 / 397"
+        (65, 96),
+        _BY_TMA,
+        _H100 + "at D=96, N=2048 525 / 407 TFLOPS; dQ from registers 508 / 405, in halves 485 / 397",
+        scored=False,
     ),
-    _rule((97, 128), _HALVES, _H100 + _LONG, seq_min=513),
+    _rule((97, 128), _HALVES, _H100 + _LONG, seq_min=513, scored=False),
     _rule(
         (97, 128),
         _HALVES,
         _H100 + "two passes are faster where the kernels around this one weigh most: at N=512 339 / 225 TFLOPS, this "
         "one 313 / 184; on an H200 372 / 250, this one 375 / 230, at N=1024 440 / 352, this one 489 / 363",
         only_named=True,
+        scored=False,
     ),
+    *SCORED_BACKWARD,
     _emulated(64, _EARLY),
     _emulated(96, _BY_TMA),
     _emulated(128, _HALVES),
