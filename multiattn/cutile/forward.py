@@ -32,8 +32,9 @@ SCHEDULERS = ("one_tile", "static")
 """Entries of `multiattn.plan.schedule.SCHEDULERS` that need no counter, as a block has none to ask."""
 PIPELINES = ("plain", "ahead", "pairs", "pilot", "pilot_pairs")
 
-PARTS_OF_SECTORS = 1.05
-"""How much longer it takes where rows are no whole sectors: 0 to 17 % (H200, 2026-11-26, N=4096, D=40 to 248)."""
+PARTS_OF_SECTORS, RAGGED = 1.05, 1.04
+"""How much longer it takes where rows are no whole sectors: 0 to 17 % (H200, 2026-11-26, N=4096, D=40 to 248); where
+the last block of keys is not full: 0 to 8 % (N=3000, D=40 to 256)."""
 
 HEADROOM = {"bf16": 16.0, "fp16": 0.0}
 """log2, by dtype: how much less than one the largest weight of the block that comes first is with `lazy_max`.
@@ -82,6 +83,7 @@ class CutileConfig(Config):
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The one kernel."""
         slowness = 1.0 if has_whole_sectors(problem.head_dim, problem.torch_dtype.itemsize) else PARTS_OF_SECTORS
+        slowness *= RAGGED if launches.has_ragged_keys(problem, self.tile_n) else 1.0
         blocks = self.blocks_per_sm or 1
         return (self.walk("q", *widths_of(problem, self), blocks_per_sm=blocks, begin=4, slowness=slowness),)
 
