@@ -191,7 +191,7 @@ def test_waves_and_tiles_leave_the_rest():
     assert share(one_more, is_even=True) == 1.0
     assert share(contiguous(batch=1, heads_q=66, seq_q=128)) == 0.5
     assert share(contiguous(batch=1, heads_q=66, seq_q=128), parts=2) == 1.0
-    assert share(replace(even, seq_q=1000, seq_kv=1000)) == pytest.approx((1000 / 1024) ** 2)
+    assert share(replace(even, seq_q=1000, seq_kv=1000)) == pytest.approx(1000 / 1024 * 1000 / (1000 + 24 / 4))
     assert share(replace(even, head_dim=40)) == 40 / 64
     assert share(even, pieces=(64.0, 0)) == 1.0
     assert share(even, pieces=(32.0, 32.0)) == 64 / 72
