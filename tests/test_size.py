@@ -13,11 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINES = {
-    "multiattn": 54_780,
-    "tests": 29_420,
+    "multiattn": 55_080,
+    "tests": 29_480,
     "parity": 5_500,
     "bench": 9_500,
-    "docs": 4_700,
+    "docs": 4_740,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""
