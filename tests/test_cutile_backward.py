@@ -14,6 +14,7 @@ from multiattn.cutile.rules.shorthand import one_pass, queries, stored
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import find_variant, get, make_plan
 from multiattn.plan.support import Unsupported
+from multiattn.sequences import Batching
 
 pytest.importorskip("cuda.tile")
 
@@ -65,6 +66,41 @@ def test_64_bits_where_a_gradient_needs_them(variant):
     broadcast = replace(Problem.contiguous(**sizes), strides_k=(0, 0, 256), strides_v=(0, 0, 256))
     assert not needs_64bit(broadcast)
     assert all(launch.is_64bit for launch in launches_of(plan_of(variant, broadcast, arch=ARCHS["sm90"])))
+
+
+BATCHES = [(4096, None), (7777, None), (4096, Batching.packed(3))]
+
+
+@both_masks
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("seq", "batching"), BATCHES, ids=["4096", "7777", "packed"])
+@each_variant
+def test_no_step_loads_columns_one_by_one(variant, seq, batching, head_dim, causal):
+    """TMA cannot load the caller's own lse where rows are no multiple of 16 bytes: a copy is loaded."""
+    problem = Problem.contiguous(
+        batch=1,
+        heads_q=4,
+        seq_q=seq,
+        head_dim=head_dim,
+        causal=causal,
+        batching=None if variant == "stored" else batching,
+    )
+    found = {it.kernel: it.constants for it in launches_of(plan_of(variant, problem, arch=ARCHS["sm90"]))}
+    (own,) = (found[it] for it in backward.OF_KEYS if it in found)
+    assert own.tma_columns
+    assert ("copy_columns" in found) == own.own_columns == (problem.packing is not None or seq % 4 != 0)
+
+
+@both_masks
+@pytest.mark.parametrize("seq", [100, 101])
+@pytest.mark.parametrize("shares", [1, 2, 4])
+@each_variant
+def test_gradients_of_shares(variant, shares, seq, causal):
+    q, k, v, dout = make_tensors(batch=2, heads_q=8, heads_kv=2, seq_q=seq, seq_kv=130, head_dim=16)
+    problem = Problem.of(q, k, v, causal=causal)
+    check(plan_of(variant, problem, config_of(variant, shares=shares, heads_together=2)), q, k, v, dout)
+    with pytest.raises(Unsupported, match="shares=3; allowed a divisor of 4 heads"):
+        plan_of(variant, problem, config_of(variant, shares=3))
 
 
 # ---------------------------------------------------------------- with ds in memory

@@ -142,7 +142,8 @@ def test_a_workspace_is_what_the_variant_says(language, variant, monkeypatch):
     monkeypatch.setattr(torch, "empty", spy)
     launch(Operands(q, k, v, out, lse, dout, None, *grads))
     columns = {"two_pass": 1, "atomic": 1 + head_dim}[variant]
-    assert sum(taken) == plan.workspace_bytes == 4 * heads * seq * columns
+    copies = 2 * heads * 128 if language == "cutile" else 0  # of lse and delta, as seq is no multiple of 4
+    assert sum(taken) == plan.workspace_bytes == 4 * (heads * seq * columns + copies)
 
 
 @pytest.mark.parametrize("language", BACKENDS)

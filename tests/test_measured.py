@@ -112,7 +112,6 @@ def test_a_suite_that_is_left_out_is_predicted_by_the_others(monkeypatch):
 JUDGED = [
     ((1, 16, 16, 6000, 40), True, "backward", (0.93, 0.0, 1.07)),
     ((2, 16, 16, 6000, 40), True, "backward", (0.93, 0.0, 1.07)),
-    ((2, 12, 4, 3333, 256), False, "backward", (1.28, 1.04, 1.25)),
     ((1, 25, 5, 7777, 64), False, "backward", (0.80, 0.23, 0.79)),
     ((1, 25, 5, 7777, 64), True, "backward", (1.04, 0.35, 1.00)),
     ((1, 16, 16, 49152, 128), False, "backward", (0.97, 0.77, 0.96)),
@@ -123,7 +122,8 @@ JUDGED = [
     ((3, 16, 16, 4096, 104), False, "forward", (1.10, 0.0, 1.35)),
 ]
 """B, Hq, Hkv, N and D, the mask, and rates of Triton, cuTile and CUDA over the best peer's, 0 where nobody said: cells
-of no results file (H200, 2026-11). Of D=40 the batch is not known: 1 and 2 are both tried."""
+of no results file (H200, 2026-11), cuTile's of before it copied columns and divided heads of keys. Of D=40 the batch is
+not known: 1 and 2 are both tried."""
 
 
 def judged():
@@ -135,7 +135,7 @@ def judged():
 def test_auto_is_right_where_others_measured(monkeypatch):
     assert max(lost(*it[:2], None, it[2]) for it in judged()) <= NEAR
     monkeypatch.setattr(measured, "predict", lambda *of: None)  # the order of the nearest cell, as it was before
-    assert sum(lost(*it[:2], None, it[2]) > FAR for it in judged()) == 4, "the check can fail"
+    assert sum(lost(*it[:2], None, it[2]) > FAR for it in judged()) == 3, "the check can fail"
 
 
 def test_cutiles_rate_is_predicted_at_other_head_dims():

@@ -23,7 +23,7 @@ _GIVEN = ("q", "k", "v")
 EXTENTS = ("batch", "heads", "seq")
 STRIDES = ("batch_stride", "head_stride", "row_stride")
 """Names of what a compiler may know multiples of, behind the array's."""
-VECTORS = ("lse", "dlse", "delta", "partial_lse")
+VECTORS = ("lse", "dlse", "delta", "partial_lse", "lse_columns", "delta_columns")
 """Arrays ``[B, H, S]``; sinks are ``[H]``, captured tensors of any rank, and all others ``[B, H, S, D]``."""
 
 

@@ -11,17 +11,22 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.cutile import launches
-from multiattn.cutile.arrays import Assumptions
+from multiattn.cutile.arrays import ArrayArgument, Assumptions
 from multiattn.cutile.forward import TCGEN05
 from multiattn.cutile.kernels.constants import (
     BackwardConstants,
+    ColumnConstants,
+    DividedConstants,
     KernelConstants,
     QueryGradsConstants,
     RowConstants,
     RowDeltaConstants,
     StaggeredConstants,
+    SumSharesConstants,
 )
 from multiattn.cutile.launches import Asked, Family, KernelLaunch
 from multiattn.layout import Layout, row_major
@@ -36,11 +41,9 @@ from multiattn.plan.waves import Side, Walk
 from multiattn.problem import Problem
 
 COLUMN_UNIT = 4
-"""Rows of fp32 numbers, of a multiple of which TMA reads parts. Without it a backward takes 3 to 13 % longer (H200
-2026-11-26, N=4096, D=64 to 256), so that other lengths of queries have code of their own."""
-NO_COLUMNS, NO_SUMS = 1.3, 2.2
-"""How much longer waves take it without, in two passes, and in one, which then has no TMA to sum up dq. H200, 2026-11:
-1.28 to 1.31 at D=256 N=3333 and D=80 N=1111, and 2 to 2.5 at D=64 N=7777."""
+"""Rows of fp32 numbers, of a multiple of which TMA reads parts. A kernel that owns keys reads lse and delta of other
+lengths, and of packed batches, from copies (`column_unit`): element by element a step waits for 32 to 64 loads, and the
+backward of D=64 N=7777 took about twice as long."""
 
 ROW_TILE = 16
 """Rows a block takes in the kernels that have rows only, those before and after the one pass. H200, 2026-11-21, 64 Mi
@@ -62,10 +65,9 @@ class PassConfig(Config):
     latency: int = limited(launches.LATENCY, default=4)
     heads_together: int = limited(AT_LEAST_1, default=1)
 
-    def with_products(self, problem: Problem, owns: Side, products: int, slowness: float = NO_COLUMNS) -> Walk:
-        """The kernel with these tiles, and so many products a step; `slowness` where rows are no `COLUMN_UNIT`."""
-        slowness = 1.0 if problem.seq_q % COLUMN_UNIT == 0 else slowness
-        more = {"products": products, "begin": 4, "blocks_per_sm": self.blocks_per_sm, "slowness": slowness}
+    def with_products(self, problem: Problem, owns: Side, products: int, parts: int = 1) -> Walk:
+        """The kernel with these tiles, so many products a step, and so many blocks for a tile."""
+        more = {"products": products, "begin": 4, "blocks_per_sm": self.blocks_per_sm, "parts": parts}
         return self.walk(owns, one_width(problem.head_dim), **more)
 
 
@@ -77,10 +79,24 @@ class OnePassConfig(PassConfig):
     """A block's share of dq is made as ``k^T ds^T``, from shared memory, and turned around as it is handed over."""
     delta_first: bool = False
     """The product dp begins with -delta, not with zeros."""
+    own_columns: bool = False
+    """Lse and delta are copied before, lse as the kernel takes it. So they are always where TMA cannot load them."""
+    shares: int = limited((lambda it: it >= 0, "0 and more"), default=0)
+    """Blocks that share the query heads of a tile of keys; another kernel adds up their dk and dv. 0 is one."""
+
+    @property
+    def parts(self) -> int:
+        """The blocks of a tile of keys."""
+        return max(self.shares, 1)
+
+    @property
+    def listed_rows(self) -> int:
+        """Rows of the tiles that a packed batch's list of queries has."""
+        return self.tile_m
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The one kernel with products."""
-        return (self.with_products(problem, "kv", 5, NO_SUMS),)
+        return (self.with_products(problem, "kv", 5, self.parts),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +105,14 @@ class TwoPassConfig(OnePassConfig):
 
     dq: PassConfig
 
+    @property
+    def listed_rows(self) -> int:
+        """Rows of the tiles of the kernel that owns queries."""
+        return self.dq.tile_m
+
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """Both kernels."""
-        return self.with_products(problem, "kv", 4), self.dq.with_products(problem, "q", 3)
+        return self.with_products(problem, "kv", 4, self.parts), self.dq.with_products(problem, "q", 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +125,7 @@ class StoredConfig(TwoPassConfig):
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """Both kernels, of which that of dq has one product."""
-        return self.with_products(problem, "kv", 4), self.dq.with_products(problem, "q", 1)
+        return self.with_products(problem, "kv", 4, self.parts), self.dq.with_products(problem, "q", 1)
 
 
 # ---------------------------------------------------------------- memory
@@ -128,6 +149,37 @@ def heads_at_a_time(problem: Problem, config: StoredConfig) -> int:
     if most >= problem.heads_kv:
         return most // problem.heads_kv * problem.heads_kv
     return max((it for it in range(1, most + 1) if problem.heads_kv % it == 0), default=0)
+
+
+def divided_areas(problem: Problem, config: OnePassConfig) -> Mapping[str, Layout]:
+    """The areas of columns and of shares, as far as there are any."""
+    found: dict[str, Layout] = {}
+    unit = column_unit(problem, launches.cut_of(problem, config))
+    if unit:
+        rows = -(-problem.seq_q // unit) * unit
+        if problem.packing is not None:  # each sequence begins at a multiple of the unit
+            rows = (problem.seq_q // unit + 1 + problem.packing.sequences) * unit
+        shape: tuple[int, ...] = (problem.batch, problem.heads_q, rows)
+        found |= dict.fromkeys(COLUMNS, Layout(shape, row_major(shape), torch.float32))
+    if config.parts > 1:
+        shape = (problem.batch, problem.heads_kv * config.parts, problem.seq_kv, problem.head_dim)
+        found |= dict.fromkeys(SHARES, Layout(shape, row_major(shape), torch.float32))
+    return found
+
+
+COLUMN_TILE = 128
+COLUMNS, SHARES = ("lse_columns", "delta_columns"), ("dk_shares", "dv_shares")
+
+
+def column_unit(problem: Problem, config: OnePassConfig) -> int:
+    """Rows of a tile of the kernel that copies columns; 0 where those of the problem do.
+
+    Of a packed batch each sequence's begin at a multiple of it. There a tile of dq must have all the rows of a tile of
+    queries.
+    """
+    if problem.packing is not None:
+        return config.listed_rows if config.listed_rows >= config.tile_m else 0
+    return COLUMN_TILE if config.own_columns or problem.seq_q % COLUMN_UNIT else 0
 
 
 # ---------------------------------------------------------------- what fits
@@ -156,9 +208,11 @@ def why_not_stored(problem: Problem, arch: Arch, config: StoredConfig) -> tuple[
 
 
 def _checks(problem: Problem, config: OnePassConfig) -> list[Check]:
+    tiles = key_tiles(problem, config.tile_n) * config.parts
     return [
         *limit_checks(config),
-        launches.grid_check(f"tile_n={config.tile_n}", key_tiles(problem, config.tile_n), problem),
+        (problem.group % config.parts == 0, f"shares={config.shares}", f"a divisor of {problem.group} heads"),
+        launches.grid_check(f"tile_n={config.tile_n}", tiles, problem),
         launches.grid_check(f"rows in tiles of {ROW_TILE}", query_tiles(problem, ROW_TILE), problem),
     ]
 
@@ -178,6 +232,8 @@ _NAMES: Mapping[str, str] = {
     "query_grads": "q k v out lse dout dlse delta dq captured listed score_factor grad_factor reach numbers derived",
     "key_grads": "q k v lse dout delta dk dv captured listed dcaptured score_factor grad_factor reach numbers derived",
     "row_deltas": "out dout dlse delta dq_sum",
+    "copy_columns": "q k lse delta lse_columns delta_columns listed numbers",
+    "sum_shares": "dk_shares dv_shares dk dv",
     "all_grads": """
         q k v lse dout delta dq_sum dk dv captured listed dcaptured score_factor grad_factor reach numbers derived""",
     "round_query_grads": "dq_sum dq grad_factor",
@@ -187,6 +243,7 @@ _NAMES: Mapping[str, str] = {
 }
 """The parameters of each kernel, in order: arrays, a tuple of them, then numbers."""
 NO_AREAS: Mapping[str, Layout] = MappingProxyType({})
+OF_KEYS = ("key_grads", "all_grads", "stored_key_grads")
 _STORED = ("deltas", "stored_key_grads", "stored_query_grads")
 
 
@@ -194,6 +251,7 @@ def two_passes(call: Asked) -> tuple[KernelLaunch, ...]:
     """The kernel that owns queries, then that which owns keys."""
     plan, problem = call.plan, call.problem
     config: TwoPassConfig = launches.cut_of(problem, call.config)
+    areas = divided_areas(problem, config)
     constants = QueryGradsConstants(
         **_products(plan, KEYS_OF_QUERIES, config.dq),
         ragged=not problem.is_banded and launches.has_ragged_keys(problem, config.dq.tile_n),
@@ -202,7 +260,8 @@ def two_passes(call: Asked) -> tuple[KernelLaunch, ...]:
     return (
         *launches.tile_lists(plan, query_tile=config.dq.tile_m, key_tile=config.tile_n),
         _launch(plan, "query_grads", query_tiles(problem, config.dq.tile_m), constants, config.dq),
-        _of_keys(plan, "key_grads", config),
+        *_of_columns(plan, config, areas),
+        *_of_keys(plan, "key_grads", config, areas),
     )
 
 
@@ -211,10 +270,12 @@ def one_pass(call: Asked) -> tuple[KernelLaunch, ...]:
     plan, problem = call.plan, call.problem
     config: OnePassConfig = launches.cut_of(problem, call.config)
     rows = RowConstants(tile_m=ROW_TILE, tile_d=one_width(problem.head_dim))
+    areas = divided_areas(problem, config)
     return (
-        *launches.tile_lists(plan, key_tile=config.tile_n),
+        *launches.tile_lists(plan, query_tile=column_unit(problem, config), key_tile=config.tile_n),
         _of_rows(call, "row_deltas"),
-        _of_keys(plan, "all_grads", config),
+        *_of_columns(plan, config, areas),
+        *_of_keys(plan, "all_grads", config, areas),
         _launch(plan, "round_query_grads", _row_tiles(problem), rows),
     )
 
@@ -224,25 +285,24 @@ def stored(call: Asked) -> tuple[KernelLaunch, ...]:
     plan, problem = call.plan, call.problem
     config: StoredConfig = call.config
     key_constants = _constants_of_keys(plan, "stored_key_grads", config)
-    if config.stagger and not problem.is_banded:
-        key_constants = StaggeredConstants(**vars(key_constants), stagger=config.stagger)
+    areas = {**stored_areas(problem, config), **divided_areas(problem, config)}
     of_queries = {**_products(plan, KEYS_OF_QUERIES, config.dq), "tma_columns": False}
     query_constants = BackwardConstants(**of_queries, ragged=False)
     at_a_time, group = heads_at_a_time(problem, config), problem.group
     heads, in_entry = problem.batch * problem.heads_kv, min(at_a_time, problem.heads_kv)
     key_blocks, query_blocks = -(-problem.seq_kv // config.tile_n), -(-problem.seq_q // config.dq.tile_m)
-    found = [_of_rows(call, "deltas")]
+    found = [_of_rows(call, "deltas"), *_of_columns(plan, config, areas)]
     for begin in range(0, heads, max(at_a_time, 1)):
         for kernel, constants, own, tiles, members in (
-            ("stored_key_grads", key_constants, config, key_blocks, in_entry),
+            ("stored_key_grads", key_constants, config, key_blocks * config.parts, in_entry * config.parts),
             ("stored_query_grads", query_constants, config.dq, query_blocks * group, in_entry * group),
         ):
             own = replace(own, heads_together=launches.divisor_near(own.heads_together, members))
             number = tiles * min(at_a_time, heads - begin)
-            launch = _launch(plan, kernel, number, constants, own, areas=stored_areas(problem, config))
+            launch = _launch(plan, kernel, number, constants, own, areas=areas)
             first = (begin * tiles, begin * group)
             found.append(replace(launch, scalars={**launch.scalars, "first": first}))
-    return tuple(found)
+    return (*found, *_sums(plan, config, areas))
 
 
 def _row_tiles(problem: Problem) -> int:
@@ -258,22 +318,52 @@ def _of_rows(call: Asked, kernel: str) -> KernelLaunch:
     return _launch(call.plan, kernel, _row_tiles(call.problem), constants, hints)
 
 
-def _of_keys(plan: Plan, kernel: str, config: OnePassConfig) -> KernelLaunch:
-    """The launch in which a block owns a tile of keys."""
-    tiles = key_tiles(plan.problem, config.tile_n)
-    return _launch(plan, kernel, tiles, _constants_of_keys(plan, kernel, config), config)
+def _of_columns(plan: Plan, config: OnePassConfig, areas: Mapping[str, Layout]) -> list[KernelLaunch]:
+    """The launch that copies columns; none where the problem's do."""
+    problem = plan.problem
+    if COLUMNS[0] not in areas:
+        return []
+    unit = column_unit(problem, config)
+    constants = ColumnConstants(tile_m=unit, tile_d=one_width(problem.head_dim), packed=problem.packing is not None)
+    return [_launch(plan, "copy_columns", query_tiles(problem, unit), constants, areas=areas)]
+
+
+def _of_keys(plan: Plan, kernel: str, config: OnePassConfig, areas: Mapping[str, Layout]) -> list[KernelLaunch]:
+    """The launch in which a block owns a tile of keys, or a share of one, and that which adds shares up."""
+    tiles = key_tiles(plan.problem, config.tile_n) * config.parts
+    constants = _constants_of_keys(plan, kernel, config)
+    return [_launch(plan, kernel, tiles, constants, config, areas=areas), *_sums(plan, config, areas)]
+
+
+def _sums(plan: Plan, config: OnePassConfig, areas: Mapping[str, Layout]) -> list[KernelLaunch]:
+    """The launch that adds up shares; none without any."""
+    problem = plan.problem
+    if SHARES[0] not in areas:
+        return []
+    constants = SumSharesConstants(tile_m=ROW_TILE, tile_d=one_width(problem.head_dim), shares=config.parts)
+    tiles = -(-problem.seq_kv // ROW_TILE) * problem.heads_kv * problem.batch
+    hints = PassConfig(tile_m=ROW_TILE, tile_n=ROW_TILE, blocks_per_sm=ROW_BLOCKS)
+    return [_launch(plan, "sum_shares", tiles, constants, hints, areas=areas)]
 
 
 def _constants_of_keys(plan: Plan, kernel: str, config: OnePassConfig) -> BackwardConstants:
     problem = plan.problem
-    return BackwardConstants(
-        **_products(plan, QUERIES_OF_KEYS, config),
+    unit = column_unit(problem, config)
+    constants = BackwardConstants(
+        **{**_products(plan, QUERIES_OF_KEYS, config), "tma_columns": unit > 0 or problem.seq_q % COLUMN_UNIT == 0},
         ragged=kernel == "all_grads" and (problem.packing is not None or problem.seq_kv % config.tile_n != 0),
         ragged_queries=launches.has_ragged_queries(problem, config.tile_m),
         gradients=problem.score.gradients if problem.score is not None else (),
         dq_transposed=config.dq_transposed,
         delta_first=config.delta_first,
     )
+    stagger = getattr(config, "stagger", 0) * (not problem.is_banded)
+    if unit or config.parts > 1:
+        of_sequence = unit if problem.packing is not None else 0
+        return DividedConstants(
+            **vars(constants), stagger=stagger, shares=config.parts, own_columns=unit > 0, column_unit=of_sequence
+        )
+    return StaggeredConstants(**vars(constants), stagger=stagger) if stagger else constants
 
 
 def _products(plan: Plan, names: Sequence[str], config: PassConfig) -> dict[str, Any]:
@@ -309,7 +399,7 @@ def _launch(
     """
     problem, names = plan.problem, _NAMES[kernel].split()
     grid = launches.factor_grid(tiles)
-    heads = problem.heads_kv if "dk" in names else problem.heads_q
+    heads = problem.heads_kv * getattr(constants, "shares", 1) if "dk" in names else problem.heads_q
     together = launches.divisor_near(1 if hints is None else hints.heads_together, heads)
     if getattr(constants, "packed", False):
         grid = launches.grid_of_list(tiles, heads, together)
@@ -337,6 +427,17 @@ def _launch(
     operands = {name: name for name in names if name in problem.layouts}
     if "dlse" in operands and not getattr(constants, "has_dlse", False):
         operands["dlse"] = "lse"
+    inner = {}
+    if kernel in OF_KEYS:
+        inner = {name: f"{name}_columns" for name in ("lse", "delta") if COLUMNS[0] in areas}
+        inner |= {name: f"{name}_shares" for name in ("dk", "dv") if SHARES[0] in areas}
+    inner |= {name: name for name in names if name in areas}
+
+    def array_of(name: str) -> ArrayArgument:
+        if name in inner:
+            return assumed.sized(inner[name], areas[inner[name]], vector_unit=COLUMN_UNIT)
+        return assumed.array(operands[name], vector_unit=unit)
+
     return KernelLaunch(
         kernel=kernel,
         module="stored" if kernel in _STORED else "backward",
@@ -344,11 +445,7 @@ def _launch(
         blocks_per_sm=None if hints is None else hints.blocks_per_sm,
         warps=None if hints is None else hints.warps,
         grid=grid,
-        arrays={
-            name: assumed.sized(name, areas[name]) if name in areas else assumed.array(operands[name], vector_unit=unit)
-            for name in names
-            if name in areas or name in operands
-        },
+        arrays={name: array_of(name) for name in names if name in inner or name in operands},
         optional=optional,
         scalars={name: scalars[name] for name in names if name in scalars},
         constants=constants,
@@ -428,7 +525,8 @@ ONE_PASS = Family(
     candidates=_candidates_of_one,
     candidates_max=_MOST,
     areas=("delta", "dq_sum"),
-    lists=TILE_LISTS[1:],
+    lists=TILE_LISTS,
+    own_areas=divided_areas,
 )
 TWO_PASS = Family(
     summary="a pass over the queries for dq, one over the keys for dk and dv",
@@ -440,6 +538,7 @@ TWO_PASS = Family(
     candidates_max=_MOST,
     areas=("delta",),
     lists=TILE_LISTS,
+    own_areas=divided_areas,
 )
 STORED = Family(
     summary="a pass over the keys for dk and dv that stores ds, for some heads at a time, and dq of that",
@@ -450,5 +549,5 @@ STORED = Family(
     candidates=_candidates_of_stored,
     candidates_max=_MOST,
     areas=("delta",),
-    own_areas=stored_areas,
+    own_areas=lambda problem, config: {**stored_areas(problem, config), **divided_areas(problem, config)},
 )

@@ -18,7 +18,7 @@ _TYPES = {
     **{"int8": "i8", "uint8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "bool": "i1"},
 }
 """The types of problems' dtypes, and of those of captured tensors."""
-_FP32 = (*VECTORS, "dq_sum", "partial_out", "sinks")
+_FP32 = (*VECTORS, "dq_sum", "dk_shares", "dv_shares", "partial_out", "sinks")
 
 
 def bind(plan: Plan, image: abi.Image = IMAGE, emitted: Mapping[str, str] | None = None) -> abi.Binding:

@@ -22,8 +22,27 @@ from typing import Any
 import cuda.tile as ct
 
 from multiattn.cutile.kernels import packed, scores, tiles, walk
-from multiattn.cutile.kernels.constants import BackwardConstants, QueryGradsConstants, RowConstants, RowDeltaConstants
-from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Derived, Numbers, Place, Reach, Tuple32, Vectors32
+from multiattn.cutile.kernels.constants import (
+    BackwardConstants,
+    ColumnConstants,
+    QueryGradsConstants,
+    RowConstants,
+    RowDeltaConstants,
+    SumSharesConstants,
+)
+from multiattn.cutile.kernels.tiles import (
+    ZERO,
+    Array32,
+    ConstBool,
+    Derived,
+    Numbers,
+    Place,
+    Reach,
+    Tuple32,
+    Vectors32,
+    head_of_share,
+    heads_of_keys,
+)
 from multiattn.validate import LOG2_E
 
 
@@ -81,9 +100,23 @@ def load_column(const: Any, array: Any, index: Any) -> Any:
 
 
 @ct.function
+def column_tile(const: Any, place: Any, tile: Any) -> Any:
+    """The tile of columns of a tile of queries. Of our own each sequence begins at a multiple of `column_unit`.
+
+    That is behind the rows of all sequences before it: each has a unit more than its rows need.
+    """
+    if const.column_unit > 0:
+        first = place.sequence.offset_q // const.column_unit + place.sequence.number
+        tile = tile + first * (const.column_unit // const.tile_m)
+    return tile
+
+
+@ct.function
 def load_lse(const: Any, lse: Any, index: Any) -> Any:
     """The lse of a tile's queries in the log2 domain, ``[tile_m]``; +inf, no weight, for one that sees no key."""
     values = load_column(const, lse, index)
+    if const.own_columns:
+        return values
     return ct.where(values == -math.inf, math.inf, values * LOG2_E)
 
 
@@ -148,8 +181,11 @@ def store_query_grads(const: Any, dq: Any, rows: Any, acc: Any, grad_factor: Any
 
 
 @ct.function
-def of_sequence(place: Any, given: Any) -> Any:
-    """The arrays of a sequence of a packed batch, as far as the kernel has them."""
+def of_sequence(const: Any, place: Any, given: Any) -> Any:
+    """The arrays of a sequence of a packed batch, as far as the kernel has them. Columns of our own stay whole."""
+    lse, delta = given.lse, given.delta
+    if const.column_unit == 0:
+        lse, delta = packed.queries_of(place, lse), packed.queries_of(place, delta)
     return replace(
         given,
         q=packed.queries_of(place, given.q),
@@ -157,9 +193,9 @@ def of_sequence(place: Any, given: Any) -> Any:
         dout=packed.queries_of(place, given.dout),
         dq=packed.queries_of(place, given.dq),
         dq_sum=packed.queries_of(place, given.dq_sum),
-        lse=packed.queries_of(place, given.lse),
+        lse=lse,
         dlse=packed.queries_of(place, given.dlse),
-        delta=packed.queries_of(place, given.delta),
+        delta=delta,
         k=packed.keys_of(place, given.k),
         v=packed.keys_of(place, given.v),
         dk=packed.keys_of(place, given.dk),
@@ -169,12 +205,12 @@ def of_sequence(place: Any, given: Any) -> Any:
 
 @ct.function
 def find_key_tile(const: Any, q: Any, k: Any, reach: Any, order: Any, aux: Any) -> Any:
-    """Where the tile of keys lives that a block takes; it has no head of queries of its own.
+    """Where the tile of keys lives that a block takes. It has no head of queries of its own: `head` counts shares.
 
     `Order.together` heads (a divisor of the heads of k) advance together. Banded: the first tiles, which most queries
     see, go first.
     """
-    heads = k.shape[1]
+    heads = heads_of_keys(const, k)
     tiles = ct.cdiv(k.shape[2], const.tile_n)
     block = ct.bid(1) * ct.num_blocks(0) + ct.bid(0)
     section = block // (tiles * order.together)
@@ -182,8 +218,9 @@ def find_key_tile(const: Any, q: Any, k: Any, reach: Any, order: Any, aux: Any) 
     tile = rest // order.together
     batch_head = section * order.together + rest % order.together
     batch, head = batch_head // heads, batch_head % heads
+    head_kv = head_of_share(const, head)
     return Place(
-        batch=batch, head=head, head_kv=head, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2], reach=reach, aux=aux
+        batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=k.shape[2], reach=reach, aux=aux
     )
 
 
@@ -222,8 +259,9 @@ def add_queries(
         slot = slot_of(given.q, place, given.ds_first)
     none = ct.full((const.tile_n, const.tile_m), 0.0, dtype=ct.float32)
     rows = (place.batch, place.head, walk.inside(const, place.tile, place.seq_q, const.tile_m))
-    m = load_lse(const, given.lse, rows)[None, :]
-    d = load_column(const, given.delta, rows)[None, :]
+    columns = (place.batch, place.head, column_tile(const, place, rows[2]))
+    m = load_lse(const, given.lse, columns)[None, :]
+    d = load_column(const, given.delta, columns)[None, :]
     queries = tiles.load_tile(const, given.q, (*rows, 0), const.tile_m, const.latency)
     douts = tiles.load_tile(const, given.dout, (*rows, 0), const.tile_m, const.latency)
     raw = ct.mma(keys, queries.transpose(), none)  # [tile_n, tile_m]
@@ -280,7 +318,7 @@ def add_seen(const: Any, mine: Any, group: Any, keys: Any, values: Any, given: A
             first, end = walk.masked_numbers(const, blocks)
         masked = max(0, end - first)
         for step in range(0, group * masked):
-            head = mine.head_kv * group + step // masked
+            head = mine.head * group + step // masked
             place = replace(mine, head=head, tile=walk.masked_block(const, mine, blocks, first + step % masked))
             sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, True)
     full = max(0, blocks.full_end - blocks.full_begin)
@@ -288,7 +326,7 @@ def add_seen(const: Any, mine: Any, group: Any, keys: Any, values: Any, given: A
         number = step
         if const.stagger > 0:
             number = step + mine.tile * const.stagger
-        place = replace(mine, head=mine.head_kv * group + step // full, tile=blocks.full_begin + number % full)
+        place = replace(mine, head=mine.head * group + step // full, tile=blocks.full_begin + number % full)
         sums = add_queries(const, place, mine.tile, keys, values, given, dq_sum, sums, False)
     return sums
 
@@ -297,7 +335,7 @@ def add_seen(const: Any, mine: Any, group: Any, keys: Any, values: Any, given: A
 def add_listed(const: Any, mine: Any, group: Any, keys: Any, values: Any, given: Any, dq_sum: Any, sums: Any) -> Any:
     """Take the queries that a block mask lists, head by head: each may have lists of its own."""
     for member in range(0, group):
-        own = replace(mine, head=mine.head_kv * group + member)
+        own = replace(mine, head=mine.head * group + member)
         blocks = walk.query_blocks(const, own)
         for number in range(blocks.full_begin, blocks.full_end):
             place = replace(own, tile=walk.full_block(const, own, number))
@@ -319,7 +357,7 @@ def key_grads_tile(const: Any, mine: Any, given: Any) -> None:
     index = (mine.batch, mine.head_kv, mine.tile, 0)
     keys = tiles.load_tile(const, k, index, const.tile_n, 2)
     values = tiles.load_tile(const, given.v, index, const.tile_n, 2)
-    group = q.shape[1] // k.shape[1]
+    group = q.shape[1] // tiles.heads_of_keys(const, k)
     zeros = ct.full((const.tile_n, const.tile_d), 0.0, dtype=ct.float32)
     sums = KeyGradSums(dk=zeros, dv=zeros)
     if const.blocks is not None:
@@ -328,8 +366,9 @@ def key_grads_tile(const: Any, mine: Any, given: Any) -> None:
         sums = add_seen(const, mine, group, keys, values, given, dq_view, sums)
     dk_tile = (sums.dk * given.grad_factor).astype(dk.dtype).reshape((1, 1, const.tile_n, const.tile_d))
     dv_tile = sums.dv.astype(dv.dtype).reshape((1, 1, const.tile_n, const.tile_d))
-    ct.store(dk, index, dk_tile, allow_tma=const.tma)
-    ct.store(dv, index, dv_tile, allow_tma=const.tma)
+    own = (mine.batch, mine.head, mine.tile, 0)
+    ct.store(dk, own, dk_tile, allow_tma=const.tma)
+    ct.store(dv, own, dv_tile, allow_tma=const.tma)
 
 
 @ct.function
@@ -338,7 +377,7 @@ def key_grads_block(const: Any, given: Any, reach: Any, order: Any, aux: Any, li
     if const.packed:
         mine = packed.find_place(const, given.q, given.k, listed[0], const.tile_n, reach, order, aux, True)
         if mine.sequence.number >= 0:
-            key_grads_tile(const, mine, of_sequence(mine, given))
+            key_grads_tile(const, mine, of_sequence(const, mine, given))
     else:
         mine = replace(find_key_tile(const, given.q, given.k, reach, order, aux), lists=listed)
         key_grads_tile(const, mine, given)
@@ -351,6 +390,24 @@ def find_rows(const: Any, array: Any) -> Any:
     block = ct.bid(1) * ct.num_blocks(0) + ct.bid(0)
     batch_head = block // tiles
     return batch_head // array.shape[1], batch_head % array.shape[1], block % tiles
+
+
+@ct.function
+def copy_columns_tile(const: Any, place: Any, lse: Any, delta: Any, columns: Any, tile: Any) -> None:
+    """Copy a tile of lse and delta to columns, with delta 0 and a finite lse beyond the end."""
+    rows, own = (place.batch, place.head, place.tile), (place.batch, place.head, tile)
+    ct.store(columns[0], own, load_lse(const, lse, rows).reshape((1, 1, const.tile_m)))
+    ct.store(columns[1], own, load_column(const, delta, rows).reshape((1, 1, const.tile_m)))
+
+
+@ct.function
+def add_shares(const: Any, shares: Any, grads: Any, batch: Any, head: Any, tile: Any) -> None:
+    """Add up the shares of a tile of gradients, and store it."""
+    acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
+    for share in range(0, const.shares):
+        index = (batch, head * const.shares + share, tile, 0)
+        acc = acc + tiles.load_tile(const, shares, index, const.tile_m, 2)
+    ct.store(grads, (batch, head, tile, 0), acc.astype(grads.dtype).reshape((1, 1, const.tile_m, const.tile_d)))
 
 
 # ---------------------------------------------------------------- kernels
@@ -372,7 +429,7 @@ def query_grads_kernel(const: QueryGradsConstants) -> Callable[..., None]:
         if const.packed:
             place = packed.find_place(const, q, k, listed[0], const.tile_m, reach, order, aux, False)
             if place.sequence.number >= 0:
-                query_grads_tile(const, place, of_sequence(place, given))
+                query_grads_tile(const, place, of_sequence(const, place, given))
         else:
             query_grads_tile(const, replace(tiles.find_place(const, q, k, reach, order, aux), lists=listed), given)
 
@@ -433,3 +490,38 @@ def round_query_grads_kernel(const: RowConstants) -> Callable[..., None]:
         ct.store(dq, (*rows, 0), grads.astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d)))
 
     return round_query_grads
+
+
+def copy_columns_kernel(const: ColumnConstants) -> Callable[..., None]:
+    """Before a kernel that owns keys: lse and delta in columns of our own, which TMA can load.
+
+    Nobody reads those of a sequence without keys, and they would be another one's.
+    """
+
+    def copy_columns(
+        q: Array32, k: Array32, lse: Vectors32, delta: Vectors32, lse_columns: Vectors32, delta_columns: Vectors32,
+        listed: Tuple32, numbers: Numbers,
+    ) -> None:  # fmt: skip
+        if const.packed:
+            place = packed.find_place(const, q, k, listed[0], const.tile_m, (), tiles.order_of(numbers), (), False)
+            if place.sequence.number >= 0 and place.seq_kv > 0:
+                tile = column_tile(const, place, place.tile)
+                lse, delta = packed.queries_of(place, lse), packed.queries_of(place, delta)
+                copy_columns_tile(const, place, lse, delta, (lse_columns, delta_columns), tile)
+        else:
+            batch, head, tile = find_rows(const, lse)
+            place = Place(batch=batch, head=head, head_kv=0, tile=tile, seq_q=0, seq_kv=0, reach=(), aux=())
+            copy_columns_tile(const, place, lse, delta, (lse_columns, delta_columns), tile)
+
+    return copy_columns
+
+
+def sum_shares_kernel(const: SumSharesConstants) -> Callable[..., None]:
+    """After a kernel whose tiles are divided: dk and dv of their shares, in their order."""
+
+    def sum_shares(dk_shares: Array32, dv_shares: Array32, dk: Array32, dv: Array32) -> None:
+        batch, head, tile = find_rows(const, dk)
+        add_shares(const, dk_shares, dk, batch, head, tile)
+        add_shares(const, dv_shares, dv, batch, head, tile)
+
+    return sum_shares

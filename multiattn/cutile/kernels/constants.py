@@ -141,6 +141,9 @@ class BackwardConstants:
     """Both as in the config."""
     linear_grid = True
     stagger = 0
+    own_columns = False
+    column_unit = 0
+    shares = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +152,18 @@ class StaggeredConstants(BackwardConstants):
 
     stagger: int
     """As in the config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedConstants(StaggeredConstants):
+    """Constants of a kernel whose tiles of keys are divided among blocks, or that has columns of our own."""
+
+    shares: int
+    """Blocks that share the query heads of a tile of keys."""
+    own_columns: bool
+    """Columns of lse and delta are copies, lse as the kernel takes it."""
+    column_unit: int
+    """Rows of a packed batch that columns of each sequence begin at a multiple of; 0 where they lie as queries do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +189,27 @@ class RowDeltaConstants(RowConstants):
     """Constants of the one before."""
 
     has_dlse: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnConstants(RowConstants):
+    """Constants of the kernel that copies columns."""
+
+    packed: bool
+    own_columns = False
+    linear_grid = True
+
+    @property
+    def column_unit(self) -> int:
+        """As `DividedConstants.column_unit`."""
+        return self.tile_m if self.packed else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumSharesConstants(RowConstants):
+    """Constants of the kernel that adds up shares."""
+
+    shares: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 import cuda.tile as ct
 
 from multiattn.cutile.kernels.constants import ListTilesConstants
-from multiattn.cutile.kernels.tiles import ConstBool, Place, Reach, Tuple32, quotient, shared_head
+from multiattn.cutile.kernels.tiles import ConstBool, Place, Reach, Tuple32, head_of_share, quotient, shared_head
 
 FIELDS = 8
 """Numbers of an entry."""
@@ -37,13 +37,17 @@ def field(entries: Any, entry: Any, number: Any) -> Any:
 def find_place(
     const: Any, q: Any, k: Any, entries: Any, own: Any, reach: Any, order: Any, aux: Any, owns_keys: ConstBool
 ) -> Any:
-    """Where the tile lives that a block takes, `own` rows of its sequence. Heads are those of k where it owns keys.
+    """Where the tile lives that a block takes, `own` rows of its sequence.
+
+    Heads are those of k, or shares of them, where it owns keys.
 
     Entries times heads that advance together are x of the grid, sections of heads y.
     """
     entry = quotient(const, ct.bid(0), order.together, order.by_together)
     head = ct.bid(1) * order.together + (ct.bid(0) - entry * order.together)
     head_kv = head
+    if owns_keys:
+        head_kv = head_of_share(const, head)
     if not owns_keys:
         head_kv = shared_head(const, q, k, head, order)
     sequence = Sequence(

@@ -30,14 +30,14 @@ def number_of(first: Any) -> Any:
 @ct.function
 def find_keys(const: Any, q: Any, k: Any, order: Any, first: Any) -> Any:
     """`backward.find_key_tile` of a launch that begins at any head."""
-    heads, seq_kv = k.shape[1], k.shape[2]
+    heads, seq_kv = tiles.heads_of_keys(const, k), k.shape[2]
     in_section = ct.cdiv(seq_kv, const.tile_n) * order.together
     number = number_of(first)
     section, rest = number // in_section, number % in_section
     head_of_all = section * order.together + rest % order.together
     batch, head = head_of_all // heads, head_of_all % heads
-    tile = rest // order.together
-    return Place(batch=batch, head=head, head_kv=head, tile=tile, seq_q=q.shape[2], seq_kv=seq_kv, reach=(), aux=())
+    tile, head_kv = rest // order.together, tiles.head_of_share(const, head)
+    return Place(batch=batch, head=head, head_kv=head_kv, tile=tile, seq_q=q.shape[2], seq_kv=seq_kv, reach=(), aux=())
 
 
 @ct.function

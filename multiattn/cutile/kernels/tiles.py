@@ -127,6 +127,24 @@ def shared_head(const: Any, q: Any, k: Any, head: Any, order: Any) -> Any:
 
 
 @ct.function
+def heads_of_keys(const: Any, k: Any) -> Any:
+    """The heads of k, each counted once for each of its shares."""
+    heads = k.shape[1]
+    if const.shares > 1:
+        heads = heads * const.shares
+    return heads
+
+
+@ct.function
+def head_of_share(const: Any, share: Any) -> Any:
+    """The head of k of a share."""
+    head = share
+    if const.shares > 1:
+        head = share // const.shares
+    return head
+
+
+@ct.function
 def find_place(const: Any, q: Any, k: Any, reach: Any, order: Any, aux: Any) -> Any:
     """The tile of queries that a block owns, in a grid that numbers the tiles of all heads."""
     number = digits_of(const, q, ct.bid(1) * ct.num_blocks(0) + ct.bid(0), order)
