@@ -91,6 +91,33 @@ def test_no_step_loads_columns_one_by_one(variant, seq, batching, head_dim, caus
     assert ("copy_columns" in found) == own.own_columns == (problem.packing is not None or seq % 4 != 0)
 
 
+CELLS = [
+    # By measurements, whose figures `backward.settled` has.
+    ((1, 25, 5, 7777, 64), False, 5),
+    ((1, 25, 5, 7777, 64), True, 1),
+    ((1, 64, 8, 4096, 128), False, 1),
+    ((1, 64, 8, 4096, 128), True, 2),
+    # By waves alone.
+    ((1, 32, 8, 2048, 128), True, 4),
+    ((4, 32, 8, 4096, 128), True, 1),
+    ((1, 64, 8, 65536, 128), False, 1),
+    ((1, 8, 1, 64, 64), False, 1),
+    ((1, 16, 16, 4096, 64), True, 1),
+]
+
+
+@pytest.mark.parametrize(("sizes", "causal", "shares"), CELLS)
+def test_few_heads_of_keys_are_divided(sizes, causal, shares):
+    batch, heads_q, heads_kv, seq, head_dim = sizes
+    problem = Problem.contiguous(
+        batch=batch, heads_q=heads_q, heads_kv=heads_kv, seq_q=seq, head_dim=head_dim, causal=causal
+    )
+    plan = plan_of(None, problem, arch=ARCHS["sm90"])
+    assert (plan.config.parts, plan.config.walks(problem)[0].parts) == (shares, shares)
+    assert ("sum_shares" in {it.kernel for it in launches_of(plan)}) == (shares > 1)
+    assert find_variant(BACKEND, plan.variant, "backward").settle(problem, plan.arch, plan.config) == plan.config
+
+
 @both_masks
 @pytest.mark.parametrize("seq", [100, 101])
 @pytest.mark.parametrize("shares", [1, 2, 4])

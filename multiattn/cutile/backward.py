@@ -35,7 +35,7 @@ from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.config import Config
 from multiattn.plan.limits import AT_LEAST_1, Check, failed, limit_checks, limited
-from multiattn.plan.schedule import key_tiles, one_width, query_tiles
+from multiattn.plan.schedule import key_tiles, most_multiprocessors, one_width, query_tiles
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.waves import Side, Walk
 from multiattn.problem import Problem
@@ -82,7 +82,8 @@ class OnePassConfig(PassConfig):
     own_columns: bool = False
     """Lse and delta are copied before, lse as the kernel takes it. So they are always where TMA cannot load them."""
     shares: int = limited((lambda it: it >= 0, "0 and more"), default=0)
-    """Blocks that share the query heads of a tile of keys; another kernel adds up their dk and dv. 0 is one."""
+    """Blocks that share the query heads of a tile of keys; another kernel adds up their dk and dv. 0, as in rules, is
+    one block, or as many as `settled` chooses."""
 
     @property
     def parts(self) -> int:
@@ -126,6 +127,45 @@ class StoredConfig(TwoPassConfig):
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """Both kernels, of which that of dq has one product."""
         return self.with_products(problem, "kv", 4, self.parts), self.dq.with_products(problem, "q", 1)
+
+
+# ---------------------------------------------------------------- shares of a tile of keys
+
+SHARES_GAIN, SHARE_COST = 1.05, 0.02
+"""Shares must promise so much by waves. Each one more costs so much beside: its dk and dv are written and read in fp32.
+H200, 2026-11-29, no mask, D=128 N=4096 64/8, where a share gains nothing: 2, 4 and 8 took 1.6, 10 and 22 % longer."""
+WALK_MIN = 8
+"""The fewest blocks of queries that a share walks over. A guess, not measured."""
+
+
+def settled(problem: Problem, arch: Arch, config: OnePassConfig) -> OnePassConfig:
+    """The config with shares where heads of keys are too few for all SMs to be busy to the end.
+
+    Without a mask blocks come in waves, and the model of waves decides. H200, 2026-11-29: 5 shares at D=64 N=7777 25/5,
+    2.3 waves, 1.207 of one. Under the diagonal blocks must be twice those that run at a time, as the longest walk
+    decides. 2 shares at D=128 N=4096 64/8, 1.9 times as many, 1.59 of one (4 1.60, 8 1.48); 5 shares at D=64 N=7777
+    25/5, 2.3 times, 1.002. Between these it is a guess. Other arches, packed batches and block masks were not timed.
+    """
+    divisors = [it for it in range(2, problem.group + 1) if problem.group % it == 0]
+    steps = -(-problem.seq_q // config.tile_m)
+    divisors = [it for it in divisors if problem.group // it * steps >= WALK_MIN]
+    if (
+        config.shares
+        or not divisors
+        or arch.name != "sm90"
+        or problem.packing is not None
+        or problem.blocks is not None
+    ):
+        return config
+    sms = most_multiprocessors(arch)
+    if problem.is_banded and not problem.is_two_sided:
+        tiles, least = key_tiles(problem, config.tile_n), 2 * sms * config.blocks_per_sm
+        shares = next((it for it in (1, *divisors) if tiles * it >= least), divisors[-1])
+        return replace(config, shares=shares) if shares > 1 else config
+    walk, *_ = config.walks(problem)
+    times = {it: replace(walk, parts=it).time(problem, sms) * (1 + SHARE_COST * (it - 1)) for it in (1, *divisors)}
+    best = min(divisors, key=lambda it: times[it])
+    return replace(config, shares=best) if times[1] > SHARES_GAIN * times[best] else config
 
 
 # ---------------------------------------------------------------- memory
@@ -521,6 +561,7 @@ ONE_PASS = Family(
     capability=launches.EVERYWHERE,
     is_deterministic=False,
     launches=one_pass,
+    settle=settled,
     fits=why_not_one_pass,
     candidates=_candidates_of_one,
     candidates_max=_MOST,
@@ -533,6 +574,7 @@ TWO_PASS = Family(
     config=TwoPassConfig,
     capability=launches.EVERYWHERE,
     launches=two_passes,
+    settle=settled,
     fits=why_not_two_pass,
     candidates=_candidates_of_two,
     candidates_max=_MOST,
@@ -545,6 +587,7 @@ STORED = Family(
     config=StoredConfig,
     capability=Capability(arches=("cpu", "sm90")),
     launches=stored,
+    settle=settled,
     fits=why_not_stored,
     candidates=_candidates_of_stored,
     candidates_max=_MOST,
