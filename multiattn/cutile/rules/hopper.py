@@ -15,7 +15,7 @@ from multiattn.plan.config import COMPILED
 
 FULL, BANDED = False, True
 
-_21, _23, _24, _26 = (f"H200 2026-11-{day}, " for day in (21, 23, 24, 26))
+_21, _23, _24, _26, _29 = (f"H200 2026-11-{day}, " for day in (21, 23, 24, 26, 29))
 _25 = "H100 2026-11-25, lengths from 64 to 8k: "
 
 _64X64 = forward(64, 64, blocks_per_sm=2, lazy_max=True)
@@ -137,6 +137,8 @@ FORWARD = (
           why=COMPILED + "loads have a warp of their own, which they have not in pairs"),
     _rule((97, 128), BANDED, replace(_128X128, heads_together=8), whole_sectors=False, seq_max=4095,
           why=_23 + "D=104 N=2k: 381 TFLOPS; 64x64 in pairs 252"),
+    _rule((97, 128), FULL, replace(_64X128, heads_together=4, scheduler="static", pipeline="pilot"), dtype="bf16",
+          seq_max=256, why=_29 + "N=200, B*H=1024: 211 TFLOPS; without a pilot 201, 64x64 in pairs 195, 128x64 183"),
     _rule((97, 128), FULL, replace(_64X128, heads_together=4, scheduler="static"), seq_max=724,
           why=_26 + "N=512: 499 TFLOPS; with a pilot and 8 heads together 491, and on an H100 448 for 476"),
     _rule((97, 128), FULL, replace(_64X128, heads_together=4, scheduler="static", pipeline="pilot"), dtype="bf16",
@@ -226,19 +228,17 @@ TWO_PASS = (
           seq_max=8191, why=_21 + "337 TFLOPS, 0.81 ms for the queries; in 128x64 0.84"),
     _rule((1, 64), BANDED, two_passes(_by_8(64, 128, heads_together=4), _DQ_OF_FOUR), seq_min=8192,
           why=_21 + "B=1 N=16k: 379 TFLOPS, 2.81 ms for the queries; in 64x64 2.98"),
-    _rule((65, 128), FULL, two_passes(replace(_BY_2, heads_together=4), _DQ_BY_8), **_USUAL,
+    _rule((65, 128), None, two_passes(replace(_BY_2, heads_together=4), _DQ_OF_FOUR), scored=False, packed=True,
+          why=_29 + "16k packed tokens: 353 to 422 TFLOPS, causal 264 to 420; in 32x128 by 8 warps 337 to 414, 240 to "
+          "391, one pass 332 to 428, 231 to 402"),
+    _rule((65, 128), FULL, two_passes(replace(_BY_2, heads_together=4), _DQ_BY_8), scored=False,
           why=_26 + "1.85 ms for the keys; in 32x128 by 8 warps 2.04"),
-    _rule((65, 128), BANDED, two_passes(replace(_BY_2, heads_together=4), _DQ_OF_FOUR), **_USUAL,
+    _rule((65, 128), BANDED, two_passes(replace(_BY_2, heads_together=4), _DQ_OF_FOUR), scored=False,
           why=_26 + "0.97 ms for the keys; in 32x128 by 8 warps 1.12"),
-    *(
-        _rule((65, 128), banded, config, **kind, why=why)
-        for kind in _OTHERS
-        for banded, config, why in (
-            (FULL, two_passes(_by_8(32, 128), _DQ_BY_8), _21 + "of plain scores, 430 TFLOPS; one pass 415"),
-            (BANDED, two_passes(_by_8(32, 128, heads_together=4), _DQ_OF_FOUR),
-             _21 + "of plain scores, 402 TFLOPS, 1.08 and 0.63 ms; one head at a time 1.14 and 0.67"),
-        )
-    ),
+    _rule((65, 128), FULL, two_passes(_by_8(32, 128), _DQ_BY_8), scored=True,
+          why=_21 + "of plain scores, 430 TFLOPS; one pass 415"),
+    _rule((65, 128), BANDED, two_passes(_by_8(32, 128, heads_together=4), _DQ_OF_FOUR), scored=True,
+          why=_21 + "of plain scores, 402 TFLOPS, 1.08 and 0.63 ms; one head at a time 1.14 and 0.67"),
     _rule((129, 256), FULL, two_passes(_by_8(64, 64, latency=2), queries(64, 64, warps=8)),
           why=_21 + "392 TFLOPS, 1.86 ms for the keys; with a latency of 4 1.90"),
     _rule((129, 256), BANDED, two_passes(_by_8(64, 64), queries(64, 32, heads_together=4)),
@@ -248,6 +248,11 @@ TWO_PASS = (
 _SHARED: dict[str, Any] = {"heads_together": 4, "dq_transposed": True}
 
 ATOMIC = (
+    _rule((1, 64), FULL, _by_8(128, 128, delta_first=True, **_SHARED), packed=True, scored=False,
+          why=_29 + "16k packed tokens: 290 to 422 TFLOPS; 64x128 265 to 361, two passes 231 to 312"),
+    _rule((1, 64), BANDED, _by_8(128, 128, **_SHARED), packed=True, scored=False,
+          why=_29 + "16k packed tokens: 388 TFLOPS with one long sequence, 333 of mixed lengths, 188 of short equal "
+          "ones; two passes 331, 301, 197"),
     _rule((1, 64), FULL, _by_8(128, 128, delta_first=True, **_SHARED), seq_min=1024, **_USUAL,
           why=_26 + "413 TFLOPS, 402 at N=16k, 343 at N=1k; dq as it was 375, two passes 346, 340, 315"),
     _rule((1, 64), BANDED, _by_8(128, 128, **_SHARED), seq_min=2048, **_USUAL,
@@ -256,16 +261,22 @@ ATOMIC = (
           why=_26 + "428 TFLOPS, 429 at N=16k, 384 at N=2k; two passes 417, 389, 380"),
     _rule((65, 128), BANDED, _by_8(64, 128, delta_first=True, **_SHARED), seq_min=8192, **_USUAL,
           why=_26 + "N=16k: 432 TFLOPS; two passes 394"),
-    _rule((1, 64), FULL, _by_8(128, 128, heads_together=4), seq_min=2048, scored=True,
-          why=_21 + "without a score 393 TFLOPS; 64x128 369"),
+    _rule((1, 64), BANDED, _by_8(128, 128, own_columns=True, **_SHARED), seq_min=2048, scored=True,
+          why=_29 + "B=1: ALiBi 346, softcap 312 TFLOPS; two passes 259, 258; from 2k on a guess"),
+    _rule((1, 64), FULL, _by_8(128, 128, own_columns=True, **_SHARED), seq_min=2048, scored=True,
+          why=_29 + "with a mask, B=1: ALiBi 346 TFLOPS, and with dq as it was 310; without one a guess"),
+    _rule((65, 128), BANDED, _by_8(64, 128, **_SHARED), seq_min=2048, scored=True,
+          why=_29 + "B=1: ALiBi 406, softcap 398 TFLOPS; two passes 337, 331; from 2k on a guess"),
+    _rule((65, 128), FULL, _by_8(64, 128, **_SHARED), seq_min=2048, scored=True,
+          why="a guess, as with a mask"),
     _rule((129, 256), FULL, _by_8(64, 64), seq_min=2048, why=_21 + "406 TFLOPS; two passes 392"),
     _rule((129, 256), BANDED, _by_8(64, 64, heads_together=4), seq_min=2048,
           why=_21 + "373 TFLOPS; one head at a time 359"),
     # From here on two passes, which give the same bits each time, are as fast or faster, or nobody has measured.
-    _rule((1, 64), None, _by_8(128, 128, heads_together=4), only_named=True,
-          why=_21 + "330 TFLOPS with the mask; two passes 337"),
-    _rule((65, 128), None, _by_8(64, 128, heads_together=4), only_named=True,
-          why=_21 + "415 TFLOPS full, 375 with the mask; two passes 430 and 402"),
+    _rule((1, 64), None, _by_8(128, 128, **_SHARED), only_named=True,
+          why=_26 + "415 TFLOPS full, 385 with the mask; dq as it was 382 and 331; shorter ones were not timed"),
+    _rule((65, 128), None, _by_8(64, 128, **_SHARED), only_named=True,
+          why=_26 + "435 TFLOPS full, 406 with the mask; dq as it was 380 and 381; two passes 414 and 393"),
     _rule((129, 256), None, _by_8(64, 64, heads_together=4), only_named=True,
           why=_21 + "N=1024: two passes are faster full and as fast with the mask"),
 )  # fmt: skip
