@@ -223,6 +223,11 @@ DIVIDED = {
         square(16, 16, 4096, 4),
         {"tiles": 2048, "shares": 1, "ranges_from": 1980, "ranges": 132, "range_steps": 33},
     ),
+    "seven query heads a key head, a share for each": in_shares(7, square(28, 4, 3333, 1)),
+    "305 tiles of five query heads each are 2 for each SM and 41 more": (
+        square(25, 5, 7777, 1, head_dim=64),
+        {"tiles": 305, "shares": 1, "ranges_from": 264, "ranges": 132, "range_steps": 190},
+    ),
     "4096 tiles are 31 for each SM and 4 more, whose ranges would be too short": (
         square(32, 32, 4096, 4, head_dim=64),
         {"tiles": 4096, "shares": 1, "ranges_from": 4092, "ranges": 8, "range_steps": LEAST_RANGE_STEPS},
@@ -246,7 +251,7 @@ def test_tiles_are_divided_into_shares_or_ranges(name):
         pytest.param(square(16, 16, 4096, 4, causal=True), id="many_tiles_under_a_mask"),
         pytest.param(square(8, 8, 2048, 1), id="one_tile_for_nearly_each_sm"),
         pytest.param(square(11, 11, 6144, 4), id="as_many_for_each_sm"),
-        pytest.param(square(32, 16, 4096, 4), id="several_heads_share_keys"),
+        pytest.param(square(6, 2, 4096, 1, window=(0, 0)), id="few_that_see_little"),
         pytest.param(square(4, 4, LEAST_SHARE_STEPS * 64, 1), id="shares_would_be_too_short"),
         pytest.param(
             square(16, 1, 16384, 1, batching=Batching.packed(4, 8192, 8192)), id="only_the_device_knows_the_lengths"
@@ -295,6 +300,7 @@ def test_a_launch_knows_of_parts():
         pytest.param((1, 1, 700, 800, 64), {}, replace(EARLY, stream_k=4), "ranges", id="ranges_over_tiles"),
         pytest.param((1, 1, 700, 300, 72), {}, replace(BY_TMA, stream_k=2), "ranges", id="ranges_d72"),
         pytest.param((1, 1, 700, 300, 128), {}, replace(TMA_HALVES, stream_k=2), "ranges", id="ranges_d128"),
+        pytest.param((3, 1, 600, 600, 64), {}, replace(EARLY, stream_k=4), "ranges", id="ranges_over_heads"),
     ],
 )
 def test_parts_make_up_the_gradients(sizes, options, config, expected, monkeypatch):

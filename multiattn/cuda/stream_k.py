@@ -23,6 +23,8 @@ LONGEST_WEIGHT = 0.4
 causal (H200, 2026-11-26): 16 query heads on 2 of keys 458, 525, 544, 524 TFLOPS; on one of keys 315, 456, 534, 563; 4
 heads of one batch entry 281, 372, 331, 282."""
 SHARES = (1, 2, 4, 8)
+"""Also the divisors of a group up to the largest: shares that each begin with a head run side by side on one Q. H200,
+2026-11-29, full, N=3333: 28 heads on 4 at D=128 have 549 TFLOPS in 7 shares, 476 whole, 483 in ranges."""
 LEAST_SHARE_STEPS, LEAST_RANGE_STEPS = 16, 32
 """The fewest steps of the longest share, and of a range. Guesses."""
 LEAST_GAIN = 1.03
@@ -32,7 +34,8 @@ FEW = 2
 slower."""
 LEAST_SAVED_STEPS = 24
 """Steps that ranges must save. H200, 2026-11-26, full: N=4096 1 to 2 % faster, 8192 1 to 3 %, 16384 2 to 7 %; with 16
-and fewer steps saved up to 3 % slower."""
+and fewer steps saved up to 3 % slower. 2026-11-29, where heads share keys: D=64 25 on 5 N=7777 525 TFLOPS, 423 whole;
+24 on 8 N=5000 501, 434; D=128 40 on 8 N=3333 B=2 599, 493."""
 _KEY_WARPS = 8
 
 
@@ -74,13 +77,16 @@ def division_of(problem: Problem, tile_m: int, tile_n: int, multiprocessors: int
         return max(share, total / multiprocessors + LONGEST_WEIGHT * share) + parts * PART_STEPS
 
     is_few = seen <= FEW * multiprocessors
-    possible = [it for it in SHARES if it == 1 or (is_few and longest >= it * LEAST_SHARE_STEPS)]
+    divisors = (it for it in range(1, SHARES[-1] + 1) if problem.group % it == 0)
+    possible = [it for it in {*SHARES, *divisors} if it == 1 or (is_few and longest >= it * LEAST_SHARE_STEPS)]
     shares = min(possible, key=lambda it: steps_of_sm(it) * (1.0 if it == 1 else LEAST_GAIN))
     if shares > 1:
         return Divided(tiles=tiles, shares=shares, ranges_from=tiles * shares)
     divided = tiles % multiprocessors
     range_steps = max(-(-divided * longest // multiprocessors), LEAST_RANGE_STEPS)
-    if problem.is_banded or problem.group > 1 or longest - range_steps < LEAST_SAVED_STEPS or not divided:
+    if problem.is_banded or longest - range_steps < LEAST_SAVED_STEPS or not divided:
+        return None
+    if problem.group > 1 and divided == tiles:  # blocks at different heads share no Q and dO
         return None
     ranges = -(-divided * longest // range_steps)
     return Divided(tiles=tiles, ranges_from=tiles - divided, ranges=ranges, range_steps=range_steps)
