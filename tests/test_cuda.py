@@ -230,8 +230,8 @@ LINES = {
         "bulk_load(1024, arguments.floats, 512, 64);",
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [",
     ),
-    "bulk_add": (
-        "bulk_add(arguments.floats, 1024, 512); tma_store_commit(); tma_store_wait_read<0>();",
+    "bulk_add_if": (
+        "bulk_add_if(true, arguments.floats, 1024, 512); tma_store_commit(); tma_store_wait_read<0>();",
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [",
     ),
     "ordered_add_global": (

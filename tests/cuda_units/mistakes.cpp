@@ -515,7 +515,7 @@ inline void load_run(SharedAddress target, const Arguments& arguments, SharedAdd
 }
 inline void write_run() { store_shared_4(TILE + 4 * thread_index(), float_bits(1.0f)); }
 inline void add_and_commit(const Arguments& arguments) {
-  bulk_add(arguments.c, TILE, RUN);
+  bulk_add_if(true, arguments.c, TILE, RUN);
   tma_store_commit();
 }
 
@@ -568,18 +568,18 @@ MISTAKE_AT_BARRIER(run_left_behind, "returns, the last thread of the block, with
 }
 
 // ---- bulk_add
-MISTAKE(sums_not_fenced, "bulk_add: reads, with no fence_async_shared after it, what thread 0 wrote") {
+MISTAKE(sums_not_fenced, "bulk_add_if: reads, with no fence_async_shared after it, what thread 0 wrote") {
   write_run();
   named_barrier_sync(1, 128);
   add_and_commit(arguments);
 }
-MISTAKE_AT_BARRIER(sums_fenced_too_late, "bulk_add: reads, with no barrier after its fence_async_shared, what thread 0 wrote") {
+MISTAKE_AT_BARRIER(sums_fenced_too_late, "bulk_add_if: reads, with no barrier after its fence_async_shared, what thread 0 wrote") {
   if (first_thread()) store_shared_4(TILE, 0);
   named_barrier_sync(1, 128);
   fence_async_shared();
   if (late_thread()) add_and_commit(arguments);
 }
-MISTAKE_AT_BARRIER(sums_of_a_load_under_way, "bulk_add: reads a TMA load under way") {
+MISTAKE_AT_BARRIER(sums_of_a_load_under_way, "bulk_add_if: reads a TMA load under way") {
   load_run(TILE, arguments, BARRIER);
   if (first_thread()) add_and_commit(arguments);
 }
@@ -599,14 +599,14 @@ MISTAKE(sums_not_waited_for, "returns without a wait for its TMA stores") {
 }
 MISTAKE(sums_not_committed, "returns without a wait for its TMA stores to read shared memory") {
   if (!first_thread()) return;
-  bulk_add(arguments.c, TILE, RUN);
+  bulk_add_if(true, arguments.c, TILE, RUN);
   tma_store_wait_read<0>();
 }
-MISTAKE(misaligned_sums, "bulk_add: address 16 is not aligned to 128 bytes") { bulk_add(arguments.c, TILE + 16, RUN); }
-MISTAKE(sums_to_misaligned_memory, "bulk_add: the global address is not aligned to 16 bytes") {
-  bulk_add(arguments.c + 2, TILE, RUN);
+MISTAKE(misaligned_sums, "bulk_add_if: address 16 is not aligned to 128 bytes") { bulk_add_if(true, arguments.c, TILE + 16, RUN); }
+MISTAKE(sums_to_misaligned_memory, "bulk_add_if: the global address is not aligned to 16 bytes") {
+  bulk_add_if(true, arguments.c + 2, TILE, RUN);
 }
-MISTAKE(sums_of_a_part_of_a_line, "bulk_add: 192 bytes: a multiple of 128, which") { bulk_add(arguments.c, TILE, 192); }
+MISTAKE(sums_of_a_part_of_a_line, "bulk_add_if: 192 bytes: a multiple of 128, which") { bulk_add_if(true, arguments.c, TILE, 192); }
 
 // ---- grids
 MISTAKE_OF(32, run_before_earlier_grids_have_ended, "await_earlier_grids: global memory was touched before it") {
@@ -615,6 +615,6 @@ MISTAKE_OF(32, run_before_earlier_grids_have_ended, "await_earlier_grids: global
   await_earlier_grids();
 }
 MISTAKE_OF(32, sums_before_earlier_grids_have_ended, "await_earlier_grids: global memory was touched before it") {
-  bulk_add(arguments.c, TILE, RUN);
+  bulk_add_if(true, arguments.c, TILE, RUN);
   await_earlier_grids();
 }

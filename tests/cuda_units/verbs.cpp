@@ -192,9 +192,9 @@ KERNEL(128, 1) add_runs(PARAMETERS(Arguments) arguments) {
   fence_async_shared();
   sync_block();
   if (thread_index() != 0) return;
-  bulk_add(arguments.c, ONCE, 512);
+  bulk_add_if(true, arguments.c, ONCE, 512);
   tma_store_commit();
-  bulk_add(arguments.c + 128, TWICE, 512);
+  bulk_add_if(true, arguments.c + 128, TWICE, 512);
   tma_store_commit();
   const float before = arguments.c[1], behind = arguments.c[129];
   tma_store_wait_read<1>();

@@ -331,7 +331,9 @@ void prefetch_map(const TensorMap& map) { Hopper::check_map("prefetch_map", &map
 void bulk_load(SharedAddress target, const void* source, int bytes, SharedAddress barrier) {
   hopper().load_run("bulk_load", target, source, bytes, barrier);
 }
-void bulk_add(float* target, SharedAddress source, int bytes) { hopper().add_run("bulk_add", target, source, bytes); }
+void bulk_add_if(bool predicate, float* target, SharedAddress source, int bytes) {
+  if (predicate) hopper().add_run("bulk_add_if", target, source, bytes);
+}
 void tma_store_commit() { hopper().commit_stores(); }
 
 void named_barrier_sync(int id, int threads) { hopper().named_barrier("named_barrier_sync", id, threads, true); }

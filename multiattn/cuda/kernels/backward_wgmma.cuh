@@ -105,7 +105,7 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
     }
   }
 
-  // The steps of a tile whose queries see none of the warpgroup's keys: their slots go by unread.
+  // The steps of a tile whose queries see none of the warpgroup's keys: Q and dO go by unread, and dS is 0.
   DEVICE void skip_before(const Blocks& own) {
     if constexpr (T::BAND != Band::FULL && !T::DESCENDS) skip(own.begin - query_blocks<T>(params_, tile()).begin);
   }
@@ -121,8 +121,10 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
       Shared::ring_q().release_apart(q.slot);
       Shared::ring_dout().await_full(dout);
       Shared::ring_dout().release_apart(dout.slot);
-      Shared::ring_ds().await_empty(DsPlace::of(steps_));
-      if (thread_index() % WARP == 0) mbarrier_arrive(Shared::ring_ds().full(DsPlace::of(steps_).slot));
+#pragma unroll
+      for (auto& fragment : ds()) fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0;
+      store_ds();
+      pass_ds();
       sync_warp();
     }
   }

@@ -25,13 +25,13 @@ class DqWarpgroup {
       Shared::ring_k().release_apart(k_.slot);
       k_.advance();
     }
+    if constexpr (T::HANDS_OVER_LATE) hand_over();
     if constexpr (T::DQ_BY_TMA) tma_store_wait_read<0>();
   }
 
  private:
   DEVICE void walk(const KeyTile<T>& tile) {
     const Blocks blocks = query_blocks<T>(params_, tile);
-    const Blocks of_low = group_blocks<T>(params_, tile, 0), of_high = group_blocks<T>(params_, tile, 1);
     const int first_head = tile.head_kv * params_.backward.group, end_head = first_head + params_.backward.group;
     const int end_row = count_queries(params_.backward, tile.sequence);
     int steps_left = count_steps<T>(params_, blocks);
@@ -49,12 +49,7 @@ class DqWarpgroup {
         Shared::ring_ds().await_full(place);
 #pragma unroll
         for (int column = 0; column < T::HEAD_DIM; column += T::DQ_COLUMNS) {
-          if (!sees(of_high, block))
-            make<0, T::KEY_STEPS / 2>(place.slot, column);
-          else if (!sees(of_low, block))
-            make<T::KEY_STEPS / 2, T::KEY_STEPS>(place.slot, column);
-          else
-            make<0, T::KEY_STEPS>(place.slot, column);
+          make(place.slot, column);
           if (column + T::DQ_COLUMNS >= T::HEAD_DIM) Shared::ring_ds().release(place.slot);
           if (row < end_row) add(sums + column / 8 * SIDE, column);
         }
@@ -66,21 +61,16 @@ class DqWarpgroup {
     }
   }
 
-  // True if a block of queries sees keys of a warpgroup, which has put dS into shared memory.
-  static DEVICE bool sees(const Blocks& of_group, int block) {
-    return T::BAND == Band::FULL || (block >= of_group.begin && block < of_group.end);
-  }
-
-  // dq[TILE_M, DQ_COLUMNS] = dS K of some of the tile's keys, 16 a step
-  template <int BEGIN, int END>
+  // dq[TILE_M, DQ_COLUMNS] = dS K, 16 keys a step
   DEVICE void make(int slot, int column) {
     const Descriptor ds(Shared::ds(slot), T::TileDS::PANEL_BYTES);
     const Descriptor k(Shared::k(k_.slot) + column / TileKV::PANEL_COLUMNS * TileKV::PANEL_BYTES, TileKV::PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
-    for (int i = BEGIN; i < END; ++i)
-      wgmma_ss_mn<E, T::DQ_COLUMNS>(dq_, ds.at(i * 16 * T::TileDS::ROW_BYTES), k.at(i * 16 * TileKV::ROW_BYTES), i > BEGIN);
+    for (int i = 0; i < T::KEY_STEPS; ++i)
+      wgmma_ss_mn<E, T::DQ_COLUMNS>(dq_, ds.at(i * 16 * T::TileDS::ROW_BYTES), k.at(i * 16 * TileKV::ROW_BYTES), i > 0);
     wgmma_commit();
+    if constexpr (T::HANDS_OVER_LATE) hand_over();  // the part before this one
     wgmma_wait<0>();
   }
 
@@ -102,20 +92,30 @@ class DqWarpgroup {
 
   // Each warp for itself: what it adds is contiguous.
   DEVICE void add_by_tma(float* sums, int column) {
-    constexpr int BYTES = T::DQ_BYTES / T::DQ_WARPS;
-    const SharedAddress own = Shared::dq(additions_++ % T::DQ_BUFFERS) + thread_index() / WARP % T::DQ_WARPS * BYTES;
+    const SharedAddress own = buffer(additions_);
     if (lane() == 0) tma_store_wait_read<T::DQ_BUFFERS - 1>();
     sync_warp();  // nothing is read from this buffer
 #pragma unroll
     for (int i = 0; i < T::DQ_COLUMNS / 8; ++i)
       if (column + 8 * i < T::HEAD_DIM)
         store_shared_16(own + (i * SIDE + lane() * 4) * 4, chunk_of(dq_ + 4 * i));
+    waiting_ = sums;
+    waiting_bytes_ = min(T::DQ_COLUMNS, T::HEAD_DIM - column) / 8 * SIDE * 4;
+    if constexpr (!T::HANDS_OVER_LATE) hand_over();
+  }
+  // With HANDS_OVER_LATE while the next products are made: the fence was a quarter of the time of this warpgroup, for which the
+  // others wait.
+  DEVICE void hand_over() {
     fence_async_shared();
     sync_warp();  // all lanes have written
-    if (lane() == 0) {
-      bulk_add(sums, own, min(T::DQ_COLUMNS, T::HEAD_DIM - column) / 8 * SIDE * 4);
-      tma_store_commit();
-    }
+    bulk_add_if(lane() == 0 && waiting_, waiting_, buffer(additions_), waiting_bytes_);
+    tma_store_commit();
+    additions_ += waiting_ != nullptr;
+    waiting_ = nullptr;
+  }
+  static DEVICE SharedAddress buffer(uint32 addition) {
+    constexpr int BYTES = T::DQ_BYTES / T::DQ_WARPS;
+    return Shared::dq(addition % T::DQ_BUFFERS) + thread_index() / WARP % T::DQ_WARPS * BYTES;
   }
 
   static constexpr int ROW_FLOATS = T::DIM_STEPS * T::Sum::FRAGMENT;  // of 16 queries
@@ -125,6 +125,8 @@ class DqWarpgroup {
   const typename T::Params& params_;
   RingPlace<T::K_STAGES> k_;
   uint32 steps_ = 0, additions_ = 0;  // before this one, of all tiles
+  float* waiting_ = nullptr;          // the sums of a part that is in a buffer, and not handed over
+  int waiting_bytes_ = 0;
   float dq_[T::DQ_COLUMNS / 2];
 };
 

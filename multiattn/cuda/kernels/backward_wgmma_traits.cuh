@@ -28,6 +28,8 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr int DQ_COLUMNS = C.dq_columns;
   static constexpr bool KEEPS_K = C.k_in_registers, KEEPS_V = C.v_in_registers;
   static constexpr bool EARLY_SCORES = C.early_scores, DQ_BY_TMA = C.dq_by_tma, KEEPS_SLOPED = C.keeps_sloped;
+  // What TMA adds of one half of dQ is handed over while the other half is made.
+  static constexpr bool HANDS_OVER_LATE = DQ_BY_TMA && C.dq_columns < F.head_dim;
   // One copy of a step does for the first and the last too: with a mask three are more than the instruction cache holds. Fetches
   // took a quarter of the time at D=64. With an expression three have too few registers above D=96.
   static constexpr bool IS_COMPACT = F.band != Band::FULL || (HAS_SCORE<Score> && F.head_dim > 96);
@@ -161,8 +163,6 @@ DEVICE int count_steps(const typename T::Params& params, const Blocks& blocks) {
 
 // The tile's blocks that see keys of a warpgroup. With several query heads all of them, as one walk follows another without a break,
 // and with a part of a walk.
-// Each block of the tile sees keys of one warpgroup at least, as DqWarpgroup relies on: the first query that sees the upper half is
-// at most one behind the last that sees the lower half.
 template <class T>
 DEVICE Blocks group_blocks(const typename T::Params& params, const KeyTile<T>& tile, int group) {
   const Blocks all = query_blocks<T>(params, tile);

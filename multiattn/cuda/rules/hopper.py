@@ -57,7 +57,7 @@ WGMMA_RULES: tuple[Rule[WgmmaConfig], ...] = (*SCORED, *tuned_rules("cuda", "wgm
 _PLAIN_BACKWARD = WgmmaBackwardConfig(tile_m=64, tile_n=128, stream_k=most_multiprocessors(ARCHS["sm90"]))
 _EARLY = replace(_PLAIN_BACKWARD, k_in_registers=True, early_scores=True, k_stages=2)
 _BY_TMA = replace(_PLAIN_BACKWARD, dq_by_tma=True)
-_HALVES = replace(_BY_TMA, half_dq=True)
+_HALVES = replace(_BY_TMA, half_dq=True, dout_stages=3)
 _H100 = "H100 2026-11-26, N=4096, H*D=2048 in bf16, full / causal: "
 
 

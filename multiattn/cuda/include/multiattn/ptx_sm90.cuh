@@ -163,12 +163,16 @@ DEVICE void tma_store(const TensorMap& map, SharedAddress source, int column, in
                "r"(source), "r"(column), "r"(row), "r"(head), "r"(end), "r"(wrap)
                : "memory");
 }
-// Adds so many bytes of floats to global memory, in no order with what others add; addresses and bytes are multiples of 16.
-// It is one of the thread's stores: tma_store_wait_read tells that shared memory was read, not that the sums are there.
-DEVICE void bulk_add(float* target, SharedAddress source, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(source),
-               "r"(bytes)
-               : "memory");
+// Adds so many bytes of floats to global memory, for threads with a true `predicate`, in no order with what others add; addresses
+// and bytes are multiples of 16. It is one of the thread's stores: tma_store_wait_read tells that shared memory was read, not that the sums are there.
+DEVICE void bulk_add_if(bool predicate, float* target, SharedAddress source, int bytes) {
+  asm volatile(
+      "{.reg .pred chosen;\n"
+      "setp.ne.b32 chosen, %0, 0;\n"
+      "@chosen cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%1], [%2], %3;}" ::"r"(
+          static_cast<int>(predicate)),
+      "l"(target), "r"(source), "r"(bytes)
+      : "memory");
 }
 DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // At most N of this thread's groups of stores still read shared memory.

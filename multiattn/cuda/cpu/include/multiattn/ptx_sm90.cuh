@@ -80,7 +80,7 @@ inline void tma_store(const TensorMap& map, SharedAddress source, int column, in
   emulation::tma_store("tma_store", map, source, {column, row, head, end, wrap});
 }
 // Whole lines, as bulk_load.
-void bulk_add(float* target, SharedAddress source, int bytes);
+void bulk_add_if(bool predicate, float* target, SharedAddress source, int bytes);
 void tma_store_commit();
 template <int N>
 inline void tma_store_wait_read() {
