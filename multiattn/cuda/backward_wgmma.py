@@ -51,6 +51,11 @@ _REGISTERS_MAX, _REGISTERS_MAX_FEW = 176, 152
 class HopperBackwardConfig(WgmmaFamilyConfig):
     """A config of either backward for Hopper, with statistics of queries before the products."""
 
+    @property
+    def row_statistics(self) -> int:
+        """Numbers of a query that are prepared."""
+        return STATISTICS
+
     def box_rows(self, problem: Problem) -> Mapping[str, int]:
         """Whole tiles."""
         return {"q": self.tile_m, "dout": self.tile_m, "k": self.tile_n, "v": self.tile_n}
@@ -58,16 +63,17 @@ class HopperBackwardConfig(WgmmaFamilyConfig):
     def areas(self, problem: Problem) -> dict[str, int]:
         """Statistics, and the counter of tiles."""
         rows = problem.batch * problem.heads_q * tiles_of(problem, problem.seq_q, self.tile_m) * self.tile_m
-        return {"statistics": rows * STATISTICS * FP32_BYTES, WORKSPACE: COUNTER_BYTES}
+        return {"statistics": rows * self.row_statistics * FP32_BYTES, WORKSPACE: COUNTER_BYTES}
 
     def statistics(
         self, problem: Problem, rows: int, name: str, *lists: str, has_dq_sum: bool = True, stream_k: bool = False
     ) -> PlannedLaunch:
         """The kernel of statistics, with blocks of so many queries."""
         sizes = {"head_dim": problem.head_dim, "threads": ROW_THREADS, "tile_rows": rows, "tile_m": self.tile_m}
-        config = aggregate("RowConfig", **sizes, has_dq_sum=has_dq_sum)
+        delta_first = self.row_statistics > STATISTICS
+        config = aggregate("RowConfig", **sizes, has_dq_sum=has_dq_sum, delta_first=delta_first)
         kernel = Instance(
-            name=f"prepare_statistics_{problem.dtype}_d{problem.head_dim}{name}",
+            name=f"prepare_statistics_{problem.dtype}_d{problem.head_dim}{'_delta' * delta_first}{name}",
             header="backward_wgmma_rows.cuh",
             entry="prepare_statistics",
             traits=traits_type("StatisticsTraits", problem, config, *lists),
@@ -108,9 +114,14 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
     dq_by_tma: bool = False
     """dQ is added to its sums by TMA, by way of shared memory, or by each thread from its registers."""
     early_scores: bool = False
-    """Scores of the next step are made while dP is, which takes 48 registers."""
+    """Scores of the next step are made while dP is, which takes 48 registers. dP begins with -delta."""
     stream_k: int = limited(between(0, 1024), default=0)
     """SMs among which tiles of keys are divided where whole ones keep them less busy; 0: all tiles are whole."""
+
+    @property
+    def row_statistics(self) -> int:
+        """lse and delta. dP with registers of its own begins with -delta, which is there for both keys of a thread."""
+        return STATISTICS + self.early_scores
 
     @property
     def threads(self) -> int:
@@ -121,7 +132,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         """Dynamic shared memory of a block, which its kernel asserts when compiled."""
         rows = (self.k_stages + 1) * self.tile_n + (self.q_stages + self.dout_stages) * self.tile_m
         ds = _DS_STAGES * self.tile_n * self.tile_m * ELEMENT_BYTES
-        statistics = self.q_stages * STATISTICS * self.tile_m * FP32_BYTES
+        statistics = self.q_stages * self.row_statistics * self.tile_m * FP32_BYTES
         dq = _DQ_BUFFERS * self.tile_m * padded(self.dq_columns(problem)) * FP32_BYTES if self.dq_by_tma else 0
         return rows * row_bytes(problem) + ds + statistics + dq + BARRIER_BYTES
 

@@ -10,6 +10,7 @@ struct RowConfig {
   int tile_rows;           // queries of a block
   int tile_m = tile_rows;  // of a tile of the kernel of gradients, where a block owns whole ones
   bool has_dq_sum;         // dq is added up in the workspace
+  bool delta_first = false;  // dP begins with -delta, which is there twice for that
   bool wide = true;        // 16 bytes at a time
 };
 
@@ -18,6 +19,8 @@ struct RowTraits {
   using Element = Element_;
   static constexpr int TILE_ROWS = C.tile_rows, TILE_M = C.tile_m, THREADS = C.threads;
   static constexpr bool HAS_DQ_SUM = C.has_dq_sum;
+  static constexpr bool DELTA_FIRST = C.delta_first;
+  static constexpr int STATISTICS = DELTA_FIRST ? 3 : 2;  // numbers of a query for the kernels with wgmma: lse, and delta once or twice
   using Blocked = Blocked_;  // what lists the tiles that there are
   using Params = typename WithAux<PlainParams, NoScore, typename ListsOf<Blocked>::Type>::Type;
   static constexpr int CHUNKS = C.head_dim / CHUNK_ELEMENTS;

@@ -32,6 +32,7 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
   static constexpr bool IS_MODIFIED = HAS_SCORE<typename T::Score>;
   static constexpr bool IS_CROWDED = T::KEEPS_SLOPED && !T::EARLY_SCORES;  // no room for weights before dK is there
   using Statistics = QueryStatistics<T, T::KEEPS_SLOPED>;
+  using Delta = typename DeltaOf<T, Statistics>::Type;
 
  public:
   DEVICE explicit KeyWarpgroup(const typename T::Params& params) : params_(params) {}
@@ -89,6 +90,7 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
     make_scores(steps_);
     weigh<0>(steps_);
     pack_weights();
+    begin_dp(steps_);
     Shared::ring_v().await_full(v_);
     if constexpr (T::KEEPS_V) read_rows<TileKV>(kept_v_, Shared::v(), own_row);
     if constexpr (!T::IS_COMPACT) {
@@ -138,7 +140,7 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
     make_dp();
     if (T::EARLY_SCORES && makes_scores) make_scores(next);
     add_dv(is_first);
-    Statistics delta(Shared::delta(slot));
+    Delta delta(Shared::delta(slot));
     if (!T::EARLY_SCORES)
       wgmma_wait<0>();
     else if (makes_scores)
@@ -161,6 +163,7 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
     if (++block_ == end_) block_ = query_blocks<T>(params_, tile()).begin;  // of the next head
     if (makes_scores) weigh<IS_CROWDED ? 0 : 1>(next);  // while dK is under way
     wgmma_wait<0>();
+    if (makes_scores) begin_dp(next);
     Shared::ring_q().release(slot);
     if (makes_scores) pack_weights();
     ++steps_;
@@ -210,6 +213,10 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
       mask(scores());
   }
 
+  DEVICE void begin_dp(uint32 step) {
+    if constexpr (T::EARLY_SCORES) load_negative_delta<T>(dp(), Shared::delta(PlaceQ::of(step).slot));
+  }
+
   DEVICE void pack_weights() {
     if constexpr (!T::KEEPS_SLOPED) pack_operand<E>(weights(), scores());
   }
@@ -257,14 +264,14 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void make_scores(uint32 step) {
     const auto place = PlaceQ::of(step);
     Shared::ring_q().await_full(place);
-    multiply<T::KEEPS_K>(scores(), kept_k_, Shared::k(k_.slot), Shared::q(place.slot));
+    multiply<T::KEEPS_K, false>(scores(), kept_k_, Shared::k(k_.slot), Shared::q(place.slot));
   }
 
   // dP^T[64, TILE_M] = V dO^T
   DEVICE void make_dp() {
     const auto place = PlaceDout::of(steps_);
     Shared::ring_dout().await_full(place);
-    multiply<T::KEEPS_V>(dp(), kept_v_, Shared::v(), Shared::dout(place.slot));
+    multiply<T::KEEPS_V, T::EARLY_SCORES>(dp(), kept_v_, Shared::v(), Shared::dout(place.slot));
   }
 
   // dV[64, D] += P^T dO
@@ -276,9 +283,9 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void add_dk(int slot, bool is_first) { add_product<E, T::HEAD_DIM, TileQ>(dk_, ds(), Shared::q(slot), is_first); }
 
   // sums[64, TILE_M] = the warpgroup's rows of K or V times those of Q or dO
-  template <bool KEPT>
+  template <bool KEPT, bool ADDS>
   DEVICE void multiply(Scores& sums, const Fragment (&kept)[T::DIM_STEPS], SharedAddress keys, SharedAddress queries) {
-    multiply_rows<E, T::TILE_M, TileKV, TileQ, KEPT>(sums, kept, keys + GROUP * T::WARPGROUP_KEYS * TileKV::ROW_BYTES, queries);
+    multiply_rows<E, T::TILE_M, TileKV, TileQ, KEPT, ADDS>(sums, kept, keys + GROUP * T::WARPGROUP_KEYS * TileKV::ROW_BYTES, queries);
   }
 
   static DEVICE void clear(float (&gradient)[T::HEAD_DIM / 2]) {

@@ -76,6 +76,33 @@ DEVICE void mask_transposed(TransposedScores<T>& weights, const Mask<T::BAND>& m
 template <class T>
 using TransposedOperand = uint32[T::QUERY_STEPS][4];
 
+// The delta of a thread's queries where dP begins with it.
+struct NoDelta {
+  DEVICE explicit NoDelta(SharedAddress) {}
+  DEVICE void want(int) {}
+  static DEVICE float of(int) { return 0.0f; }
+};
+template <class T, class Statistics, bool = T::EARLY_SCORES>
+struct DeltaOf {
+  using Type = Statistics;
+};
+template <class T, class Statistics>
+struct DeltaOf<T, Statistics, true> {
+  using Type = NoDelta;
+};
+
+// Where dP begins: -delta of a thread's queries, each for two keys.
+template <class T>
+DEVICE void load_negative_delta(TransposedScores<T>& dp, SharedAddress list) {
+  const SharedAddress own = list + thread_index() % 4 * 16;
+#pragma unroll
+  for (int i = 0; i < T::TILE_M / 8; ++i) {
+    const Chunk four = load_shared_16(own + i * 64);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) dp[4 * i + e] = float_of_bits(four.word[e]);
+  }
+}
+
 // Element i = 0.
 template <class T>
 DEVICE void clear_rounded(TransposedOperand<T>& weights, int i) {

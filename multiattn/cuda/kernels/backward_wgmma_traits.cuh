@@ -56,7 +56,8 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   using RingDout = Ring<DOUT_STAGES>;
   static constexpr int DS_STAGES = 2;
   using RingDS = Ring<DS_STAGES>;
-  static constexpr int STATISTICS_BYTES = 2 * TILE_M * 4;  // lse and delta
+  // dP begins with -delta where its accumulators are not those of scores: a step has a tenth fewer instructions.
+  static constexpr int STATISTICS = EARLY_SCORES ? 3 : 2, STATISTICS_BYTES = STATISTICS * TILE_M * 4;  // lse, and delta, or -delta twice
 
   // Shared memory: K, V, stages of Q, of dO, of dS^T, of statistics, dQ, then barriers and what the tile of keys is.
   static constexpr int V_AT = K_STAGES * TileKV::BYTES, Q_AT = V_AT + TileKV::BYTES;
@@ -181,13 +182,17 @@ DEVICE int statistic_place(int query) {
   return query / 16 * 16 + query % 8 / 2 * 4 + query / 8 % 2 * 2 + query % 2;
 }
 
+// The place of a query's -delta in the list of its tile, and two behind it once more: a thread's accumulators of two keys and two
+// queries begin with the four numbers that are together.
+DEVICE int accumulator_place(int query) { return query / 8 * 16 + query % 8 / 2 * 4 + query % 2; }
+
 // lse (log2) and delta of a tile of queries, of a query head that counts through the batch. A sequence of a packed batch begins
 // with a tile of its own: each of those before it has at most one more than its rows fill.
 template <class T>
 DEVICE float* statistics_of(const typename T::Params& params, int head, int number, const SequenceOf<T>& sequence, int block) {
   int64 place = static_cast<int64>(head) * params.backward.tiles_q + block;
   if constexpr (IS_PACKED<typename T::Blocked>) place += sequence.offset_q / T::TILE_M + number;
-  return params.statistics + place * (2 * T::TILE_M);
+  return params.statistics + place * (T::STATISTICS * T::TILE_M);
 }
 
 template <class T>

@@ -5,8 +5,8 @@
 
 namespace multiattn {
 
-// sums[64, N] = 64 rows of a tile times N rows of another. The first are in shared memory or, KEPT, in registers.
-template <class E, int N, class TileA, class TileB, bool KEPT, int STEPS>
+// sums[64, N] = 64 rows of a tile times N rows of another, or += if ADDS. The first are in shared memory or, KEPT, in registers.
+template <class E, int N, class TileA, class TileB, bool KEPT, bool ADDS = false, int STEPS>
 DEVICE void multiply_rows(float (&sums)[N / 2], const Fragment (&kept)[STEPS], SharedAddress left, SharedAddress right) {
   const Descriptor a(recomputed(left), 16), b(right, 16);
   wgmma_fence();
@@ -14,9 +14,9 @@ DEVICE void multiply_rows(float (&sums)[N / 2], const Fragment (&kept)[STEPS], S
   for (int i = 0; i < STEPS; ++i) {
     const uint64 columns = b.at(i / 4 * TileB::PANEL_BYTES + i % 4 * 32);
     if constexpr (KEPT)
-      wgmma_rs<E, N>(sums, kept[i].reg, columns, i > 0);
+      wgmma_rs<E, N>(sums, kept[i].reg, columns, ADDS || i > 0);
     else
-      wgmma_ss<E, N>(sums, a.at(i / 4 * TileA::PANEL_BYTES + i % 4 * 32), columns, i > 0);
+      wgmma_ss<E, N>(sums, a.at(i / 4 * TileA::PANEL_BYTES + i % 4 * 32), columns, ADDS || i > 0);
   }
   wgmma_commit();
 }
