@@ -279,7 +279,7 @@ def rows(*found, at_night=False):
             ("cuda", "backward", "two_pass", 64, SOFTCAP),
             ("cuda", "backward", "atomic", 64, TRAINED),
             ("cuda", "backward", "wgmma_two_pass", 256, SOFTCAP),
-            ("cuda", "backward", "wgmma", 128, SHARED | CAUSAL | SOFTCAP),
+            ("cuda", "backward", "wgmma", 128, SHARED | CAUSAL | SLOPES),
             ("triton", "forward", "full", 128, WINDOW),
             ("triton", "backward", "two_pass", 64, WINDOW),
             ("triton", "forward", "warp_specialized", 128, WINDOW | {"has_sinks": True}),

@@ -28,7 +28,7 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr int DQ_COLUMNS = C.dq_columns;
   static constexpr bool KEEPS_K = C.k_in_registers, KEEPS_V = C.v_in_registers;
   static constexpr bool EARLY_SCORES = C.early_scores, DQ_BY_TMA = C.dq_by_tma, KEEPS_SLOPED = C.keeps_sloped;
-  // What TMA adds of one half of dQ is handed over while the other half is made.
+  // One half of dQ is handed to TMA while the other half is made.
   static constexpr bool HANDS_OVER_LATE = DQ_BY_TMA && C.dq_columns < F.head_dim;
   // One copy of a step does for the first and the last too: with a mask three are more than the instruction cache holds. Fetches
   // took a quarter of the time at D=64. With an expression three have too few registers above D=96.
