@@ -25,7 +25,7 @@ from multiattn.problem import Problem
 from multiattn.sequences import Batching
 
 SM90 = ARCHS["sm90"]
-ONE, TWO = "wgmma", "wgmma_two_pass"
+ONE, ORDERED, TWO = "wgmma", "wgmma_ordered", "wgmma_two_pass"
 
 
 def plan_of(problem, variant=None, config=None, *, arch=SM90, deterministic=False):
@@ -315,4 +315,26 @@ def test_parts_make_up_the_gradients(sizes, options, config, expected, monkeypat
     found = division_of(plan.problem, config.tile_m, config.tile_n, config.stream_k)
     assert found is not None
     assert (found.shares > 1, found.ranges > 1) == (expected == "shares", expected == "ranges")
+    check(plan, q, k, v, dout)
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("sizes", "options", "config"),
+    [
+        pytest.param((2, 2, 200, 300, 64), {}, EARLY, id="d64"),
+        pytest.param((4, 2, 300, 400, 64), {"causal": True}, EARLY, id="causal_group"),
+        pytest.param((1, 1, 700, 500, 64), {"causal": True}, EARLY, id="queries_that_see_no_key"),
+        pytest.param((2, 1, 500, 600, 40), {"window": (130, 5)}, EARLY, id="window"),
+        pytest.param((1, 1, 700, 300, 72), {"window": (64, 200)}, BY_TMA, id="window_d72"),
+        pytest.param((2, 1, 260, 700, 104), {"window": (50, 0)}, TMA_HALVES, id="window_d104"),
+        pytest.param((1, 1, 300, 500, 128), {"causal": True}, TMA_HALVES, id="causal_d128"),
+    ],
+)
+def test_tiles_of_keys_add_to_dq_one_after_another(sizes, options, config):
+    """A tile that waited for one that does not come, or for a wrong number, ends the emulation."""
+    heads_q, heads_kv, seq_q, seq_kv, head_dim = sizes
+    given = {"heads_q": heads_q, "heads_kv": heads_kv, "seq_q": seq_q, "seq_kv": seq_kv, "head_dim": head_dim}
+    q, k, v, dout = make_tensors(**given)
+    plan = plan_of(Problem.of(q, k, v, **options), ORDERED, replace(config, ordered=True, dq_by_tma=False), arch=CPU)
     check(plan, q, k, v, dout)

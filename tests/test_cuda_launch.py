@@ -22,7 +22,7 @@ from multiattn.run import cache
 
 pytestmark = with_nvrtc
 SINKS = torch.zeros(4)
-HOPPER = ("wgmma", "wgmma_two_pass", "split_keys")  # whose kernels begin while those before them end
+HOPPER = ("wgmma", "wgmma_ordered", "wgmma_two_pass", "split_keys")  # whose kernels begin while those before them end
 SIZES = {"batch": 2, "seq_q": 300, "seq_kv": 500, "head_dim": 64}
 CASES = {
     "mma": ("forward", SPLIT_Q.name, {"causal": True}),

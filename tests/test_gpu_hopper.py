@@ -33,6 +33,7 @@ DEADLINE_S = 120.0
 FAMILIES: tuple[tuple[str, Direction, str], ...] = (
     ("cuda", "forward", "wgmma"),
     ("cuda", "backward", "wgmma"),
+    ("cuda", "backward", "wgmma_ordered"),
     ("cuda", "backward", "wgmma_two_pass"),
     ("triton", "forward", "warp_specialized"),
     ("triton", "backward", "warp_specialized"),

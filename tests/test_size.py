@@ -13,11 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINES = {
-    "multiattn": 55_190,
-    "tests": 29_490,
+    "multiattn": 55_350,
+    "tests": 29_520,
     "parity": 5_500,
     "bench": 9_500,
-    "docs": 4_740,
+    "docs": 4_750,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""

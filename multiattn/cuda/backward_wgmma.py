@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from multiattn.cuda.backward_mma import ROW_THREADS, ROW_TILE, backward_numbers,
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded, tiles_of
 from multiattn.cuda.naming import aggregate, aggregate_of, traits_type
 from multiattn.cuda.source import Instance, PlannedLaunch, WgmmaBackwardParams
-from multiattn.cuda.stream_k import Divided
+from multiattn.cuda.stream_k import Divided, steps_of_tiles
 from multiattn.cuda.wgmma import (
     BARRIER_BYTES,
     BOX_COLUMNS,
@@ -41,6 +42,10 @@ _DS_STAGES = 2
 _DQ_BUFFERS = 2
 STATISTICS = 2
 """Numbers of a query, fp32: lse and delta."""
+CHAIN_STEPS = 2
+"""Steps from one tile's addition to dq to the next one's, where they come in order. A guess."""
+TURN_BYTES = 128
+"""Behind the statistics of a tile: a line, so that TMA may load those of the next one."""
 WIDE_FROM = 97
 """The head_dim from which on warpgroups of keys have 208 registers a thread: below 200 with early scores, else 184."""
 _REGISTERS_MAX, _REGISTERS_MAX_FEW = 176, 152
@@ -56,6 +61,11 @@ class HopperBackwardConfig(WgmmaFamilyConfig):
         """Numbers of a query that are prepared."""
         return STATISTICS
 
+    @property
+    def is_ordered(self) -> bool:
+        """True if behind the statistics of a tile is how many tiles of keys have added to its dq."""
+        return False
+
     def box_rows(self, problem: Problem) -> Mapping[str, int]:
         """Whole tiles."""
         return {"q": self.tile_m, "dout": self.tile_m, "k": self.tile_n, "v": self.tile_n}
@@ -63,7 +73,8 @@ class HopperBackwardConfig(WgmmaFamilyConfig):
     def areas(self, problem: Problem) -> dict[str, int]:
         """Statistics, and the counter of tiles."""
         rows = problem.batch * problem.heads_q * tiles_of(problem, problem.seq_q, self.tile_m) * self.tile_m
-        return {"statistics": rows * self.row_statistics * FP32_BYTES, WORKSPACE: COUNTER_BYTES}
+        row_bytes = self.row_statistics * FP32_BYTES + (TURN_BYTES // self.tile_m if self.is_ordered else 0)
+        return {"statistics": rows * row_bytes, WORKSPACE: COUNTER_BYTES}
 
     def statistics(
         self, problem: Problem, rows: int, name: str, *lists: str, has_dq_sum: bool = True, stream_k: bool = False
@@ -71,9 +82,11 @@ class HopperBackwardConfig(WgmmaFamilyConfig):
         """The kernel of statistics, with blocks of so many queries."""
         sizes = {"head_dim": problem.head_dim, "threads": ROW_THREADS, "tile_rows": rows, "tile_m": self.tile_m}
         delta_first = self.row_statistics > STATISTICS
-        config = aggregate("RowConfig", **sizes, has_dq_sum=has_dq_sum, delta_first=delta_first)
+        prepared = f"{'_delta' * delta_first}{'_ordered' * self.is_ordered}"
+        kept = {"has_dq_sum": has_dq_sum, "ordered": self.is_ordered, "delta_first": delta_first}
+        config = aggregate("RowConfig", **sizes, **kept)
         kernel = Instance(
-            name=f"prepare_statistics_{problem.dtype}_d{problem.head_dim}{'_delta' * delta_first}{name}",
+            name=f"prepare_statistics_{problem.dtype}_d{problem.head_dim}{prepared}{name}",
             header="backward_wgmma_rows.cuh",
             entry="prepare_statistics",
             traits=traits_type("StatisticsTraits", problem, config, *lists),
@@ -115,6 +128,8 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
     """dQ is added to its sums by TMA, by way of shared memory, or by each thread from its registers."""
     early_scores: bool = False
     """Scores of the next step are made while dP is, which takes 48 registers. dP begins with -delta."""
+    ordered: bool = False
+    """Tiles of keys add to dq one after another, so that it has the same bits each time."""
     stream_k: int = limited(between(0, 1024), default=0)
     """SMs among which tiles of keys are divided where whole ones keep them less busy; 0: all tiles are whole."""
 
@@ -122,6 +137,11 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
     def row_statistics(self) -> int:
         """lse and delta. dP with registers of its own begins with -delta, which is there for both keys of a thread."""
         return STATISTICS + self.early_scores
+
+    @property
+    def is_ordered(self) -> bool:
+        """As asked."""
+        return self.ordered
 
     @property
     def threads(self) -> int:
@@ -182,6 +202,16 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
             (registers <= most, needed, f"up to {most}"),
             (columns <= columns_max, f"{columns} columns of dq at a time ({self})", f"up to {columns_max}: half_dq"),
             packed_check(problem),
+            (
+                self.ordered == flags.get("ordered", False),
+                f"ordered={self.ordered}",
+                "of wgmma_ordered alone, and always",
+            ),
+            (
+                not self.ordered or not (self.stream_k or self.dq_by_tma),
+                f"parts of tiles, or TMA, that add in order ({self})",
+                "stream_k=0 and dq_by_tma=False",
+            ),
         )
         blocks = max(key_tiles(problem, self.tile_n), query_tiles(problem, ROW_TILE))
         sizes = size_checks(self, arch, self.smem_bytes(problem), blocks)
@@ -203,11 +233,13 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         problem, is_divided = plan.problem, division is not None
         tiles = f"{self.tile_m}x{self.tile_n}_s{self.k_stages}_{self.q_stages}_{self.dout_stages}"
         kept = f"{'_kregisters' * self.k_in_registers}{'_vregisters' * self.v_in_registers}{'_halfdq' * self.half_dq}"
-        kept += f"{'_tmadq' * self.dq_by_tma}{'_early' * self.early_scores}{'_stream_k' * is_divided}"
+        kept += f"{'_tmadq' * self.dq_by_tma}{'_early' * self.early_scores}{'_ordered' * self.ordered}"
+        kept += "_stream_k" * is_divided
         columns = self.dq_columns(problem)
         kept_fields = ("k_in_registers", "v_in_registers", "early_scores", "dq_by_tma")
-        sloped = {"keeps_sloped": True} if _keeps_sloped(problem) else {}
-        config = aggregate_of(self, "k_stages", "q_stages", "dout_stages", *kept_fields, dq_columns=columns, **sloped)
+        named = {"ordered": self.ordered, "keeps_sloped": _keeps_sloped(problem)}
+        extra = {name: True for name, is_so in named.items() if is_so}
+        config = aggregate_of(self, "k_stages", "q_stages", "dout_stages", *kept_fields, dq_columns=columns, **extra)
         kernel = wgmma_kernel(
             plan,
             "WgmmaBackwardTraits",
@@ -230,10 +262,23 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         """Tiles, and how they are divided."""
         division = self.division(plan.problem)
         if division is None:
-            return self.sectioned_numbers(plan, ROW_TILE, None)
+            numbers = self.sectioned_numbers(plan, ROW_TILE, None)
+            return {**numbers, "sections_kv": max(numbers["sections_kv"], self._heads_of_chains(plan))}
         numbers = {name: getattr(division, name) for name in ("shares", "ranges_from", "ranges", "range_steps")}
         sums = self.areas(plan.problem)["key_sums"]
         return {**self.sectioned_numbers(plan, ROW_TILE, None, division.shares), **numbers, "key_sums_bytes": sums}
+
+    def _heads_of_chains(self, plan: Plan) -> int:
+        """Heads of keys whose tiles run side by side at least, so that no SM waits for its turn.
+
+        Tiles of a head begin `CHAIN_STEPS` apart, so that one head at a time begins fewer than SMs end.
+        """
+        if not self.ordered:
+            return 1
+        problem = plan.problem
+        steps = steps_of_tiles(problem, self.tile_m, self.tile_n)
+        heads = CHAIN_STEPS * most_multiprocessors(plan.arch) * len(steps) / max(sum(steps), 1)
+        return min(math.ceil(heads), problem.batch * problem.heads_kv)
 
     @classmethod
     def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[WgmmaBackwardConfig]:
@@ -241,9 +286,10 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         if not arch.is_gpu:
             return
         plain = cls(tile_m=64, tile_n=128, half_dq=problem.head_dim >= WIDE_FROM, stream_k=most_multiprocessors(arch))
-        for kept, by_tma, k_stages, (q_stages, dout_stages) in itertools.product(
-            _KEPT, (False, True), (1, 2), _BUFFERS
-        ):
+        is_ordered = dict(variant.flags).get("ordered", False)
+        plain = replace(plain, ordered=True, stream_k=0) if is_ordered else plain
+        ways = (False,) if is_ordered else (False, True)
+        for kept, by_tma, k_stages, (q_stages, dout_stages) in itertools.product(_KEPT, ways, (1, 2), _BUFFERS):
             stages: dict[str, Any] = {"k_stages": k_stages, "q_stages": q_stages, "dout_stages": dout_stages}
             yield replace(plain, **stages, dq_by_tma=by_tma, **kept)
 

@@ -62,7 +62,7 @@ def division_of(problem: Problem, tile_m: int, tile_n: int, multiprocessors: int
     """How tiles are divided among so many SMs; None where whole ones are as good, or in a packed batch."""
     if not multiprocessors or problem.packing is not None:
         return None
-    steps = [it * problem.group for it in _steps_of_head(problem.band, problem.seq_q, problem.seq_kv, tile_m, tile_n)]
+    steps = steps_of_tiles(problem, tile_m, tile_n)
     tiles, longest = key_tiles(problem, tile_n), max(steps, default=0)
     seen = sum(it > 0 for it in steps) * problem.batch * problem.heads_kv
     total = sum(steps) * problem.batch * problem.heads_kv
@@ -90,6 +90,11 @@ def division_of(problem: Problem, tile_m: int, tile_n: int, multiprocessors: int
         return None
     ranges = -(-divided * longest // range_steps)
     return Divided(tiles=tiles, ranges_from=tiles - divided, ranges=ranges, range_steps=range_steps)
+
+
+def steps_of_tiles(problem: Problem, tile_m: int, tile_n: int) -> list[int]:
+    """The steps of each tile of keys of a head."""
+    return [it * problem.group for it in _steps_of_head(problem.band, problem.seq_q, problem.seq_kv, tile_m, tile_n)]
 
 
 @functools.lru_cache(maxsize=256)

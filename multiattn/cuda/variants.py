@@ -17,7 +17,13 @@ from multiattn.cuda.family import FamilyConfig
 from multiattn.cuda.forward_mma import CudaConfig
 from multiattn.cuda.forward_wgmma import WgmmaConfig
 from multiattn.cuda.rules.ampere import ATOMIC_RULES, SPLIT_RULES, TWO_PASS_RULES, rules_of
-from multiattn.cuda.rules.hopper import SPLIT_WGMMA_RULES, WGMMA_BACKWARD_RULES, WGMMA_RULES, WGMMA_TWO_PASS_RULES
+from multiattn.cuda.rules.hopper import (
+    SPLIT_WGMMA_RULES,
+    WGMMA_BACKWARD_RULES,
+    WGMMA_ORDERED_RULES,
+    WGMMA_RULES,
+    WGMMA_TWO_PASS_RULES,
+)
 from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import KINDS
 from multiattn.plan.arch import ARCHS, Arch
@@ -142,6 +148,14 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         capability=_wgmma_capability(head_dim_max=128, scores=True),
         rules=WGMMA_BACKWARD_RULES,
         deterministic=False,
+    ),
+    _variant(
+        WgmmaBackwardConfig,
+        name="wgmma_ordered",
+        summary="Hopper: as wgmma, but tiles of keys wait for their turn to add to dq: the same bits each time",
+        capability=_wgmma_capability(head_dim_max=128, scores=True, packing=False),
+        rules=WGMMA_ORDERED_RULES,
+        flags={"ordered": True},
     ),
     _variant(
         WgmmaTwoPassConfig,

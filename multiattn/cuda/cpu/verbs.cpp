@@ -304,6 +304,13 @@ int32 ordered_add_global(int32* target, int32 value) {
   return atomic_add_global(target, value);
 }
 
+// A wait for what was not done before never ends.
+void await_global(const int32* place, int32 value) {
+  check_global("await_global", place, 4);
+  if (*place != value)
+    block().fail("await_global: " + std::to_string(value) + " never comes, there is " + std::to_string(*place));
+}
+
 // A lane writes, for the warp, the row whose address it gives.
 void stmatrix_x4(SharedAddress row, const uint32 (&matrix)[4]) {
   struct {

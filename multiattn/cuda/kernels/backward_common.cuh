@@ -9,6 +9,9 @@
 
 namespace multiattn {
 
+// Words behind the statistics of a tile of queries: a whole line, for TMA.
+DEVICE constexpr int turns_of(bool ordered) { return ordered ? 32 : 0; }
+
 struct BackwardConfig {
   int tile_m, tile_n, warps;
   int stages;            // buffers of what the kernel walks over: of Q and dO, or of K and V

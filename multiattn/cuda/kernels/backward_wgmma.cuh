@@ -109,7 +109,7 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
 
   // The steps of a tile whose queries see none of the warpgroup's keys: Q and dO go by unread, and dS is 0.
   DEVICE void skip_before(const Blocks& own) {
-    if constexpr (T::BAND != Band::FULL && !T::DESCENDS) skip(own.begin - query_blocks<T>(params_, tile()).begin);
+    if constexpr (T::BAND == Band::TWO_SIDED || (T::BAND == Band::CAUSAL && !T::DESCENDS)) skip(own.begin - query_blocks<T>(params_, tile()).begin);
   }
   DEVICE void skip_behind() {
     if constexpr (T::BAND == Band::TWO_SIDED || T::DESCENDS)

@@ -34,6 +34,7 @@ class DqWarpgroup {
     const Blocks blocks = query_blocks<T>(params_, tile);
     const int first_head = tile.head_kv * params_.backward.group, end_head = first_head + params_.backward.group;
     const int end_row = count_queries(params_.backward, tile.sequence);
+    const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, tile.sequence);
     int steps_left = count_steps<T>(params_, blocks);
     QueryStep at{0, blocks.begin};
     if constexpr (IS_STREAM_K<typename T::Blocked>) {
@@ -47,6 +48,7 @@ class DqWarpgroup {
       for (int block = at.block; block < end; ++block) {
         const auto place = DsPlace::of(steps_++);
         Shared::ring_ds().await_full(place);
+        if constexpr (T::ORDERED) next_turn(tile, head, block, mask, row < end_row);
 #pragma unroll
         for (int column = 0; column < T::HEAD_DIM; column += T::DQ_COLUMNS) {
           make(place.slot, column);
@@ -59,6 +61,30 @@ class DqWarpgroup {
       steps_left -= end - at.block;
       at.block = blocks.begin;
     }
+    if constexpr (T::ORDERED) pass_turn();
+  }
+
+  // ---- in order
+  // The turn of the tile to add to a block of queries: behind those before it that see the block. None for a warp without queries.
+  DEVICE void next_turn(const KeyTile<T>& tile, int head, int walked, const Mask<T::BAND>& mask, bool has_rows) {
+    const int block = query_block<T>(params_, tile, walked);
+    float* const list = statistics_of<T>(params_, head, tile.number, tile.sequence, block);
+    turns_ = has_rows ? reinterpret_cast<int32*>(list + T::STATISTICS * T::TILE_M) + warp_row() / 16 : nullptr;
+    turn_ = tile.first_key / T::TILE_N - mask.template keys<T::TILE_N>(block * T::TILE_M, T::TILE_M).begin;
+  }
+  // Passes the turn to add of the step before, and awaits that of this one. Whose it is is asked for first: the answer takes long.
+  DEVICE void take_turn() {
+    const int32 whose = turns_ ? load_acquire_global(turns_) : turn_;
+    pass_turn();
+    if (whose != turn_) await_global(turns_, turn_);
+    to_pass_ = turns_;
+  }
+  // Lets the next tile add to what the warp has added to last.
+  DEVICE void pass_turn() {
+    sync_warp();  // all lanes have added
+    release_add_global_if(lane() == 0 && to_pass_, to_pass_, 1);
+    sync_warp();  // no lane awaits what lane 0 has still to do
+    to_pass_ = nullptr;
   }
 
   // dq[TILE_M, DQ_COLUMNS] = dS K, 16 keys a step
@@ -71,6 +97,7 @@ class DqWarpgroup {
       wgmma_ss_mn<E, T::DQ_COLUMNS>(dq_, ds.at(i * 16 * T::TileDS::ROW_BYTES), k.at(i * 16 * TileKV::ROW_BYTES), i > 0);
     wgmma_commit();
     if constexpr (T::HANDS_OVER_LATE) hand_over();  // the part before this one
+    if (T::ORDERED && column == 0) take_turn();
     wgmma_wait<0>();
   }
 
@@ -127,6 +154,8 @@ class DqWarpgroup {
   uint32 steps_ = 0, additions_ = 0;  // before this one, of all tiles
   float* waiting_ = nullptr;          // the sums of a part that is in a buffer, and not handed over
   int waiting_bytes_ = 0;
+  int32 *turns_ = nullptr, *to_pass_ = nullptr;  // of the step, and of what was added last
+  int turn_ = 0;
   float dq_[T::DQ_COLUMNS / 2];
 };
 

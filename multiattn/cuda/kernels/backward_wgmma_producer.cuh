@@ -59,7 +59,8 @@ class BackwardProducer {
     } else {
       const KeyTiles tiles = count_key_tiles<T>(params_);
       const auto tile_of = [&](int index) { return key_tile<T>(params_, tiles, index); };
-      int index = static_cast<int>(block_index());
+      // Tiles that wait for earlier ones begin in order: not even the first is the block's own.
+      int index = T::ORDERED ? next() : static_cast<int>(block_index());
       for (KeyTile<T> tile = begin(tile_of(index)); !tile.is_none(); tile = begin(tile_of(index))) {
         load(tile);
         index = next();
@@ -70,7 +71,10 @@ class BackwardProducer {
  private:
   // The counter is asked when all of a tile is under way: a tile that waits for its block is one that another could have
   // begun.
-  DEVICE int next() const { return static_cast<int>(block_count()) + atomic_add_global(params_.next_tile, 1); }
+  DEVICE int next() const {
+    const int begun = T::ORDERED ? 0 : static_cast<int>(block_count());
+    return begun + atomic_add_global(params_.next_tile, 1);
+  }
 
   // The tile, as soon as there is a slot for its K.
   DEVICE KeyTile<T> begin(const KeyTile<T>& tile) const {

@@ -46,9 +46,10 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
   float* const lse = statistics_of<T>(params, head, tile.number, tile.sequence, tile.first_row / T::TILE_M);
   float* const delta = lse + T::TILE_M;
   const auto store = [&](int row, float of_lse, float of_delta) {
-    const int tile_at = row / T::TILE_M * (T::STATISTICS * T::TILE_M), of_tile = row % T::TILE_M;
+    const int tile_at = row / T::TILE_M * (T::STATISTICS * T::TILE_M + T::TURNS), of_tile = row % T::TILE_M;
     const int at = tile_at + statistic_place(of_tile);
     store_global_4(lse + at, of_lse);
+    if (T::TURNS > 0 && of_tile == 0) store_global_16(lse + tile_at + T::STATISTICS * T::TILE_M, Chunk{});
     if constexpr (T::DELTA_FIRST) {
       float* const both = delta + tile_at + accumulator_place(of_tile);
       store_global_4(both, -of_delta);

@@ -19,6 +19,7 @@ struct WgmmaBackwardConfig {
   bool early_scores;    // of the next step: made while dP is, in registers of their own
   bool dq_by_tma;       // dQ is added to its sums by TMA, by way of shared memory
   int dq_columns;       // of dQ that are made at a time
+  bool ordered = false;       // tiles of keys add to dQ one after another, from the first on: the same bits each time
   bool keeps_sloped = false;  // weights times the slope of an expression, beside the weights
 };
 
@@ -29,13 +30,15 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr bool KEEPS_K = C.k_in_registers, KEEPS_V = C.v_in_registers;
   static constexpr bool EARLY_SCORES = C.early_scores, DQ_BY_TMA = C.dq_by_tma, KEEPS_SLOPED = C.keeps_sloped;
   // One half of dQ is handed to TMA while the other half is made.
+  static constexpr bool ORDERED = C.ordered;
   static constexpr bool HANDS_OVER_LATE = DQ_BY_TMA && C.dq_columns < F.head_dim;
   // One copy of a step does for the first and the last too: with a mask three are more than the instruction cache holds. Fetches
   // took a quarter of the time at D=64. With an expression three have too few registers above D=96.
   static constexpr bool IS_COMPACT = F.band != Band::FULL || (HAS_SCORE<Score> && F.head_dim > 96);
   // With a causal mask walks begin with the last queries, which all tiles of keys see: blocks read the same Q and dO at a time,
   // and add to the same dQ. At D=128 3 % faster, at D=64, where threads add and not TMA, 2 % slower.
-  static constexpr bool DESCENDS = F.band == Band::CAUSAL && F.head_dim > 64;
+  // Those that add in order all descend: each finds that the tile before it has been there.
+  static constexpr bool DESCENDS = ORDERED ? F.band != Band::FULL : F.band == Band::CAUSAL && F.head_dim > 64;
   static constexpr int WARPGROUPS = 2;       // that own keys; one more makes dQ, and one loads
   static constexpr int WARPGROUP_KEYS = 64;  // rows of one wgmma
   static constexpr int TILE_M = 64, TILE_N = WARPGROUP_KEYS * WARPGROUPS;
@@ -58,6 +61,7 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   using RingDS = Ring<DS_STAGES>;
   // dP begins with -delta where its accumulators are not those of scores: a step has a tenth fewer instructions.
   static constexpr int STATISTICS = EARLY_SCORES ? 3 : 2, STATISTICS_BYTES = STATISTICS * TILE_M * 4;  // lse, and delta, or -delta twice
+  static constexpr int TURNS = turns_of(ORDERED);
 
   // Shared memory: K, V, stages of Q, of dO, of dS^T, of statistics, dQ, then barriers and what the tile of keys is.
   static constexpr int V_AT = K_STAGES * TileKV::BYTES, Q_AT = V_AT + TileKV::BYTES;
@@ -74,6 +78,7 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static_assert(K_STAGES == 1 || K_STAGES == 2, "k_stages: 1, 2");
   static_assert(DQ_COLUMNS == F.head_dim || DQ_COLUMNS == 64, "dq_columns: head_dim, or a panel of K");
   static_assert(DQ_COLUMNS / 2 + 40 <= DQ_REGISTERS, "dq_columns: so many accumulators beside all else");
+  static_assert(!ORDERED || !(DQ_BY_TMA || IS_PACKED<Blocked> || IS_STREAM_K<Blocked>), "ordered: whole tiles, of one length");
   static_assert(Q_STAGES >= 2 && DOUT_STAGES >= 1, "q_stages: 2 and more; dout_stages: 1 and more");
 };
 
@@ -186,13 +191,14 @@ DEVICE int statistic_place(int query) {
 // queries begin with the four numbers that are together.
 DEVICE int accumulator_place(int query) { return query / 8 * 16 + query % 8 / 2 * 4 + query % 2; }
 
+// Behind them, where dQ is added up in order: how many tiles of keys have added to the rows of each warp of the warpgroup of dQ.
 // lse (log2) and delta of a tile of queries, of a query head that counts through the batch. A sequence of a packed batch begins
 // with a tile of its own: each of those before it has at most one more than its rows fill.
 template <class T>
 DEVICE float* statistics_of(const typename T::Params& params, int head, int number, const SequenceOf<T>& sequence, int block) {
   int64 place = static_cast<int64>(head) * params.backward.tiles_q + block;
   if constexpr (IS_PACKED<typename T::Blocked>) place += sequence.offset_q / T::TILE_M + number;
-  return params.statistics + place * (T::STATISTICS * T::TILE_M);
+  return params.statistics + place * (T::STATISTICS * T::TILE_M + T::TURNS);
 }
 
 template <class T>

@@ -35,7 +35,8 @@ struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked
   using RingDout = Ring<DOUT_STAGES>;
   static constexpr int WEIGHT_STAGES = 2, WEIGHT_BYTES = TILE_M * TILE_N * 2;
   using RingDS = Ring<WEIGHT_STAGES>;
-  static constexpr int STATISTICS = 2, STATISTICS_BYTES = STATISTICS * TILE_M * 4;  // lse and delta
+  static constexpr bool ORDERED = false;
+  static constexpr int TURNS = 0, STATISTICS = 2, STATISTICS_BYTES = STATISTICS * TILE_M * 4;  // lse and delta
 
   // Shared memory: K, V, stages of Q, of dO, of weights, of statistics, then barriers and what the tile of keys is.
   static constexpr int V_AT = TileKV::BYTES, Q_AT = V_AT + TileKV::BYTES;
@@ -80,7 +81,7 @@ struct TwoPassQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Bloc
   static constexpr bool AHEAD = C.ahead, DP_LATE = C.dp_late;
   static constexpr int WARPGROUPS = 2;  // of 64 queries each; one more loads
   static constexpr int GROUP_WARPS = 4;
-  static constexpr int TILE_M = 64, STATISTICS = 2;  // queries of a warpgroup, and of a tile of statistics; numbers of each
+  static constexpr int TILE_M = 64, TURNS = 0, STATISTICS = 2;  // queries of a warpgroup, and of a tile of statistics; numbers of each
   static constexpr int BLOCK_ROWS = TILE_M * WARPGROUPS, TILE_N = 64;
   static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
   // A thread's; the three warpgroups have 504.

@@ -62,7 +62,7 @@ _H100 = "H100 2026-11-26, N=4096, H*D=2048 in bf16, full / causal: "
 
 
 def _emulated(head_dim_max: int, config: WgmmaBackwardConfig) -> Rule[WgmmaBackwardConfig]:
-    config = replace(config, stream_k=_EMULATED_SMS)
+    config = replace(config, stream_k=0 if config.ordered else _EMULATED_SMS)
     return Rule(arches=("cpu",), head_dim_max=head_dim_max, config=config, why="emulated: as on sm90", only_named=True)
 
 
@@ -139,6 +139,30 @@ WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
     _emulated(128, _HALVES),
 )
 """First match wins."""
+
+_ordered = partial(replace, ordered=True, stream_k=0, dq_by_tma=False)
+_H200_ORDERED = "H200 2026-11-29, H*D=2048 in bf16, in order / in any order / two passes: "
+_named = partial(_rule, only_named=True)
+
+WGMMA_ORDERED_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
+    _named(
+        (1, 64),
+        _ordered(_EARLY_BANDED),
+        _H200_ORDERED + "N=16384 causal 390 / 566 / 343 TFLOPS, N=1024 262 / 330 / 245",
+        banded=True,
+    ),
+    _named((1, 64), _ordered(_EARLY), _H200_ORDERED + "N=4096 full 451 / 543 / 326 TFLOPS"),
+    _named((65, 96), _ordered(_BY_TMA), "a guess: as at D=64 and D=128"),
+    _named(
+        (97, 128),
+        _ordered(_HALVES),
+        _H200_ORDERED + "N=16384 full 557 / 666 / 467 TFLOPS, N=4096 causal 434 / 529 / 445; dQ by TMA 564, 410",
+    ),
+    _emulated(64, _ordered(_EARLY)),
+    _emulated(96, _ordered(_BY_TMA)),
+    _emulated(128, _ordered(_HALVES)),
+)
+"""First match wins. Only for callers who name it, until few tiles, and more heads side by side, are measured."""
 
 _TWO_PASS = WgmmaTwoPassConfig(tile_m=64, tile_n=64)
 _TWO_PASS_KEPT = replace(

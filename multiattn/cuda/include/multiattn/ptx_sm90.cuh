@@ -46,6 +46,26 @@ DEVICE int32 ordered_add_global(int32* target, int32 value) {
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(target), "r"(value) : "memory");
   return before;
 }
+// Loads a word; all that its writer knew of, this thread knows of.
+DEVICE int32 load_acquire_global(const int32* place) {
+  int32 found;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(place) : "memory");
+  return found;
+}
+// Until the word has this value.
+DEVICE void await_global(const int32* place, int32 value) {
+  while (load_acquire_global(place) != value) {
+  }
+}
+// Adds for threads with a true `predicate`: who awaits the sum knows of what the thread did before.
+DEVICE void release_add_global_if(bool predicate, int32* target, int32 value) {
+  asm volatile(
+      "{.reg .pred chosen;\n"
+      "setp.ne.b32 chosen, %0, 0;\n"
+      "@chosen red.release.gpu.global.add.s32 [%1], %2;}" ::"r"(static_cast<int>(predicate)),
+      "l"(target), "r"(value)
+      : "memory");
+}
 
 // ---- mbarriers: phases 0, 1, 0, ...; one ends when all arrivals and all bytes that it expects have come
 DEVICE void mbarrier_init(SharedAddress barrier, int arrivals) {

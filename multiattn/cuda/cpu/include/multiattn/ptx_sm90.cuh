@@ -34,6 +34,11 @@ inline uint32 max_of_halves(uint32 a, uint32 b) {
 int32 atomic_add_global(int32* target, int32 value);
 // Blocks run one after another: a wait for what a later one adds would never end.
 int32 ordered_add_global(int32* target, int32 value);
+inline int32 load_acquire_global(const int32* place) { return *place; }
+void await_global(const int32* place, int32 value);
+inline void release_add_global_if(bool predicate, int32* target, int32 value) {
+  if (predicate) ordered_add_global(target, value);
+}
 
 void mbarrier_init(SharedAddress barrier, int arrivals);
 void mbarrier_arrive(SharedAddress barrier);
