@@ -172,9 +172,8 @@ def test_no_workspace_grows_with_the_product_of_the_lengths(name):
     ]
     made = [plan for plan in plans if isinstance(plan, Plan)]
     assert {plan.variant for plan in made} == {variant.name for variant in registry.get(name).backward.variants}
-    for plan in made:
+    for its, plan in ((it.problem, it) for it in made):
         # Hopper divides tiles of 128 keys among SMs: of two for each SM it has dk and dv in fp32.
-        its = plan.problem
         divided = 2 * most_multiprocessors(ARCHS["sm90"]) * (2 * 128 * its.head_dim + 8) * 4
         once_more = its.batch * its.heads_q * (-(-its.seq_q // 64) * 64) * 4  # delta, which dP begins with
         # In cuTile blocks share a group: dk and dv of each query head in fp32, as FlashAttention has them.

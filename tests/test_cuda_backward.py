@@ -333,8 +333,16 @@ def test_parts_make_up_the_gradients(sizes, options, config, expected, monkeypat
 )
 def test_tiles_of_keys_add_to_dq_one_after_another(sizes, options, config):
     """A tile that waited for one that does not come, or for a wrong number, ends the emulation."""
-    heads_q, heads_kv, seq_q, seq_kv, head_dim = sizes
-    given = {"heads_q": heads_q, "heads_kv": heads_kv, "seq_q": seq_q, "seq_kv": seq_kv, "head_dim": head_dim}
-    q, k, v, dout = make_tensors(**given)
+    names = "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim"
+    q, k, v, dout = make_tensors(**dict(zip(names, sizes, strict=True)))
     plan = plan_of(Problem.of(q, k, v, **options), ORDERED, replace(config, ordered=True, dq_by_tma=False), arch=CPU)
     check(plan, q, k, v, dout)
+
+
+@on_cpu
+def test_each_tile_of_keys_takes_a_turn_and_passes_it():
+    q, k, v, dout = make_tensors(heads_q=1, seq_q=200, seq_kv=300)
+    launcher = CpuLauncher(plan_of(Problem.of(q, k, v), ORDERED, replace(EARLY, ordered=True), arch=CPU))
+    launcher(Operands(q, k, v, q, torch.zeros(1, 1, 200), dout, None, *map(torch.empty_like, (q, k, v))))
+    lists = launcher.workspace["statistics"].view(torch.int32).view(4, 224)  # of 64 queries: 192 numbers, then counts
+    assert lists[:, 192:196].tolist() == [[3] * 4] * 3 + [[3, 0, 0, 0]]

@@ -74,6 +74,8 @@ class CpuLauncher:
         self.counter = torch.zeros(self._workspace_bytes if self._counts else 0, dtype=torch.uint8)
         """The workspace of a forward: the counter of tiles, which every launch leaves at zero. Nothing of a packed
         batch, whose workspace is new in each launch."""
+        self.workspace: dict[str, torch.Tensor] = {}
+        """The areas of workspace of the latest launch, bytes."""
         self.counts: dict[str, Any] = {}
         """`LaunchCounts` of each kernel of the latest launch, by its symbol."""
 
@@ -85,6 +87,7 @@ class CpuLauncher:
             workspace = torch.full((self._workspace_bytes,), _NAN_BYTE, dtype=torch.uint8)
             for name in set(TILE_LISTS) & set(self._areas):
                 workspace[self._areas[name] :][: self._sizes[name]] = _NO_SEQUENCE_BYTE
+        self.workspace = {name: workspace[at:][: self._sizes[name]] for name, at in self._areas.items()}
         addresses |= {name: workspace.data_ptr() + at for name, at in self._areas.items()}
         has_dlse = operands.dlse is not None
         self.counts = {it.kernel.name: self._run(it, addresses, has_dlse) for it in self._launches}
