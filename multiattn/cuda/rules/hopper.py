@@ -68,8 +68,8 @@ def _emulated(head_dim_max: int, config: WgmmaBackwardConfig) -> Rule[WgmmaBackw
 
 _EMULATED_SMS = 3  # so few that small problems are divided, too
 _LONG = (
-    "583 / 507 TFLOPS; two buffers of K and of Q 549 / 468; with dQ from registers and three buffers of dO, in another "
-    "run, - / 531 beside 530, at N=8192 - / 573 beside 586"
+    "583 / 507 TFLOPS; two buffers of K and of Q 549 / 468. H200 2026-11-29, with dQ handed over late, two and three "
+    "buffers of dO: N=4096 full 611 and 631, N=16384 causal 618 and 636; in another run 604 and 599, 620 and 622"
 )
 
 _EARLY_BANDED = replace(_EARLY, q_stages=4, dout_stages=3)
