@@ -91,9 +91,8 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     loaded = [kernel for kernel in kernels if kernel is not None]
     if len(loaded) < len(launches):
         return through_cutile(plan, multiprocessors)
-    family = family_of(plan)
-    more = {name: layout.size_bytes for name, layout in family.own_areas(plan.problem, plan.config).items()}
-    return DriverLauncher(loaded, device, fresh_areas(plan.problem, family.areas_of(plan.problem), device, more))
+    areas = family_of(plan).all_areas(plan.problem, plan.config)
+    return DriverLauncher(loaded, device, fresh_areas(plan.problem, areas, device))
 
 
 def compile_ahead(plan: Plan) -> None:
@@ -153,16 +152,12 @@ def _with_tensors(plan: Plan, run: _Run, multiprocessors: int | None = None) -> 
         has_dlse: launches_of(plan, has_dlse=has_dlse, multiprocessors=multiprocessors)
         for has_dlse in {False, plan.direction == "backward"}
     }
-    family = family_of(plan)
-    more = family.own_areas(plan.problem, plan.config)
 
     def run_all(tensors: dict[str, torch.Tensor]) -> None:
-        device = tensors["q"].device
-        tensors |= {name: torch.empty(it.shape, dtype=it.dtype, device=device) for name, it in more.items()}
         for launch in launches["dlse" in tensors]:
             run(launch, launch.arguments(lambda array: _laid_out(tensors[array.tensor], array.layout)))
 
-    return by_tensors(plan.problem, family.areas_of(plan.problem), run_all)
+    return by_tensors(plan.problem, family_of(plan).all_areas(plan.problem, plan.config), run_all)
 
 
 def _laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

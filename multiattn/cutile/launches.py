@@ -185,14 +185,14 @@ class Family:
             fits=self.fits,
         )
 
-    def areas_of(self, problem: Problem) -> tuple[str, ...]:
-        """The names of workspace among `Problem.layouts`."""
-        return (*self.areas, *(self.lists if problem.packing is not None else ()))
+    def all_areas(self, problem: Problem, config: Any) -> dict[str, Layout]:
+        """The workspace of a launch, by name."""
+        known = (*self.areas, *(self.lists if problem.packing is not None else ()))
+        return {**{name: problem.layouts[name] for name in known}, **self.own_areas(problem, config)}
 
     def workspace(self, problem: Problem, config: Config | None) -> int:
         """As `Variant.workspace`."""
-        known = [problem.layouts[name] for name in self.areas_of(problem)]
-        return sum(layout.size_bytes for layout in (*known, *self.own_areas(problem, config).values()))
+        return sum(layout.size_bytes for layout in self.all_areas(problem, config).values())
 
 
 def needs_64bit(problem: Problem, *, backward: bool = False) -> bool:

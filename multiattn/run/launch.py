@@ -12,7 +12,7 @@ import ctypes
 import functools
 import struct
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -84,35 +84,20 @@ def fresh_memory(device: int, size: int) -> Lender:
     return lend
 
 
-def fresh_areas(
-    problem: Problem, names: Sequence[str], device: int, more: Mapping[str, int] | None = None
-) -> Workspace | None:
-    """A workspace of areas, by their names among a Problem's layouts, from PyTorch's allocator; None for no areas.
-
-    `more`: further areas by their names, and the bytes of each.
-    """
-    known = problem.layouts
-    sizes = {name: known[name].size_bytes for name in own_areas(problem, names)}
-    areas, size = pack_areas(sizes | dict(more or {}))
-    return Workspace(lend=fresh_memory(device, size), areas=areas) if areas else None
+def fresh_areas(problem: Problem, areas: Mapping[str, Layout], device: int) -> Workspace | None:
+    """A workspace of areas, by their names, from PyTorch's allocator; None for no areas."""
+    starts, size = pack_areas({name: layout.size_bytes for name, layout in own_areas(problem, areas).items()})
+    return Workspace(lend=fresh_memory(device, size), areas=starts) if starts else None
 
 
-def own_areas(problem: Problem, names: Iterable[str]) -> tuple[str, ...]:
+def own_areas(problem: Problem, areas: Mapping[str, Layout]) -> dict[str, Layout]:
     """The areas, of those that kernels write, that are the launcher's own: with sinks delta is the caller's."""
-    return tuple(name for name in names if not (name == "delta" and problem.has_sinks))
+    return {name: layout for name, layout in areas.items() if not (name == "delta" and problem.has_sinks)}
 
 
-def by_tensors(
-    problem: Problem,
-    areas: Sequence[str],
-    run: Callable[[dict[str, Any]], None],
-    more: Mapping[str, Layout] | None = None,
-) -> Launcher:
-    """A launcher that runs kernels with tensors by name: operands and areas of workspace, of PyTorch's allocator.
-
-    `more`: further areas by their names, contiguous.
-    """
-    own = {name: problem.layouts[name] for name in own_areas(problem, areas)} | dict(more or {})
+def by_tensors(problem: Problem, areas: Mapping[str, Layout], run: Callable[[dict[str, Any]], None]) -> Launcher:
+    """A launcher that runs kernels with tensors by name: operands and areas of workspace, of PyTorch's allocator."""
+    own = own_areas(problem, areas)
 
     def launch(operands: Operands) -> None:
         tensors: dict[str, Any] = operands.named

@@ -29,7 +29,6 @@ from multiattn.triton.calls import Call, calls_of
 from multiattn.triton.compile import Source, compile_sources, wants_jit
 from multiattn.triton.cpu import interpreter
 from multiattn.triton.families import areas_of, family_of
-from multiattn.triton.family import Areas
 
 
 def prepare(plan: Plan) -> Launcher:
@@ -56,7 +55,7 @@ def _interpreter_of(plan: Plan) -> Launcher:
             else:
                 interpreter.run(call.kernel, call.table.grid, *arguments)
 
-    return by_tensors(plan.problem, (), interpret, _own_areas(plan))
+    return by_tensors(plan.problem, areas_of(plan), interpret)
 
 
 INTERPRETED_PROGRAMS = 2
@@ -67,12 +66,6 @@ def _run_gluon(call: Call, arguments: Sequence[Any]) -> None:
     from multiattn.triton.cpu.gluon import run  # which takes Gluon
 
     run(call.kernel, call.table.grid, *arguments, num_warps=call.table.options["num_warps"])
-
-
-def _own_areas(plan: Plan) -> Areas:
-    """The areas of a launch but for those that are the caller's."""
-    areas = areas_of(plan)
-    return {name: areas[name] for name in own_areas(plan.problem, areas)}
 
 
 def _zero_counter(tensors: Mapping[str, Any]) -> None:
@@ -101,11 +94,11 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> Launcher:
     kernels = None if wants_jit() else _for_driver(plan, calls, device)
     if kernels is None:
         return _through_triton(plan, calls, device)
-    sizes = {name: layout.size_bytes for name, layout in _own_areas(plan).items()}
-    if [*sizes] == [abi.WORKSPACE]:
-        return DriverLauncher(kernels, device, Workspace(lend=counter_lender(device, sizes[abi.WORKSPACE])))
+    areas = own_areas(plan.problem, areas_of(plan))
+    if [*areas] == [abi.WORKSPACE]:
+        return DriverLauncher(kernels, device, Workspace(lend=counter_lender(device, areas[abi.WORKSPACE].size_bytes)))
     # Beside other areas the counter is set to 0 by the kernel that goes first.
-    return DriverLauncher(kernels, device, fresh_areas(plan.problem, (), device, sizes))
+    return DriverLauncher(kernels, device, fresh_areas(plan.problem, areas, device))
 
 
 _OTHER_RELEASE = (AttributeError, KeyError, TypeError, ValueError)
@@ -180,4 +173,4 @@ def _through_triton(plan: Plan, calls: Sequence[Call], device: int) -> Launcher:
         for run, call in zip(runs, calls, strict=True):
             run(*call.given(tensors), stream=stream)
 
-    return by_tensors(plan.problem, (), launch, _own_areas(plan))
+    return by_tensors(plan.problem, areas_of(plan), launch)
