@@ -15,7 +15,7 @@ from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name as arch_by_name
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, BackendName, Direction, Plan
-from multiattn.plan.choice import BOTH, choose
+from multiattn.plan.choice import choose
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import probe_gpu
 from multiattn.problem import Problem, problem_of
@@ -287,7 +287,7 @@ def explain(
         target = detect(q.device) if arch is None else arch_by_name(arch)
         tuning = tuning_for(q.device) if arch is None else None
         from_autograd = needs_grad(operands) and (direction == "forward" or asked.variant is None)
-        directions = BOTH if from_autograd else directions
+        directions = DIRECTIONS if from_autograd else directions
     try:
         plans = choose(problem, target, asked, *directions, probe=arch is None, tuning=tuning)
     except Unsupported as error:

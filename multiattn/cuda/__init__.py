@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from multiattn.cuda import tools
 from multiattn.cuda.variants import BACKWARD_VARIANTS, SPANNING, VARIANTS, candidates
 from multiattn.plan.backend import Backend, Launcher, Op, Plan, later
@@ -17,8 +19,13 @@ def _prepare(plan: Plan) -> Launcher:
     return CpuLauncher(plan)
 
 
-_EXPORT = later("multiattn.cuda.compile", "export_plan")
-_COMPILE_AHEAD = later("multiattn.cuda.compile", "compile_ahead")
+_op = functools.partial(
+    Op,
+    prepare=_prepare,
+    compile_ahead=later("multiattn.cuda.compile", "compile_ahead"),
+    export=later("multiattn.cuda.compile", "export_plan"),
+    candidates=candidates,
+)
 
 BACKEND = Backend(
     name="cuda",
@@ -26,19 +33,6 @@ BACKEND = Backend(
     probe=tools.probe,
     probe_compiler=tools.probe_nvrtc,
     versions=tools.versions,
-    forward=Op(
-        variants=VARIANTS,
-        spanning=SPANNING,
-        prepare=_prepare,
-        compile_ahead=_COMPILE_AHEAD,
-        export=_EXPORT,
-        candidates=candidates,
-    ),
-    backward=Op(
-        variants=BACKWARD_VARIANTS,
-        prepare=_prepare,
-        compile_ahead=_COMPILE_AHEAD,
-        export=_EXPORT,
-        candidates=candidates,
-    ),
+    forward=_op(variants=VARIANTS, spanning=SPANNING),
+    backward=_op(variants=BACKWARD_VARIANTS),
 )

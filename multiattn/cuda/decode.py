@@ -11,7 +11,7 @@ from multiattn.cuda.source import Instance, PlannedLaunch, SplitParams
 from multiattn.plan.arch import GRID_MAX, WARP_THREADS, Arch
 from multiattn.plan.backend import Plan
 from multiattn.plan.limits import Check
-from multiattn.plan.schedule import choose_splits, power_of_two, row_tiles
+from multiattn.plan.schedule import ROWS_MAX, choose_splits, power_of_two, row_tiles
 from multiattn.problem import Problem
 from multiattn.sequences import SPLITS_MAX, area_layouts
 
@@ -21,13 +21,12 @@ MERGE_RESIDENT_THREADS = 1024
 CHUNK_COLUMNS = 8  # of a row, that a thread reads and writes
 MERGE_COLUMNS = 32
 _MERGE_SLOTS = MERGE_THREADS // (MERGE_COLUMNS // CHUNK_COLUMNS)  # parts that a block reads at a time
+_MERGE_SMEM_BYTES = (SPLITS_MAX + _MERGE_SLOTS * (MERGE_COLUMNS + 4)) * FP32_BYTES  # weights of parts, sums of them
 MERGE_FEW, MERGE_FEW_THREADS = 8, 128
 """Up to so many parts of a row are few: each thread reads its columns of all of them. What it takes follows from the
 number of parts alone, as a row must have the same bits in any batch.
 
 H200, 2026-11-26, 8,192 rows of two parts, D=128: 3.2 us behind the last part, by the kernel for many parts 29.9."""
-_ROWS_MAX = 2**31 - 1 - 256
-"""The most rows of a sequence: they are counted in 32 bits, and a tile may end beyond the last one."""
 _OVERLAPS_SINCE = (9, 0)
 """The first GPUs whose grids may begin before the one before them has ended."""
 
@@ -73,10 +72,10 @@ class DecodeConfig(FamilyConfig):
     def rows_checks(self, problem: Problem) -> tuple[Check, ...]:
         """Checks that rows can be counted: those of a tile, and those whose parts are merged."""
         rows = f"{problem.rows} queries of the heads that share a key"
-        checks: list[Check] = [(problem.rows <= _ROWS_MAX, rows, f"up to {_ROWS_MAX}")]
+        checks: list[Check] = [(problem.rows <= ROWS_MAX, rows, f"up to {ROWS_MAX}")]
         if self.splits > 1:
             merged, merging = problem.batch * problem.heads_q * problem.seq_q, self.merge_blocks(problem)
-            checks.append((merged <= _ROWS_MAX, f"{merged} queries of all heads, in parts", f"up to {_ROWS_MAX}"))
+            checks.append((merged <= ROWS_MAX, f"{merged} queries of all heads, in parts", f"up to {ROWS_MAX}"))
             checks.append((merging <= GRID_MAX, f"{merging} blocks that merge parts", f"a grid of up to {GRID_MAX}"))
         return tuple(checks)
 
@@ -113,7 +112,7 @@ class DecodeConfig(FamilyConfig):
             params=SplitParams,
             threads=threads,
             blocks_per_sm=MERGE_RESIDENT_THREADS // threads if overlaps else 1,
-            smem_bytes=0 if few else merge_smem_bytes(),
+            smem_bytes=0 if few else _MERGE_SMEM_BYTES,
             overlaps=overlaps,
         )
         return PlannedLaunch(kernel=kernel, blocks=self.merge_blocks(problem))
@@ -133,11 +132,6 @@ class DecodeConfig(FamilyConfig):
             "page_shift": shift,
             "table_stride": 0 if cache is None else cache.table_stride,
         }
-
-
-def merge_smem_bytes() -> int:
-    """Dynamic shared memory of the kernel that merges many parts: a weight for each of each row, and sums of parts."""
-    return (SPLITS_MAX + _MERGE_SLOTS * (MERGE_COLUMNS + 4)) * FP32_BYTES
 
 
 def overlap(arch: Arch) -> bool:

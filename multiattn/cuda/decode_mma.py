@@ -57,7 +57,6 @@ class CudaSplitConfig(DecodeConfig):
     widens: bool = False
     """Where that is as good or better, a block has twice the warps and an SM for itself: `settled` decides."""
     splits: int = limited(between(1, SPLITS_MAX), default=0)
-    """Parts that the keys are divided into. A rule leaves it open, with 0, and a plan has a number."""
 
     @property
     def threads(self) -> int:
@@ -91,10 +90,7 @@ class CudaSplitConfig(DecodeConfig):
         return self
 
     def smem_bytes(self, problem: Problem) -> int:
-        """Dynamic shared memory of a block: Q, and the teams' rings, or in their place what teams have found.
-
-        Every kernel asserts at compile time that it needs just this.
-        """
+        """Dynamic shared memory of a block, which its kernel asserts: Q, and rings of teams or what they found."""
         unit = FRAGMENT_ROWS * self.column_warps
         width, width_v = padded(problem.head_dim, unit), padded(problem.head_dim_v, unit)
         rings = self.teams * self.stages * self.tile_n * (width + width_v) * ELEMENT_BYTES
@@ -141,15 +137,9 @@ class CudaSplitConfig(DecodeConfig):
     def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[CudaSplitConfig]:
         """Tiles of as many rows as a sequence has, or of half as many."""
         rows = min(max(problem.rows, 1), 128)
-        for (tile_m, row_warps), tile_n, (warps, blocks_per_sm), stages in itertools.product(
-            _TEAMS, (16, 32, 64), ((4, 1), (4, 2), (8, 1)), (2, 3, 4)
+        teams = (it for it in _TEAMS if rows <= 2 * it[0] <= max(4 * rows, 64))
+        for (tile_m, row_warps), tile_n, (warps, blocks), stages in itertools.product(
+            teams, (16, 32, 64), ((4, 1), (4, 2), (8, 1)), (2, 3, 4)
         ):
-            if rows <= 2 * tile_m <= max(4 * rows, 64):
-                sizes: dict[str, Any] = {
-                    "tile_m": tile_m,
-                    "tile_n": tile_n,
-                    "warps": warps,
-                    "row_warps": row_warps,
-                    "stages": stages,
-                }
-                yield cls(**sizes, blocks_per_sm=blocks_per_sm)
+            sizes: dict[str, Any] = {"tile_m": tile_m, "tile_n": tile_n, "warps": warps, "row_warps": row_warps}
+            yield cls(**sizes, stages=stages, blocks_per_sm=blocks)

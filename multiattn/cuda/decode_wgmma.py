@@ -60,7 +60,6 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
     keys_min: int = 512
     """The least keys of the longest sequence that are a block's part."""
     splits: int = limited(between(1, SPLITS_MAX), default=0)
-    """Parts that the keys are divided into. A rule leaves it open, with 0, and a plan has a number."""
 
     def keys_of_box(self, problem: Problem) -> int:
         """Keys of a box: the most that no page and no tile ends within; 0: there is none."""
@@ -79,10 +78,7 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
         return replace(self, lazy_max=self.lazy_max and not problem.has_score, splits=splits)
 
     def smem_bytes(self, problem: Problem) -> int:
-        """Dynamic shared memory of a block: Q, stages for K and V, barriers.
-
-        Every kernel asserts at compile time that it needs just this.
-        """
+        """Dynamic shared memory of a block, which its kernel asserts: Q, stages for K and V, barriers."""
         return (self.tile_m + self.stages * self.tile_n) * row_bytes(problem) + BARRIER_BYTES
 
     def kept_steps(self, problem: Problem) -> int:

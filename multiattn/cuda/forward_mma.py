@@ -84,10 +84,7 @@ class CudaConfig(FamilyConfig):
         return {TILE_LISTS[0]: self.tile_m}
 
     def smem_bytes(self, problem: Problem, axes: Axes) -> int:
-        """Dynamic shared memory of a block: Q, the buffers of K and V, what warps exchange.
-
-        Every kernel asserts at compile time that it needs just this.
-        """
+        """Dynamic shared memory of a block, which its kernel asserts: Q, buffers of K and V, what warps exchange."""
         pieces = Pieces.of(axes, self, problem)
         q = self.tile_m * pieces.q_width
         k = self.tile_n * pieces.k_width + (self.tile_m * pieces.k_width if self.q_streamed else 0)
@@ -275,14 +272,8 @@ def _of_rungs(axes: Axes, problem: Problem) -> Iterator[CudaConfig]:
     shapes = _COLUMNS if axes.warps == "split_kv" else _ROWS
     for (tile_m, warps, columns), tile_n, stages in itertools.product(shapes, (64, 128, 256), (1, 2)):
         for dim_slice, key_slice in _slices(axes, problem, tile_n) if is_sliced else ((64, 16),):
-            sizes: dict[str, Any] = {
-                "tile_m": tile_m,
-                "tile_n": tile_n,
-                "warps": warps,
-                "column_warps": columns,
-                "stages": stages,
-            }
-            config = CudaConfig(**sizes, dim_slice=dim_slice, key_slice=key_slice)
+            sizes: dict[str, Any] = {"tile_m": tile_m, "tile_n": tile_n, "warps": warps, "column_warps": columns}
+            config = CudaConfig(**sizes, stages=stages, dim_slice=dim_slice, key_slice=key_slice)
             yield config
             yield replace(config, q_streamed=True) if is_sliced else replace(config, q_in_registers=True)
 

@@ -53,8 +53,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
     stages: int = limited(between(3, 16), default=4)
     """Buffers that tiles of K and of V take turns in."""
     scheduler: str = limited(one_of(*SCHEDULERS), default="dynamic")
-    """``one_tile``: a block per tile of queries. ``static``, ``dynamic``: a block per SM, which takes every n-th tile,
-    or the next one that a counter in device memory gives it."""
+    """See `multiattn.plan.schedule.SCHEDULERS`."""
     q_slots: int = limited(one_of(1, 2, 3), default=1)
     """Buffers of Q; with two the next tile is begun before the output of one is stored, with three Q of two is loaded
     ahead."""
@@ -82,10 +81,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
         return {"q": q, "k": kv, "v": kv, **({"out": WARPGROUP_ROWS} if self.tma_store else {})}
 
     def smem_bytes(self, problem: Problem) -> int:
-        """Dynamic shared memory of a block: slots of Q, stages for K and V, barriers.
-
-        Every kernel asserts at compile time that it needs just this.
-        """
+        """Dynamic shared memory of a block, which its kernel asserts: slots of Q, stages for K and V, barriers."""
         rows = self.q_slots * self.tile_m + self.stages * self.tile_n
         return rows * row_bytes(problem) + BARRIER_BYTES
 

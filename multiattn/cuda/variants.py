@@ -53,17 +53,13 @@ _BLOCKS = {points.SPLIT_Q: 32, points.TILED: 64}
 _BACKWARD_BLOCKS = 32
 
 
-def _workspace(problem: Problem, config: Any) -> int:
-    return sum(config.workspace(problem).values())
-
-
 def _variant(config_type: type[FamilyConfig], *, flags: Mapping[str, Any] | None = None, **more: Any) -> Variant:
     """A variant of a family, whose config answers for it; `more` is of Variant."""
     flags = flags or {}
     return Variant(
         config_type=config_type,
         flags=tuple(flags.items()),
-        workspace=_workspace,
+        workspace=lambda problem, config: sum(config.workspace(problem).values()),
         settle=lambda problem, arch, config: config.settled(problem, arch),
         fits=lambda problem, arch, config: config.why_not(problem, arch, flags),
         **more,
@@ -91,7 +87,6 @@ WGMMA = _variant(
     capability=_wgmma_capability(scores=True, score_gradients=True),
     rules=WGMMA_RULES,
 )
-"""It is on no ladder: it has no flags and no parent."""
 
 SPLIT_KEYS = _variant(
     CudaSplitConfig,
@@ -100,7 +95,6 @@ SPLIT_KEYS = _variant(
     capability=_capability(packing=False, caches=True, head_dim_max=512),
     rules=SPLIT_RULES,
 )
-"""It is on no ladder."""
 
 SPLIT_KEYS_WGMMA = _variant(
     SplitWgmmaConfig,
@@ -109,7 +103,6 @@ SPLIT_KEYS_WGMMA = _variant(
     capability=_wgmma_capability(packing=False, scores=True, score_gradients=True, caches=True),
     rules=SPLIT_WGMMA_RULES,
 )
-"""It is on no ladder."""
 
 VARIANTS: tuple[Variant, ...] = (
     SPLIT_KEYS_WGMMA,

@@ -92,7 +92,7 @@ class Variant:
     """Selected only by name: a rung of a ladder, to learn from or to compare with."""
     deterministic: bool = True
     """Two runs give the same bits, whatever the order in which blocks run."""
-    workspace: Callable[[Problem, Config | None], int] = lambda problem, config: 0
+    workspace: Callable[[Problem, Any], int] = lambda problem, config: 0
     """Bytes of device memory that a launch takes beside its arguments."""
     settle: Callable[[Problem, Arch, Any], Config] = lambda problem, arch, config: config
     """The config with what a rule leaves open (a number of splits) decided for a problem."""

@@ -22,8 +22,6 @@ from multiattn.problem import Problem
 if TYPE_CHECKING:
     from multiattn.plan.tuning import Tuning
 
-BOTH: tuple[Direction, ...] = ("forward", "backward")
-
 
 def choose(
     problem: Problem,

@@ -65,19 +65,19 @@ class MeasuredCell:
         the backend that waits most for loads. A packed batch, whose lengths nobody knows here, is nearer to a
         packed cell of 1.4 times its head_dim than to another cell of its own head_dim.
         """
-        head_dim = _apart(problem.head_dim, self.head_dim)
+        head_dim = doublings(problem.head_dim, self.head_dim)
         if self.rows:
-            return head_dim + _apart(problem.rows, self.rows)
+            return head_dim + doublings(problem.rows, self.rows)
         is_other = self.packed != (problem.packing is not None)
         return head_dim + self.distance_in_lengths(problem) + is_other * _UNPACKED
 
     def distance_in_lengths(self, problem: Problem) -> float:
         """The distance but for head_dim."""
         keys = problem.seq_kv if problem.packing is None else USUAL_LENGTH
-        seq_kv = 0.0 if self.packed else _apart(keys, self.seq_kv)
-        seen = _apart(sum(problem.reach) + 1, self.window or self.seq_kv) if problem.is_two_sided else 0.0
-        heads = _apart(problem.batch * problem.heads_q, self.heads)
-        return (seq_kv + seen) / 4 + (heads + _apart(problem.group, self.group)) / 16
+        seq_kv = 0.0 if self.packed else doublings(keys, self.seq_kv)
+        seen = doublings(sum(problem.reach) + 1, self.window or self.seq_kv) if problem.is_two_sided else 0.0
+        heads = doublings(problem.batch * problem.heads_q, self.heads)
+        return (seq_kv + seen) / 4 + (heads + doublings(problem.group, self.group)) / 16
 
     @property
     def names(self) -> frozenset[str]:
@@ -106,7 +106,8 @@ class MeasuredCell:
         return f"{what} {kind}{self.direction}"
 
 
-def _apart(one: int, other: int) -> float:
+def doublings(one: int, other: int) -> float:
+    """How far two sizes are apart."""
     return abs(math.log2(max(one, 1) / max(other, 1)))
 
 

@@ -16,6 +16,7 @@ from multiattn.mask import parse_band
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch, by_name
 from multiattn.plan.backend import BACKENDS, Direction, TunedChoice, find_variant, plan_variant
+from multiattn.plan.measured import doublings
 from multiattn.plan.records import config_of, record_of
 from multiattn.problem import Problem
 
@@ -122,14 +123,14 @@ class TunedCell:
             is_plain(problem)
             and all(getattr(its, name) == getattr(problem, name) for name in like)
             and its.heads_q // its.heads_kv == problem.group
-            and all(_apart(one, other) <= math.log2(NEAR_LENGTH) + 1e-9 for one, other in self._lengths(problem))
-            and _apart(its.batch * its.heads_q, problem.batch * problem.heads_q) <= math.log2(NEAR_HEADS) + 1e-9
+            and all(doublings(one, other) <= math.log2(NEAR_LENGTH) + 1e-9 for one, other in self._lengths(problem))
+            and doublings(its.batch * its.heads_q, problem.batch * problem.heads_q) <= math.log2(NEAR_HEADS) + 1e-9
         )
 
     def distance(self, problem: Problem) -> float:
         """How far a near problem is, in doublings: lengths count more than heads."""
-        heads = _apart(self.sizes.batch * self.sizes.heads_q, problem.batch * problem.heads_q)
-        return sum(_apart(one, other) for one, other in self._lengths(problem)) + heads / 4
+        heads = doublings(self.sizes.batch * self.sizes.heads_q, problem.batch * problem.heads_q)
+        return sum(doublings(one, other) for one, other in self._lengths(problem)) + heads / 4
 
     def _lengths(self, problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
         return (self.sizes.seq_q, problem.seq_q), (self.sizes.seq_kv, problem.seq_kv)
@@ -203,10 +204,6 @@ def is_plain(problem: Problem) -> bool:
     """True for what tuning measures: dense sequences, scores as they are, no sinks."""
     modified = problem.score is not None or problem.blocks is not None or problem.has_sinks
     return not (modified or problem.packing is not None or problem.cache is not None)
-
-
-def _apart(one: int, other: int) -> float:
-    return abs(math.log2(max(one, 1) / max(other, 1)))
 
 
 def tuning_of(data: object) -> Tuning:

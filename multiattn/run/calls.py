@@ -15,8 +15,8 @@ from multiattn.layout import VECTOR_BYTES
 from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import CPU, detect
-from multiattn.plan.backend import REFERENCE, Direction, Launcher, Plan
-from multiattn.plan.choice import BOTH, choose
+from multiattn.plan.backend import DIRECTIONS, REFERENCE, Direction, Launcher, Plan
+from multiattn.plan.choice import choose
 from multiattn.problem import problem_of
 from multiattn.run import compat
 from multiattn.run.ahead import Ahead, following
@@ -162,8 +162,7 @@ def get_forward(operands: Operands, options: Options, needs_grad: bool = False) 
     if isinstance(found, Ready):
         return found
     device = operands.q.device
-    directions = BOTH if needs_grad else BOTH[:1]
-    plan, *backward = _choose(operands, options, *directions)
+    plan, *backward = _choose(operands, options, *DIRECTIONS[: 1 + needs_grad])
     gradient = get_backward(operands, options.of_gradient, *backward) if needs_grad else None
     return _forward.keep(found, Ready(plan, options, device, gradient))
 

@@ -31,10 +31,7 @@ from multiattn.validate.results import check_results
 from multiattn.validate.sequences import check_cache, check_lengths, check_values
 
 # A gradient may come in any layout, but q, k and v keep theirs: Inductor must not choose another for an op's inputs.
-# Before torch 2.8 there is no such tag, and keeping their order of strides is the default.
-_KEEP_STRIDES: dict[str, Any] = (
-    {"tags": (torch.Tag.needs_exact_strides,)} if hasattr(torch.Tag, "needs_exact_strides") else {}
-)
+_KEEP_STRIDES = (torch.Tag.needs_exact_strides,)
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -317,7 +314,7 @@ def _flops(signature: Signature, *arguments: Any, **named: Any) -> int:
 def _op(name: str, signature: Signature, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """The op of a table, with all that follows from it."""
     schema = signature.schema
-    op = torch.library.custom_op(f"multiattn::{name}", run, mutates_args=(), schema=schema, **_KEEP_STRIDES)
+    op = torch.library.custom_op(f"multiattn::{name}", run, mutates_args=(), schema=schema, tags=_KEEP_STRIDES)
     op.register_fake(fake)
     op.register_vmap(functools.partial(_map, op, signature))
     register_when_counted(getattr(torch.ops.multiattn, name), functools.partial(_flops, signature))

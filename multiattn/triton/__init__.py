@@ -95,7 +95,7 @@ _BACKWARD = (  # Gluon's first, then two passes: the faster ones where both were
     ),
     gluon_two_pass.FAMILY.variant(
         gluon_two_pass.VARIANT,
-        rules=rules_of(gluon_two_pass.RULES),
+        rules=rules_of(gluon_two_pass.VARIANT),
         summary="Gluon for Hopper: dq, then dk and dv, each by two warpgroups and a warp that loads by TMA",
         capability=_HOPPER_BACKWARD,
     ),

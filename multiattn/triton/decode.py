@@ -17,6 +17,7 @@ from multiattn.plan.config import Config
 from multiattn.plan.schedule import (
     EVEN_ENOUGH,
     NARROWEST,
+    ROWS_MAX,
     choose_splits,
     most_multiprocessors,
     one_width,
@@ -154,10 +155,6 @@ def smem_bytes(problem: Problem, arch: Arch, config: TritonSplitConfig) -> int:
     return rows * one_width(problem.head_dim) * ELEMENT_BYTES
 
 
-_ROWS_MAX = 2**31 - 1 - 256
-"""The most rows of a sequence: they are counted in 32 bits, and a tile may begin before the last one."""
-
-
 def why_not_fit(problem: Problem, arch: Arch, config: TritonSplitConfig) -> tuple[Reason, ...]:
     """Every reason why `config` cannot run `problem` on `arch`."""
     config = settle(problem, arch, config)
@@ -168,7 +165,7 @@ def why_not_fit(problem: Problem, arch: Arch, config: TritonSplitConfig) -> tupl
     rows = f"{problem.rows} queries of the heads that share a key"
     return limits.failed(
         (
-            (problem.rows <= _ROWS_MAX, rows, f"up to {_ROWS_MAX}"),
+            (problem.rows <= ROWS_MAX, rows, f"up to {ROWS_MAX}"),
             *limits.size_checks(config, arch, smem_bytes(problem, arch, config), programs),
             (merging <= GRID_MAX, f"{merging} blocks that merge parts", f"a grid of up to {GRID_MAX}"),
         )

@@ -35,8 +35,6 @@ from multiattn.triton.score import lowered_of_pairs
 from multiattn.triton.table import ELEMENT_BYTES, KernelTable, Parameter, Tensor, factor_rows, filled, stride_rows
 
 VARIANT = "warp_specialized_two_pass"
-RULES = VARIANT
-"""The name of its rules."""
 WARPGROUPS = 2
 """How many compute, in each kernel; one warp loads."""
 BLOCK_QUERIES = WARPGROUPS * TILE_M

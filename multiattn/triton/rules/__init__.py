@@ -12,7 +12,7 @@ from multiattn.triton.gluon_backward import RULES as GLUON_BACKWARD
 from multiattn.triton.gluon_backward import GluonBackwardConfig
 from multiattn.triton.gluon_forward import VARIANT as GLUON
 from multiattn.triton.gluon_forward import GluonConfig
-from multiattn.triton.gluon_two_pass import RULES as GLUON_TWO_PASS
+from multiattn.triton.gluon_two_pass import VARIANT as GLUON_TWO_PASS
 from multiattn.triton.gluon_two_pass import GluonTwoPassConfig
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.rules import ampere, blackwell, decode, hopper

@@ -15,7 +15,7 @@ from multiattn.plan.tuned import tuned_rules
 from multiattn.triton.gluon_backward import RULES as GLUON_BACKWARD
 from multiattn.triton.gluon_backward import GluonBackwardConfig
 from multiattn.triton.gluon_forward import VARIANT, GluonConfig
-from multiattn.triton.gluon_two_pass import RULES as TWO_PASS_RULES
+from multiattn.triton.gluon_two_pass import VARIANT as GLUON_TWO_PASS
 from multiattn.triton.gluon_two_pass import GluonTwoPassConfig
 from multiattn.triton.rules.shorthand import BANDED, FULL, backward, by_descriptors, forward, rule
 
@@ -117,7 +117,7 @@ RULES: Mapping[str, tuple[Rule[Any], ...]] = {
         _SM90, (65, 128), _H200 + "239 TFLOPS; 128x128, 8 warps 223", (64, 128, 4, 1), masks=BANDED, heads_together=1
     ),
     GLUON_BACKWARD: _GLUON_BACKWARD,
-    TWO_PASS_RULES: _GLUON_TWO_PASS,
+    GLUON_TWO_PASS: _GLUON_TWO_PASS,
     "atomic": (*by_descriptors(*_ONE_PASS), *_ONE_PASS),
     "two_pass": (
         *by_descriptors(
