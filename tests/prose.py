@@ -69,14 +69,10 @@ _SENTENCE_ENDS = re.compile(r"(?<=[.!?:;])[)\"'*_]*\s+")
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 
 
-def _blank(found: re.Match[str]) -> str:
-    return re.sub(r"[^\n]", " ", found.group())
-
-
 def prose_of(text: str) -> str:
     """The sentences of a Markdown page, each on the line where it was; a code span is one word, unlike all others."""
     for pattern in (_GENERATED, _FENCED, _INDENTED, _TABLE, _LINK_TARGET):
-        text = pattern.sub(_blank, text)
+        text = pattern.sub(lambda found: re.sub(r"[^\n]", " ", found.group()), text)
     numbers = count()
     return _CODE.sub(lambda found: f"code{next(numbers)}" + "\n" * found.group().count("\n"), text)
 

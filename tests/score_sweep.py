@@ -118,14 +118,6 @@ def _angles(quick: bool) -> list[tuple[float, float]]:
     return [(it, 1.0) for it in (few if quick else few + [step * 0.01 - 6.0 for step in range(1200)])]
 
 
-def _is_least_by_minus_one(x: float, y: float) -> bool:
-    return x == -(2**31) and y == -1  # a processor's division stops there
-
-
-def _beyond_int32(x: float, y: float) -> bool:
-    return not abs(x / y) < 2**31 - 128
-
-
 # ---------------------------------------------------------------- operators
 
 
@@ -159,7 +151,8 @@ INTEGERS = Sweep(
         x.to(torch.int16); x.to(torch.uint8) // 3; (x == x) ^ (y < y); (x > 0) + (y > 0)
         (x / y).floor(); (x / 41).floor()
     """),
-    skip=dict.fromkeys((*_operators(_DIVISIONS), "x // -1"), _is_least_by_minus_one),
+    # A processor's division stops there.
+    skip=dict.fromkeys((*_operators(_DIVISIONS), "x // -1"), lambda x, y: x == -(2**31) and y == -1),
 )
 FLOATS = Sweep(
     name="floats",
@@ -172,7 +165,7 @@ FLOATS = Sweep(
         (x * 0.7 + y).floor(); (x * 0.1 * 3).ceil(); (x * y.reciprocal()).floor(); (x * x).sqrt().floor()
         ((x * x + 1).rsqrt() * 1000).floor()
     """),
-    skip={"(x / y).int()": _beyond_int32},
+    skip={"(x / y).int()": lambda x, y: not abs(x / y) < 2**31 - 128},
 )
 SMOOTH = Sweep(
     name="smooth",

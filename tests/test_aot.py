@@ -488,12 +488,11 @@ def test_a_kernel_without_scores_takes_none(driver, tmp_path):
         kernel(*tensors(), captured=(torch.rand(4),))
 
 
-def other_program(score):
-    score["program"] = score["program"].replace('"tanh"', '"exp2"', 1)
-
-
 DAMAGED = {
-    "program": (other_program, "problem: score: sha256: got .*; allowed"),
+    "program": (
+        lambda score: score.update(program=score["program"].replace('"tanh"', '"exp2"', 1)),
+        "problem: score: sha256: got .*; allowed",
+    ),
     "text": (lambda score: score.update(program="{"), "damaged|no JSON|Expecting"),
     "fields": (lambda score: score.pop("shapes"), "problem: score: got no shapes"),
     "scalars": (lambda score: score.update(scalars=["x"]), "problem: score: scalars: got 'x'"),

@@ -95,14 +95,11 @@ def test_deterministic_passes_over_variants_that_are_not(monkeypatch):
     assert [reason.code for reason in reasons] == ["deterministic"]
 
 
-@pytest.mark.parametrize("backend", ["auto", *multiattn.BACKENDS])
 @pytest.mark.parametrize("arch", GPU_ARCHS)
-def test_every_arch_and_head_dim_has_a_rule_that_fits(backend, arch):
+def test_auto_finds_a_kernel_for_every_head_dim(arch):
     for head_dim in range(8, 257, 8):
         for causal in (False, True):
-            plan = multiattn.explain(contiguous(head_dim, causal=causal), backend=backend, arch=arch)
-            assert isinstance(plan, Plan), f"D={head_dim}: {plan}"
-            assert plan.backend in multiattn.BACKENDS
+            assert multiattn.explain(contiguous(head_dim, causal=causal), arch=arch).backend in multiattn.BACKENDS
 
 
 @pytest.mark.parametrize("backend", multiattn.BACKENDS)

@@ -136,11 +136,6 @@ def test_gradients_of_shares(variant, shares, seq, causal):
 CONFIG = stored(one_pass(16, 32, heads_together=2), queries(64, 32, heads_together=2))
 
 
-def bytes_of_heads(heads, seq_q, seq_kv):
-    """Memory for the ds of so many heads of queries, in tiles of 64."""
-    return heads * -(-seq_q // 64) * 64 * seq_kv * 2
-
-
 @both_masks
 def test_tiles_begin_at_queries_of_their_own_without_a_mask_only(causal):
     problem = Problem.contiguous(batch=1, heads_q=2, seq_q=256, head_dim=64, causal=causal)
@@ -155,7 +150,7 @@ def test_tiles_begin_at_queries_of_their_own_without_a_mask_only(causal):
 def test_gradients_of_some_heads_at_a_time(heads, at_a_time, causal, monkeypatch):
     """As memory holds `heads` heads of queries, two of which share keys: parts of an entry, or whole entries."""
     q, k, v, dout = make_tensors(batch=3, heads_q=8, heads_kv=4, seq_q=64, seq_kv=64, head_dim=16)
-    monkeypatch.setattr(backward, "STORED_BYTES", bytes_of_heads(heads, 64, 64))
+    monkeypatch.setattr(backward, "STORED_BYTES", heads * 64 * 64 * 2)
     plan = plan_of("stored", Problem.of(q, k, v, causal=causal), CONFIG)
     assert backward.heads_at_a_time(plan.problem, CONFIG) == at_a_time
     assert len(launches_of(plan)) == 1 + 2 * math.ceil(12 / at_a_time)

@@ -39,11 +39,6 @@ def needs(language):
         pytest.skip("; ".join(map(str, reasons)))
 
 
-def variants_of(language, direction):
-    op = get(language).op(direction)
-    return op.offered if direction == "forward" else op.variants
-
-
 @pytest.mark.parametrize("language", BACKENDS)
 @each_direction
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS.keys())
@@ -67,9 +62,10 @@ def test_every_head_dim_has_a_plan_that_fits(language, direction, arch):
 @each_direction
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 160, 256])
 def test_a_sweep_tries_what_fits_and_nothing_twice(language, direction, head_dim):
-    candidates = get(language).op(direction).candidates
+    op = get(language).op(direction)
+    candidates, variants = op.candidates, op.offered if direction == "forward" else op.variants
     problem = problem_of(heads_q=16, heads_kv=4, head_dim=head_dim, causal=True)
-    for variant, name in itertools.product(variants_of(language, direction), GPU_ARCHS):
+    for variant, name in itertools.product(variants, GPU_ARCHS):
         if name not in variant.capability.arches or head_dim > variant.capability.head_dim_max:
             continue
         found = candidates(variant, problem, ARCHS[name])

@@ -6,7 +6,6 @@ import torch
 import multiattn
 from multiattn import reference
 
-BACKENDS = ("triton", "cutile", "cuda")
 HEADS, SEQ, HEAD_DIM = 3, 20, 16
 APART = (1 << 30) + 65
 """Elements from head to head: the third head begins past 2^31, and a stride by itself fits 32 bits.
@@ -15,22 +14,17 @@ Odd, as Triton counts strides in units of what divides them: in units of 8 the p
 """
 
 
-def far_apart(seed):
-    """``[1, 3, 20, 16]`` bf16 in 4 GiB of addresses, of which 3 pages are used."""
-    memory = torch.empty((HEADS - 1) * APART + SEQ * HEAD_DIM, dtype=torch.bfloat16)
-    view = memory.as_strided((1, HEADS, SEQ, HEAD_DIM), (HEADS * APART, APART, HEAD_DIM, 1))
-    return view.copy_(torch.randn(view.shape, generator=torch.Generator().manual_seed(seed)))
-
-
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", multiattn.BACKENDS)
 def test_heads_past_2_to_31_elements(backend, name):
+    """4 GiB of addresses, of which 3 pages are used."""
+    shape = 1, HEADS, SEQ, HEAD_DIM
     near = {
-        each: torch.randn(1, HEADS, SEQ, HEAD_DIM, generator=torch.Generator().manual_seed(at)).bfloat16()
+        each: torch.randn(shape, generator=torch.Generator().manual_seed(at)).bfloat16()
         for at, each in enumerate("qkv")
     }
-    far = {**near, name: far_apart(9)}
-    near[name] = far[name].clone(memory_format=torch.contiguous_format)
+    memory = torch.empty((HEADS - 1) * APART + SEQ * HEAD_DIM, dtype=torch.bfloat16)
+    far = {**near, name: memory.as_strided(shape, (HEADS * APART, APART, HEAD_DIM, 1)).copy_(near[name])}
     results = []
     for tensors in (near, far):
         leaves = [tensor.detach().requires_grad_() for tensor in tensors.values()]
