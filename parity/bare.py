@@ -35,6 +35,7 @@ from multiattn.plan.config import Rule, has_whole_sectors
 from multiattn.problem import Problem
 from multiattn.run.execute import launch, launch_backward
 from parity.case import Case, Memory
+from parity.memory import synchronize
 
 WATCHED = (
     Case(name="ragged", why="ragged tiles of queries and keys; padded head_dim", head_dim=72, causal=True),
@@ -146,13 +147,8 @@ def launch_rules(backend: str, device: torch.device, part: tuple[int, int]) -> i
     for plan in plans:
         print(plan, flush=True)
         launch_rule(plan, device)
-        _synchronize(device)
+        synchronize(device)
     return len(plans)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -183,7 +179,7 @@ def main() -> None:
         number = launch_rules(options.backend, device, options.part)
     else:
         lines = launch_all(options.backend, device)
-        _synchronize(device)
+        synchronize(device)
         print("\n".join(lines))
         number = len(lines)
     print(f"launched {number} plans")

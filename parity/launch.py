@@ -26,6 +26,7 @@ from multiattn.run.execute import gradient_of_sinks, gradients_of_captured
 from parity.case import Case
 from parity.cases import CASES, suite
 from parity.gradients import GradTruth
+from parity.memory import synchronize
 from parity.results import Contender
 from parity.tensors import Gradients, Inputs, Outputs, Saved, Upstream
 from parity.tolerance import Mismatch, Truth, operands_and_problem
@@ -132,7 +133,7 @@ def launch_plan(plan: Plan, inputs: Inputs) -> Outputs:
     given = inputs.q, inputs.k, inputs.v, outputs.out, outputs.lse
     with poisoned_workspaces() if plan.workspace_bytes else contextlib.nullcontext():
         multiattn.launch(plan, *given, sinks=inputs.sinks, captured=inputs.captured, indices=inputs.indices)
-    _synchronize(inputs.q.device)
+    synchronize(inputs.q.device)
     if outputs.guards_were_written:
         raise Mismatch(f"memory around out or lse was written\n  {plan}")
     if inputs.were_written:
@@ -158,7 +159,7 @@ def launch_gradients(plan: Plan, inputs: Inputs, saved: Saved, upstream: Upstrea
         gradients = replace(gradients, dsinks=gradient_of_sinks(operands))
     of_captured = gradients_of_captured(plan.problem.score, operands)
     gradients = replace(gradients, dcaptured=tuple(it for it in of_captured if it is not None))
-    _synchronize(inputs.q.device)
+    synchronize(inputs.q.device)
     if gradients.guards_were_written:
         raise Mismatch(f"memory around a gradient was written\n  {plan}")
     for names, watched in (("q, k, v or sinks", inputs), ("out or lse", saved), ("dout or dlse", upstream)):
@@ -181,22 +182,6 @@ def save_forward(case: Case, backend: str, device: torch.device) -> Saved | tupl
     return Saved.of(outputs)
 
 
-def differing_runs(plan: Plan, inputs: Inputs, saved: Saved, upstream: Upstream, *, runs: int) -> int:
-    """How many of `runs` repetitions of a backward Plan give other bits than the first run: 0 if it is deterministic.
-
-    On a GPU the blocks of each run are scheduled anew; CPU interpreters that have an order of their own keep it.
-    """
-    first = launch_gradients(plan, inputs, saved, upstream)
-    again = (launch_gradients(plan, inputs, saved, upstream) for _ in range(runs))
-    return sum(not have_the_same_bits(first, other) for other in again)
-
-
-def have_the_same_bits(left: Gradients, right: Gradients) -> bool:
-    """True if two runs wrote the same dq, dk and dv, signs of zero and payloads of NaN included."""
-    pairs = zip(left.memory, right.memory, strict=True)
-    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
-
-
 deterministic: Any = torch.utils.deterministic
 """Its one flag is of a class that PyTorch makes at run time, which no type checker knows."""
 
@@ -214,8 +199,3 @@ def poisoned_workspaces() -> Iterator[None]:
     finally:
         deterministic.fill_uninitialized_memory = was_filling
         torch.set_deterministic_debug_mode(mode)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

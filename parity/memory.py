@@ -23,6 +23,12 @@ DRAWN_ON_CPU = 1 << 26
 Values3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for what was launched on a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def poisoned(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """``GUARD + numel + GUARD`` elements of NaN, each 16 bits of them POISON."""
     memory = torch.empty(GUARD + numel + GUARD, dtype=dtype, device=device)

@@ -34,6 +34,7 @@ from parity.launch import (
     prepare_gradients,
     waits_for_night,
 )
+from parity.memory import synchronize
 from parity.results import CaseReport, Contender, Pair, Result, Score
 from parity.tensors import Gradients, Inputs, Outputs, Saved
 from parity.tolerance import Expected, Mismatch, deviate
@@ -295,16 +296,11 @@ LOST_PAUSE_S = 1.0
 def _run_in_worker(case: Case, contenders: Sequence[Contender], device: torch.device) -> CaseReport:
     """`run_case`, if an illegal access of an earlier case has left this process a device. Else DeviceLostError."""
     try:
-        _synchronize(device)
+        synchronize(device)
     except RuntimeError:
         time.sleep(LOST_PAUSE_S)
         raise DeviceLostError(os.getpid()) from None
     return run_case(case, contenders, device)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _settle(case: Case, contenders: Sequence[Contender], report: Callable[[], CaseReport]) -> CaseReport:
