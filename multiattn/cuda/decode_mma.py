@@ -59,11 +59,6 @@ class CudaSplitConfig(DecodeConfig):
     splits: int = limited(between(1, SPLITS_MAX), default=0)
 
     @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.warps * WARP_THREADS
-
-    @property
     def teams(self) -> int:
         """Groups of warps with keys of their own."""
         return self.warps // (self.row_warps * self.column_warps)
@@ -127,7 +122,7 @@ class CudaSplitConfig(DecodeConfig):
             rows=grouped_rows(paging),
             header="split_keys.cuh",
             params=SplitParams,
-            threads=self.threads,
+            threads=self.warps * WARP_THREADS,
             blocks_per_sm=self.blocks_per_sm,
             smem_bytes=self.smem_bytes(problem),
             overlaps=overlaps,

@@ -53,11 +53,6 @@ class CudaConfig(FamilyConfig):
     """Blocks on an SM that the compiler must leave registers for."""
 
     @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.warps * WARP_THREADS
-
-    @property
     def q_place(self) -> str:
         """``registers``, ``streamed``, ``shared``; ``both`` is nowhere."""
         if self.q_in_registers and self.q_streamed:
@@ -178,7 +173,7 @@ class CudaConfig(FamilyConfig):
             sizes=f"{axes.name.replace('+', '_')}_{tiles}{slices}_o{self.blocks_per_sm}",
             header="forward.cuh",
             params=ForwardParams,
-            threads=self.threads,
+            threads=self.warps * WARP_THREADS,
             blocks_per_sm=self.blocks_per_sm,
             smem_bytes=self.smem_bytes(problem, axes),
         )

@@ -22,7 +22,7 @@ from multiattn.operands import CAPTURED
 from multiattn.packed import TILE_LISTS
 from multiattn.plan import abi, limits
 from multiattn.plan.arch import GPU_ARCHS, WARP_THREADS, Arch
-from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.backend import Plan, PlannedCall, Variant
 from multiattn.plan.config import Config, Rule
 from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem
@@ -124,25 +124,10 @@ class KernelLaunch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """A launch of a plan that kernels are to be listed for."""
+class Asked(PlannedCall):
+    """A launch with the assumptions of a forward's code that is there; nothing where code is made for the plan."""
 
-    plan: Plan
-    has_dlse: bool = False
     emitted: Mapping[str, str]
-    """The assumptions of a forward's code that is there; nothing where code is made for the plan."""
-    multiprocessors: int
-    """The device's, for a static grid."""
-
-    @property
-    def problem(self) -> Problem:
-        """The plan's."""
-        return self.plan.problem
-
-    @property
-    def config(self) -> Any:
-        """The plan's, of its family's type."""
-        return self.plan.config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -137,6 +137,31 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedCall:
+    """A launch of a Plan that kernels are to be listed for."""
+
+    plan: Plan
+    has_dlse: bool = False
+    multiprocessors: int
+    """The device's: so many blocks a persistent kernel has."""
+
+    @property
+    def problem(self) -> Problem:
+        """The plan's."""
+        return self.plan.problem
+
+    @property
+    def arch(self) -> Arch:
+        """The plan's."""
+        return self.plan.arch
+
+    @property
+    def config(self) -> Any:
+        """The plan's, of its family's type."""
+        return self.plan.config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TunedChoice:
     """A variant that was measured on the user's own GPU, near a problem, with its best config there."""
 

@@ -14,7 +14,7 @@ import torch
 from multiattn.layout import Layout
 from multiattn.plan import abi
 from multiattn.plan.arch import Arch
-from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.backend import PlannedCall, Variant
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import COUNTER_BYTES
 from multiattn.plan.support import Reason
@@ -30,29 +30,10 @@ Areas = Mapping[str, Layout]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TritonLaunch:
-    """A launch that kernels are to be listed for."""
+class TritonLaunch(PlannedCall):
+    """A launch with what its code assumes."""
 
-    plan: Plan
     assumed: Assumed
-    multiprocessors: int
-    """The device's: so many blocks a persistent kernel has."""
-    has_dlse: bool = False
-
-    @property
-    def problem(self) -> Problem:
-        """The plan's."""
-        return self.plan.problem
-
-    @property
-    def arch(self) -> Arch:
-        """The plan's."""
-        return self.plan.arch
-
-    @property
-    def config(self) -> Any:
-        """The plan's, of its family's type."""
-        return self.plan.config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
