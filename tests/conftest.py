@@ -1,6 +1,7 @@
 """Settings of all tests."""
 
 import gc
+import itertools
 import os
 
 import driver_fakes
@@ -64,3 +65,26 @@ def gpu(monkeypatch):
 def folder(monkeypatch, tmp_path):
     """The files of what is tuned, of a test's own."""
     yield from tune_fakes.install_folder(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """PyTorch's attention is ours; the directions that ours ran, in order."""
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+    import multiattn.integrations.torch as provider
+    from multiattn.integrations import flash, sdpa
+
+    directions = []
+    for module, direction in itertools.product((sdpa, flash), ("forward", "backward")):
+        run = getattr(module, f"run_{direction}")
+
+        def spy(ready, *arguments, direction=direction, run=run):
+            directions.append(direction)
+            return run(ready, *arguments)
+
+        monkeypatch.setattr(module, f"run_{direction}", spy)
+    activate_flash_attention_impl(provider.NAME)
+    yield directions
+    provider.use("auto")
+    restore_flash_attention_impl()

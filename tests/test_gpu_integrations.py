@@ -5,40 +5,20 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import (
-    SDPBackend,
-    activate_flash_attention_impl,
-    restore_flash_attention_impl,
-    sdpa_kernel,
-    varlen,
-)
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.nn.attention.bias import causal_lower_right
 
 import multiattn
 import multiattn.integrations.torch as provider
-from multiattn.integrations import flash, sdpa
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 
 @pytest.fixture
-def ran(monkeypatch):
-    """Ours is active, and PyTorch has no choice; the directions that ours ran."""
-    directions = []
-    for module in (sdpa, flash):
-        for direction in ("forward", "backward"):
-            run = getattr(module, f"run_{direction}")
-
-            def spy(ready, *arguments, direction=direction, run=run):
-                directions.append(direction)
-                return run(ready, *arguments)
-
-            monkeypatch.setattr(module, f"run_{direction}", spy)
-    activate_flash_attention_impl(provider.NAME)
+def ran(ran):
+    """And PyTorch has no choice."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        yield directions
-    provider.use("auto")
-    restore_flash_attention_impl()
+        yield ran
 
 
 def qkv(seq_q=300, seq_kv=300, head_dim=64):

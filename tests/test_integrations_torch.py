@@ -21,24 +21,6 @@ from multiattn.integrations import overrides, sdpa
 BATCH, HEADS, HEADS_KV, HEAD_DIM = 2, 4, 2, 32
 
 
-@pytest.fixture
-def ran(monkeypatch):
-    """Ours is active; the directions that it ran, in order."""
-    directions = []
-    for direction in ("forward", "backward"):
-        name, run = f"run_{direction}", getattr(sdpa, f"run_{direction}")
-
-        def spy(ready, *arguments, direction=direction, run=run):
-            directions.append(direction)
-            return run(ready, *arguments)
-
-        monkeypatch.setattr(sdpa, name, spy)
-    activate_flash_attention_impl(provider.NAME)
-    yield directions
-    provider.use("auto")
-    restore_flash_attention_impl()
-
-
 def qkv(seq_q=24, seq_kv=24, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(0)
     shapes = ((BATCH, HEADS, seq_q, HEAD_DIM), *((BATCH, HEADS_KV, seq_kv, HEAD_DIM),) * 2)
