@@ -55,14 +55,6 @@ def flops_per_pair(head_dim: int, head_dim_v: int, *, backward: bool = False) ->
     return 2 * (3 * head_dim + 2 * head_dim_v) if backward else 2 * (head_dim + head_dim_v)
 
 
-def strides_like(tensor: torch.Tensor, head_dim: int) -> tuple[int, int, int, int]:
-    """Strides of a result made after q, k or v ``[B, H, S, D]``: `Problem.strides_out` and its like, with that of D.
-
-    Needs no address, so that it also answers for a fake tensor, with symbolic sizes.
-    """
-    return (*dense_strides(strides_of(tensor), tuple(tensor.shape), head_dim), 1)
-
-
 def strides_of(tensor: torch.Tensor) -> Strides:
     """Strides of (B, H, S), with those of one-element or empty dimensions made canonical.
 

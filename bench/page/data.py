@@ -16,7 +16,7 @@ from bench.decode_cells import DecodeCell
 from bench.matrix import Cell
 from bench.page.parts import PARTS
 from bench.page.sources import Source, kind_of
-from bench.page.styles import as_data, in_order
+from bench.page.styles import in_order, styles
 from bench.report import describe, fastest, notes, times_as_fast
 from bench.results import Row, grouped, is_ours, pack
 from multiattn.inspect.roofline import bounds
@@ -110,7 +110,7 @@ def page_data(sources: Sequence[Source], more: Mapping[str, Any]) -> dict[str, A
         "rows": table(rows),
         "ours": [name for name in names if is_ours(name)],
         "order": in_order(drawn),
-        "styles": as_data(drawn),
+        "styles": {name: asdict(style) for name, style in styles(drawn).items()},
         "parts": {name: it for name, it in PARTS.items() if name in more},
         **more,
     }

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import colorsys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from multiattn.plan.backend import BACKENDS
 
@@ -90,8 +89,3 @@ def _spun(place: int, name: str) -> Style:
 
 def _hex(hue: float, light: float, saturation: float) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, light, saturation))
-
-
-def as_data(contenders: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The styles for the page's JSON."""
-    return {name: asdict(style) for name, style in styles(contenders).items()}

@@ -30,7 +30,7 @@ def walking_kernel(
         traits: the C++ template of its constants, of which dtype and `features_of` are the first.
         config: those behind them.
         entry: the function template, and how the kernel's name begins.
-        sizes: how it goes on behind `what_of`.
+        sizes: how it goes on behind dtype, head_dim and mask.
         rows: the C++ type of what its rows are, or how its tiles are divided; None: queries of one head, whole tiles.
         exponents: it has those of an expression's scores; see `LoweredScore`.
         more: further fields of the Instance.
@@ -38,7 +38,7 @@ def walking_kernel(
     problem, score, slots = plan.problem, lowered_of(plan, exponents=exponents), slots_of(plan)
     last = _score_types(problem, score, slots, rows)
     return Instance(
-        name=f"{entry}_{what_of(problem)}_{sizes}{_suffix_of(plan, score, slots)}",
+        name=f"{entry}_{problem.dtype}_d{problem.head_dim}_{problem.band.kind}_{sizes}{_suffix_of(plan, score, slots)}",
         entry=entry,
         traits=traits_type(traits, problem, features_of(problem, plan.direction), *config, *last),
         score=score,
@@ -47,11 +47,6 @@ def walking_kernel(
         packed=problem.packing is not None,
         **more,
     )
-
-
-def what_of(problem: Problem) -> str:
-    """Dtype, head_dim and mask, as the names of kernels have them."""
-    return f"{problem.dtype}_d{problem.head_dim}_{problem.band.kind}"
 
 
 def features_of(problem: Problem, direction: Direction) -> str:

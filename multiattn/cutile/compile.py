@@ -71,18 +71,13 @@ def _kernel(
 ) -> Any:
     asked: Any = constants
     if getattr(constants, "score", None) is not None:
-        asked = replace(asked, score=functions_of(asked.score, _slots(constants)))
+        asked = replace(asked, score=functions_of(asked.score, getattr(constants, "gradients", ())))
     module = importlib.import_module(f"multiattn.cutile.kernels.{place}")
     function = getattr(module, f"{name}_kernel")(asked)
     if is_64bit:
         annotations = function.__annotations__
         function.__annotations__ = {it: IN_64_BITS.get(kind, kind) for it, kind in annotations.items()}
     return ct.kernel(function, occupancy=blocks_per_sm, num_worker_warps=warps)
-
-
-def _slots(constants: KernelConstants) -> tuple[int, ...]:
-    """Slots of the captured tensors whose gradients a kernel adds up."""
-    return getattr(constants, "gradients", ())
 
 
 def get_signature(launch: KernelLaunch) -> Any:

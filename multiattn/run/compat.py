@@ -125,10 +125,6 @@ def _always() -> bool:
     return True
 
 
-def _never() -> bool:
-    return False
-
-
 def _public_tracing() -> bool:
     asked: Any = torch.jit  # is_tracing is public, but neither exported nor typed
     return bool(asked.is_tracing())
@@ -161,7 +157,7 @@ dispatch_modes: Callable[[], int] = _private("_len_torch_dispatch_stack") or _al
 autocast_active: Callable[[], bool] = _private("_is_any_autocast_enabled") or _always
 """True if tensors of some kind of device are autocast. Without the hook: always, and callers ask for that kind."""
 
-profiler_active: Callable[[], bool] = _private("_autograd", "_profiler_enabled") or _never
+profiler_active: Callable[[], bool] = _private("_autograd", "_profiler_enabled") or (lambda: False)
 """True if a profiler records what this thread runs. Without the hook: never, and calls go around the ops."""
 
 is_tracing: Callable[[], bool] = _private("_is_tracing") or _public_tracing

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from multiattn.layout import Layout
 from multiattn.operands import FORWARD_RESULTS, GRADIENTS, INPUTS, READ, Operands, ScoreSpec
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import Direction, Plan
@@ -208,7 +207,7 @@ def _conform(plan: Plan, operands: Operands) -> Operands:
         operands = operands._replace(dout=compat.empty_strided(*layouts["dout"], operands.q.device).zero_())
     check_results(operands.q, operands.v, *operands.results)
     copies: dict[str, Any] = {
-        name: _copy(tensor, layouts[name])
+        name: tensor.new_empty_strided(*layouts[name][:2]).copy_(tensor)
         for name in ("out", "lse", "dout", "dlse")
         if (tensor := getattr(operands, name)) is not None and not is_laid_out(tensor, layouts[name].strides)
     }
@@ -217,7 +216,3 @@ def _conform(plan: Plan, operands: Operands) -> Operands:
         # Whatever came of the -inf of an empty row, often a NaN, nothing depends on it.
         operands = operands._replace(dlse=operands.dlse.masked_fill(operands.lse == -math.inf, 0.0))
     return operands
-
-
-def _copy(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    return tensor.new_empty_strided(layout.shape, layout.strides).copy_(tensor)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from multiattn.block_mask import BlockSpec
-from multiattn.layout import Shape, flops_per_pair, shape_of_out, strides_like
+from multiattn.layout import Shape, dense_strides, flops_per_pair, shape_of_out, strides_of
 from multiattn.mask import Band
 from multiattn.operands import Operands, Options
 from multiattn.packed import packed_strides
@@ -183,9 +183,10 @@ def _rows_of_q(operands: Operands) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, shape: Shape, *, is_packed: bool) -> torch.Tensor:
-    """A result made after q, k or v, without its values."""
-    strides = (*packed_strides(shape[1], shape[3]), 1) if is_packed else strides_like(tensor, shape[3])
-    return tensor.new_empty_strided(shape, strides)
+    """A result made after q, k or v, without its values: laid out as `Problem.strides_out` and its like say."""
+    its, width = tuple(tensor.shape), shape[3]
+    strides = packed_strides(shape[1], width) if is_packed else dense_strides(strides_of(tensor), its, width)
+    return tensor.new_empty_strided(shape, (*strides, 1))
 
 
 def _fake_results(operands: Operands, options: Options) -> _Pair:

@@ -103,7 +103,8 @@ def check_cache(
     page_table, cu_seqlens_q = where.page_table, where.cu_seqlens_q
     tensors: dict[str, torch.Tensor] = {}
     ranks = {"q": "[B, Hq, Sq, D]" if cu_seqlens_q is None else "[T, Hq, D]"}
-    ranks |= dict.fromkeys(("k_cache", "v_cache"), _rank_of_cache(page_table))
+    rank_of_cache = "[B, Hkv, S, D]" if page_table is None else "[pages, Hkv, page, D]"
+    ranks |= dict.fromkeys(("k_cache", "v_cache"), rank_of_cache)
     for (name, shape), given in zip(ranks.items(), (q, k_cache, v_cache), strict=True):
         tensor = check_operand(name, given)
         if tensor.ndim != shape.count(",") + 1:
@@ -176,10 +177,6 @@ def _of_rank(name: str, rank: int, cu_seqlens_q: object) -> str:
     if cu_seqlens_q is not None:
         return "leave cu_seqlens_q out for queries [B, Hq, Sq, D]"
     return "one query of each sequence is q.unsqueeze(2)" if rank == 3 else "packed queries have cu_seqlens_q"
-
-
-def _rank_of_cache(page_table: object) -> str:
-    return "[B, Hkv, S, D]" if page_table is None else "[pages, Hkv, page, D]"
 
 
 def _check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -186,17 +186,14 @@ class Machine:
             self._await_baton(me)
             function(*args)
             me.check_done()
-            chosen = self._choose_after(me)
+            self.partitions.remove(me)
+            chosen = self._choose(me)
         except _Abandoned:
             return
         except BaseException as error:
             self.failure = error
             chosen = parent
         self._hand_to(chosen)
-
-    def _choose_after(self, me: Partition) -> Partition:
-        self.partitions.remove(me)
-        return self._choose(me)
 
     def _abandon(self, error: BaseException, workers: Sequence[tuple[Partition, threading.Thread]]) -> None:
         """End every thread that still waits for its turn."""
