@@ -251,6 +251,7 @@ def test_tiles_are_divided_into_shares_or_ranges(name):
         pytest.param(square(16, 16, 4096, 4, causal=True), id="many_tiles_under_a_mask"),
         pytest.param(square(8, 8, 2048, 1), id="one_tile_for_nearly_each_sm"),
         pytest.param(square(11, 11, 6144, 4), id="as_many_for_each_sm"),
+        pytest.param(square(64, 8, 4096, 1), id="ranges_nearly_as_long_that_share_no_queries"),
         pytest.param(square(6, 2, 4096, 1, window=(0, 0)), id="few_that_see_little"),
         pytest.param(square(4, 4, LEAST_SHARE_STEPS * 64, 1), id="shares_would_be_too_short"),
         pytest.param(

@@ -36,6 +36,10 @@ LEAST_SAVED_STEPS = 24
 """Steps that ranges must save. H200, 2026-11-26, full: N=4096 1 to 2 % faster, 8192 1 to 3 %, 16384 2 to 7 %; with 16
 and fewer steps saved up to 3 % slower. 2026-11-29, where heads share keys: D=64 25 on 5 N=7777 525 TFLOPS, 423 whole;
 24 on 8 N=5000 501, 434; D=128 40 on 8 N=3333 B=2 599, 493."""
+APART_COST = 1.6
+"""A step of ranges where heads share keys, in steps of whole tiles: blocks are at different heads and share no Q
+and dO. H200, 2026-11-29, full, 64 heads on 8 at D=128, N=4096: 506 TFLOPS in ranges of 481 steps for 512; Triton's
+whole ones 634."""
 _KEY_WARPS = 8
 
 
@@ -86,7 +90,7 @@ def division_of(problem: Problem, tile_m: int, tile_n: int, multiprocessors: int
     range_steps = max(-(-divided * longest // multiprocessors), LEAST_RANGE_STEPS)
     if problem.is_banded or longest - range_steps < LEAST_SAVED_STEPS or not divided:
         return None
-    if problem.group > 1 and divided == tiles:  # blocks at different heads share no Q and dO
+    if problem.group > 1 and (divided == tiles or range_steps * APART_COST > longest):
         return None
     ranges = -(-divided * longest // range_steps)
     return Divided(tiles=tiles, ranges_from=tiles - divided, ranges=ranges, range_steps=range_steps)
