@@ -11,7 +11,7 @@ OF_EACH = ["\nauto takes ", "  config: tile_m=", "  why: ", "  workspace: "]
 PASSED_OVER = ["cuda forward takes wgmma", "variant split_q", "  rejected: rule tile_m="]
 BOTH = [" full forward on sm90", " full backward on sm90"]
 BACKWARDS = ["\ncutile backward, variant atomic: ", "\ncuda backward, variant wgmma: "]
-SAME_BITS = [f"\n  deterministic=True: variant {it}, " for it in ("two_pass", "wgmma_two_pass")]
+SAME_BITS = [f"\n  deterministic=True: variant {it}, " for it in ("two_pass", "wgmma_ordered")]
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,17 @@ def test_heads_that_share_no_keys_may_be_limited():
         assert rule.reject(others, SM80, named=False) is None
 
 
+@pytest.mark.parametrize(("side", "heads", "words"), [("q", 8, "queries"), ("kv", 4, "keys")])
+def test_rows_of_all_heads_may_have_to_be_many(side, heads, words):
+    """Unless the variant is named."""
+    rule = replace(ANY, **{f"{words}_min": 2 * heads * 50})
+    sizes = {"batch": 2, "heads_q": 8, "heads_kv": 4, "seq_q": 50, "seq_kv": 50}
+    assert rule.reject(problem(**sizes), SM80, named=False) is None
+    few = problem(**sizes | {f"seq_{side}": 49})
+    assert rule.reject(few, SM80, named=False) == f"for {2 * heads * 50} {words} of all heads and more"
+    assert rule.reject(few, SM80) is None
+
+
 def test_a_rule_for_callers_that_name_the_variant():
     """Its evidence is told only where it applies."""
     rule = replace(ANY, only_named=True)
@@ -141,7 +152,16 @@ def test_a_rule_covers_what_it_would_shadow():
             ("whole_sectors", "ragged", "banded", "scored", "reads_keys", "packed", "cached", "mapped"), True
         ),
         **{"arches": ("sm90",), "head_dim_min": 65, "head_dim_max": 128, "page_multiple": 16, "dtype": "bf16"},
-        **{"rows_min": 2, "rows_max": 16, "lone_max": 100, "seq_min": 100, "seq_max": 200, "batch_max": 4},
+        **{
+            "rows_min": 2,
+            "rows_max": 16,
+            "lone_max": 100,
+            "queries_min": 5,
+            "keys_min": 5,
+            "seq_min": 100,
+            "seq_max": 200,
+            "batch_max": 4,
+        },
         **{"smem_min": 1000, "only_named": True},
     }
     assert set(narrow) == set(conditions()), "a new condition needs a value here"

@@ -234,6 +234,10 @@ LINES = {
         "bulk_add_if(true, arguments.floats, 1024, 512); tma_store_commit(); tma_store_wait_read<0>();",
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [",
     ),
+    "bulk_store_if": (
+        "bulk_store_if(true, arguments.floats, 1024, 512); tma_store_commit(); tma_store_wait<0>();",
+        "cp.async.bulk.global.shared::cta.bulk_group [",
+    ),
     "ordered_add_global": (
         "arguments.counter[1] = ordered_add_global(arguments.counter, 3);",
         "atom.acq_rel.gpu.global.add.s32 %r",

@@ -8,7 +8,7 @@ import torch
 from cuda_runs import on_cpu
 from gradient_checks import check, make_tensors, run
 
-from multiattn.cuda import BACKEND, stream_k
+from multiattn.cuda import BACKEND, backward_wgmma, stream_k
 from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
 from multiattn.cuda.backward_wgmma_two_pass import WgmmaTwoPassConfig
 from multiattn.cuda.cpu import host
@@ -336,14 +336,27 @@ def test_tiles_of_keys_add_to_dq_one_after_another(sizes, options, config):
     """A tile that waited for one that does not come, or for a wrong number, ends the emulation."""
     names = "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim"
     q, k, v, dout = make_tensors(**dict(zip(names, sizes, strict=True)))
-    plan = plan_of(Problem.of(q, k, v, **options), ORDERED, replace(config, ordered=True, dq_by_tma=False), arch=CPU)
+    plan = plan_of(Problem.of(q, k, v, **options), ORDERED, replace(config, ordered=True, dq_by_tma=True), arch=CPU)
     check(plan, q, k, v, dout)
+
+
+@on_cpu
+@pytest.mark.parametrize("k_stages", [1, 2])
+def test_tiles_that_no_query_sees_follow_those_of_other_heads(k_stages, monkeypatch):
+    """Blocks that end a head at a time go on to tiles without a step, while the last additions wait for their turn."""
+    monkeypatch.setattr(backward_wgmma, "kv_heads_of_section", lambda *_, **__: 1)
+    monkeypatch.setattr(backward_wgmma, "CHAIN_STEPS", 0)
+    q, k, v, dout = make_tensors(heads_q=2, seq_q=130, seq_kv=900, head_dim=104)
+    config = replace(TMA_HALVES, ordered=True, k_stages=k_stages)
+    check(plan_of(Problem.of(q, k, v, window=(50, 0)), ORDERED, config, arch=CPU), q, k, v, dout)
 
 
 @on_cpu
 def test_each_tile_of_keys_takes_a_turn_and_passes_it():
     q, k, v, dout = make_tensors(heads_q=1, seq_q=200, seq_kv=300)
-    launcher = CpuLauncher(plan_of(Problem.of(q, k, v), ORDERED, replace(EARLY, ordered=True), arch=CPU))
+    launcher = CpuLauncher(
+        plan_of(Problem.of(q, k, v), ORDERED, replace(EARLY, ordered=True, dq_by_tma=True), arch=CPU)
+    )
     launcher(Operands(q, k, v, q, torch.zeros(1, 1, 200), dout, None, *map(torch.empty_like, (q, k, v))))
     lists = launcher.workspace["statistics"].view(torch.int32).view(4, 224)  # of 64 queries: 192 numbers, then counts
-    assert lists[:, 192:196].tolist() == [[3] * 4] * 3 + [[3, 0, 0, 0]]
+    assert lists[:, 192].tolist() == [3] * 4

@@ -42,7 +42,7 @@ _DS_STAGES = 2
 _DQ_BUFFERS = 2
 STATISTICS = 2
 """Numbers of a query, fp32: lse and delta."""
-CHAIN_STEPS = 2
+CHAIN_STEPS = 3
 """Steps from one tile's addition to dq to the next one's, where they come in order. A guess."""
 TURN_BYTES = 128
 """Behind the statistics of a tile: a line, so that TMA may load those of the next one."""
@@ -208,9 +208,9 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
                 "of wgmma_ordered alone, and always",
             ),
             (
-                not self.ordered or not (self.stream_k or self.dq_by_tma),
-                f"parts of tiles, or TMA, that add in order ({self})",
-                "stream_k=0 and dq_by_tma=False",
+                not self.ordered or (self.dq_by_tma and not self.stream_k),
+                f"parts of tiles that add in order, or additions without TMA ({self})",
+                "stream_k=0 and dq_by_tma=True",
             ),
         )
         blocks = max(key_tiles(problem, self.tile_n), query_tiles(problem, ROW_TILE))
@@ -288,7 +288,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         plain = cls(tile_m=64, tile_n=128, half_dq=problem.head_dim >= WIDE_FROM, stream_k=most_multiprocessors(arch))
         is_ordered = dict(variant.flags).get("ordered", False)
         plain = replace(plain, ordered=True, stream_k=0) if is_ordered else plain
-        ways = (False,) if is_ordered else (False, True)
+        ways = (True,) if is_ordered else (False, True)
         for kept, by_tma, k_stages, (q_stages, dout_stages) in itertools.product(_KEPT, ways, (1, 2), _BUFFERS):
             stages: dict[str, Any] = {"k_stages": k_stages, "q_stages": q_stages, "dout_stages": dout_stages}
             yield replace(plain, **stages, dq_by_tma=by_tma, **kept)

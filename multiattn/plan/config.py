@@ -83,6 +83,10 @@ class Case(NamedTuple):
         is_lone = self.problem.cache is None and self.problem.group == 1
         return self.problem.batch * self.problem.heads_q if is_lone and not self.named else 0
 
+    def of_all_heads(self, heads: int, length: int) -> int:
+        """Queries, or keys, of all heads of all sequences; no limit holds for named variants."""
+        return sys.maxsize if self.named else self.problem.batch * heads * length
+
     def unless_divided(self, number: int) -> int | None:
         """A batch or a length, of which rules may know nothing where a caller says into how many parts keys go."""
         return number if self.problem.asked_splits is None else None
@@ -225,6 +229,15 @@ class Rule(Generic[C]):
     )
     """The most heads of all sequences, if keys are in no cache and no query heads share them; None is no limit. Callers
     that name the variant may have more."""
+    queries_min: int = _least(
+        lambda it: it.of_all_heads(it.problem.heads_q, it.problem.seq_q),
+        lambda rule: f"for {rule.queries_min} queries of all heads and more",
+    )
+    """The least queries of all heads. Callers that name the variant may have fewer; so it is with `keys_min`."""
+    keys_min: int = _least(
+        lambda it: it.of_all_heads(it.problem.heads_kv, it.problem.seq_kv),
+        lambda rule: f"for {rule.keys_min} keys of all heads and more",
+    )
     dtype: str | None = _only(lambda it: it.features.dtype, lambda rule: f"for {rule.dtype}")
     seq_min: int = _least(lambda it: it.unless_divided(length_of(it.problem)), lambda rule: rule.lengths)
     """The least `length_of` a problem, as `seq_max` is the most; None is no limit."""

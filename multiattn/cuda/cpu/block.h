@@ -135,6 +135,7 @@ class Block {
   SharedMemory smem;
   LaunchCounts& counters;
   std::string error;
+  Condition ordered_additions;  // to global memory, of any thread
 
  private:
   static void enter();

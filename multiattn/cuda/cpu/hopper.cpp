@@ -265,9 +265,9 @@ void Hopper::store(const char* verb, const void* map_address, std::uint32_t sour
   begin_store(verb, {source, bytes, map, place});
 }
 
-void Hopper::add_run(const char* verb, float* target, std::uint32_t source, int bytes) {
+void Hopper::store_run(const char* verb, float* target, std::uint32_t source, int bytes, bool adds) {
   check_run(verb, source, target, bytes);
-  begin_store(verb, {source, bytes, {}, {}, reinterpret_cast<unsigned char*>(target)});
+  begin_store(verb, {source, bytes, {}, {}, reinterpret_cast<unsigned char*>(target), adds});
   touch_global();
 }
 
@@ -280,22 +280,32 @@ void Hopper::begin_store(const char* verb, Transfer what) {
   check_needs(verb, needs);
   AsyncThread& me = threads_[block_.current().index];
   me.stores.push_back({std::move(what), me.groups});
+  me.is_writing = true;
 }
 
-void Hopper::wait_stores(int groups_left) {
+void Hopper::wait_stores(int groups_left, bool written) {
   AsyncThread& me = threads_[block_.current().index];
+  if (written && groups_left == 0) me.is_writing = false;
   const auto due = [&](const AsyncThread::Store& store) { return store.group < me.groups - groups_left; };
   for (const AsyncThread::Store& store : me.stores)
     if (due(store)) write_out(store.what);
   me.stores.erase(std::remove_if(me.stores.begin(), me.stores.end(), due), me.stores.end());
 }
 
+void Hopper::check_written(const char* verb) {
+  const int first = block_.current().index / WARP_SIZE * WARP_SIZE;
+  for (int lane = 0; lane < WARP_SIZE; ++lane)
+    if (threads_[first + lane].is_writing) block_.fail(verb, "a store of lane " + std::to_string(lane) + " may not be written");
+}
+
 void Hopper::write_out(const Transfer& what) {
   const Moment now = block_.now();
   for (int i = 0; i < what.bytes / LINE_BYTES; ++i) {
     const std::uint32_t address = what.tile + i * LINE_BYTES;
-    if (what.run)
+    if (what.run && what.adds)
       add_floats(what.run + i * LINE_BYTES, block_.smem.at(address));
+    else if (what.run)
+      std::memcpy(what.run + i * LINE_BYTES, block_.smem.at(address), LINE_BYTES);
     else
       write_row(what, i);
     --lines_.of(address).stores;

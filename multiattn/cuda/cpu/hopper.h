@@ -53,6 +53,7 @@ struct Transfer {
   EncodedMap map{};        // of the box
   std::vector<int> place;  // of the box in the tensor
   unsigned char* run = nullptr;  // where it is no box
+  bool adds = false;             // floats to those that are there
 };
 
 // A thread's async stores and fences.
@@ -63,6 +64,7 @@ struct AsyncThread {
   };
   std::vector<Store> stores;
   std::int64_t groups = 0;                // of stores committed
+  bool is_writing = false;                // nobody has waited until all are in global memory
   std::vector<Time> fences;               // when it made its writes visible to the async proxy
 };
 
@@ -91,9 +93,12 @@ class Hopper {
   void load_run(const char* verb, std::uint32_t target, const void* source, int bytes, std::uint32_t barrier);
   void store(const char* verb, const void* map, std::uint32_t source, BoxPlace place);
   // A store, too.
-  void add_run(const char* verb, float* target, std::uint32_t source, int bytes);
+  void store_run(const char* verb, float* target, std::uint32_t source, int bytes, bool adds);
   void commit_stores() { ++threads_[block_.current().index].groups; }
-  void wait_stores(int groups_left);
+  // Until shared memory is read, or all is written.
+  void wait_stores(int groups_left, bool written);
+  // That all stores of the current thread's warp are written, which others are to know.
+  void check_written(const char* verb);
   void fence_writes();
   static const EncodedMap& check_map(const char* verb, const void* map);
   // An encoded map, of as many dimensions as the verb gives coordinates.

@@ -191,7 +191,7 @@ void tma_store(const char* verb, const TensorMap& map, SharedAddress source, std
   hopper().store(verb, &map, source, place);
 }
 
-void tma_store_wait(int groups_left) { hopper().wait_stores(groups_left); }
+void tma_store_wait(int groups_left, bool written) { hopper().wait_stores(groups_left, written); }
 
 void set_registers(int count, bool raise) {
   hopper().set_registers(raise ? "raise_registers" : "lower_registers", count, raise);
@@ -301,14 +301,20 @@ int32 atomic_add_global(int32* target, int32 value) {
 
 int32 ordered_add_global(int32* target, int32 value) {
   check_global("ordered_add_global", target, 4);
+  ++block().ordered_additions.generation;
   return atomic_add_global(target, value);
 }
 
-// A wait for what was not done before never ends.
+void release_add_global_if(bool predicate, int32* target, int32 value) {
+  if (!predicate) return;
+  hopper().check_written("release_add_global_if");
+  ordered_add_global(target, value);
+}
+
+// A wait for what a later block does never ends.
 void await_global(const int32* place, int32 value) {
   check_global("await_global", place, 4);
-  if (*place != value)
-    block().fail("await_global: " + std::to_string(value) + " never comes, there is " + std::to_string(*place));
+  while (*place != value) block().wait_for("await_global", block().ordered_additions);
 }
 
 // A lane writes, for the warp, the row whose address it gives.
@@ -339,7 +345,10 @@ void bulk_load(SharedAddress target, const void* source, int bytes, SharedAddres
   hopper().load_run("bulk_load", target, source, bytes, barrier);
 }
 void bulk_add_if(bool predicate, float* target, SharedAddress source, int bytes) {
-  if (predicate) hopper().add_run("bulk_add_if", target, source, bytes);
+  if (predicate) hopper().store_run("bulk_add_if", target, source, bytes, true);
+}
+void bulk_store_if(bool predicate, float* target, SharedAddress source, int bytes) {
+  if (predicate) hopper().store_run("bulk_store_if", target, source, bytes, false);
 }
 void tma_store_commit() { hopper().commit_stores(); }
 

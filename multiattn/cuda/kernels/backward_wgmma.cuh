@@ -8,6 +8,7 @@
 // it to fp32 sums in the workspace; a fourth loads. They wait for one another only through rings of slots, so that each has
 // products for the tensor cores while another does something else.
 #pragma once
+#include "backward_wgmma_add.cuh"
 #include "backward_wgmma_dq.cuh"
 #include "backward_wgmma_output.cuh"
 #include "backward_wgmma_parts.cuh"
@@ -336,6 +337,10 @@ DEVICE void backward_wgmma(const typename T::Params& params) {
   } else {
     lower_registers<T::PRODUCER_REGISTERS>();
     if (thread_index() % WARPGROUP == 0) BackwardProducer<T>(params).run();
+    if constexpr (T::ADDING_WARPS > 0) {
+      const uint32 warp = uniform(thread_index() % WARPGROUP / WARP);
+      if (warp > 0 && warp <= T::ADDING_WARPS) DqAdder<T>(params, warp - 1).run();
+    }
   }
 }
 

@@ -11,6 +11,7 @@ class DqWarpgroup {
   using Shared = BackwardShared<T>;
   using TileKV = typename T::TileKV;
   using DsPlace = RingPlace<T::DS_STAGES>;
+  using PlaceSums = RingPlace<T::ADDING_WARPS * T::DQ_PARTS>;
 
  public:
   DEVICE explicit DqWarpgroup(const typename T::Params& params) : params_(params) {}
@@ -22,11 +23,13 @@ class DqWarpgroup {
       const KeyTile<T> tile = load_key_tile<T>(Shared::tile_place(k_.slot));
       if (tile.is_none()) break;
       walk(tile);
+      // Now, as behind it may be tiles without a step, for which the warps that add make room only when they have added.
+      if constexpr (T::ORDERED && T::HANDS_OVER_LATE) hand_over();
       Shared::ring_k().release_apart(k_.slot);
       k_.advance();
     }
     if constexpr (T::HANDS_OVER_LATE) hand_over();
-    if constexpr (T::DQ_BY_TMA) tma_store_wait_read<0>();
+    if constexpr (T::DQ_BY_TMA && !T::ORDERED) tma_store_wait_read<0>();
   }
 
  private:
@@ -34,7 +37,6 @@ class DqWarpgroup {
     const Blocks blocks = query_blocks<T>(params_, tile);
     const int first_head = tile.head_kv * params_.backward.group, end_head = first_head + params_.backward.group;
     const int end_row = count_queries(params_.backward, tile.sequence);
-    const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, tile.sequence);
     int steps_left = count_steps<T>(params_, blocks);
     QueryStep at{0, blocks.begin};
     if constexpr (IS_STREAM_K<typename T::Blocked>) {
@@ -48,12 +50,11 @@ class DqWarpgroup {
       for (int block = at.block; block < end; ++block) {
         const auto place = DsPlace::of(steps_++);
         Shared::ring_ds().await_full(place);
-        if constexpr (T::ORDERED) next_turn(tile, head, block, mask, row < end_row);
 #pragma unroll
         for (int column = 0; column < T::HEAD_DIM; column += T::DQ_COLUMNS) {
           make(place.slot, column);
           if (column + T::DQ_COLUMNS >= T::HEAD_DIM) Shared::ring_ds().release(place.slot);
-          if (row < end_row) add(sums + column / 8 * SIDE, column);
+          if (T::ORDERED || row < end_row) add(sums + column / 8 * SIDE, column);
         }
         row += T::DESCENDS ? -T::TILE_M : T::TILE_M;
         sums += (T::DESCENDS ? -1 : 1) * (T::TILE_M / 16 * ROW_FLOATS);
@@ -61,30 +62,6 @@ class DqWarpgroup {
       steps_left -= end - at.block;
       at.block = blocks.begin;
     }
-    if constexpr (T::ORDERED) pass_turn();
-  }
-
-  // ---- in order
-  // The turn of the tile to add to a block of queries: behind those before it that see the block. None for a warp without queries.
-  DEVICE void next_turn(const KeyTile<T>& tile, int head, int walked, const Mask<T::BAND>& mask, bool has_rows) {
-    const int block = query_block<T>(params_, tile, walked);
-    float* const list = statistics_of<T>(params_, head, tile.number, tile.sequence, block);
-    turns_ = has_rows ? reinterpret_cast<int32*>(list + T::STATISTICS * T::TILE_M) + warp_row() / 16 : nullptr;
-    turn_ = tile.first_key / T::TILE_N - mask.template keys<T::TILE_N>(block * T::TILE_M, T::TILE_M).begin;
-  }
-  // Passes the turn to add of the step before, and awaits that of this one. Whose it is is asked for first: the answer takes long.
-  DEVICE void take_turn() {
-    const int32 whose = turns_ ? load_acquire_global(turns_) : turn_;
-    pass_turn();
-    if (whose != turn_) await_global(turns_, turn_);
-    to_pass_ = turns_;
-  }
-  // Lets the next tile add to what the warp has added to last.
-  DEVICE void pass_turn() {
-    sync_warp();  // all lanes have added
-    release_add_global_if(lane() == 0 && to_pass_, to_pass_, 1);
-    sync_warp();  // no lane awaits what lane 0 has still to do
-    to_pass_ = nullptr;
   }
 
   // dq[TILE_M, DQ_COLUMNS] = dS K, 16 keys a step
@@ -97,7 +74,6 @@ class DqWarpgroup {
       wgmma_ss_mn<E, T::DQ_COLUMNS>(dq_, ds.at(i * 16 * T::TileDS::ROW_BYTES), k.at(i * 16 * TileKV::ROW_BYTES), i > 0);
     wgmma_commit();
     if constexpr (T::HANDS_OVER_LATE) hand_over();  // the part before this one
-    if (T::ORDERED && column == 0) take_turn();
     wgmma_wait<0>();
   }
 
@@ -120,8 +96,13 @@ class DqWarpgroup {
   // Each warp for itself: what it adds is contiguous.
   DEVICE void add_by_tma(float* sums, int column) {
     const SharedAddress own = buffer(additions_);
-    if (lane() == 0) tma_store_wait_read<T::DQ_BUFFERS - 1>();
-    sync_warp();  // nothing is read from this buffer
+    if constexpr (T::ORDERED) {
+      const auto before = PlaceSums::of(additions_ - T::DQ_BUFFERS);  // in this buffer
+      if (additions_ >= T::DQ_BUFFERS) mbarrier_wait(Shared::ring_sums().empty(before.slot), before.parity);
+    } else {
+      if (lane() == 0) tma_store_wait_read<T::DQ_BUFFERS - 1>();
+      sync_warp();  // nothing is read from this buffer
+    }
 #pragma unroll
     for (int i = 0; i < T::DQ_COLUMNS / 8; ++i)
       if (column + 8 * i < T::HEAD_DIM)
@@ -135,8 +116,12 @@ class DqWarpgroup {
   DEVICE void hand_over() {
     fence_async_shared();
     sync_warp();  // all lanes have written
-    bulk_add_if(lane() == 0 && waiting_, waiting_, buffer(additions_), waiting_bytes_);
-    tma_store_commit();
+    if constexpr (T::ORDERED) {  // another warp adds, when it is the tile's turn
+      mbarrier_arrive_if(lane() == 0 && waiting_, Shared::ring_sums().full(PlaceSums::of(additions_).slot));
+    } else {
+      bulk_add_if(lane() == 0 && waiting_, waiting_, buffer(additions_), waiting_bytes_);
+      tma_store_commit();
+    }
     additions_ += waiting_ != nullptr;
     waiting_ = nullptr;
   }
@@ -154,8 +139,6 @@ class DqWarpgroup {
   uint32 steps_ = 0, additions_ = 0;  // before this one, of all tiles
   float* waiting_ = nullptr;          // the sums of a part that is in a buffer, and not handed over
   int waiting_bytes_ = 0;
-  int32 *turns_ = nullptr, *to_pass_ = nullptr;  // of the step, and of what was added last
-  int turn_ = 0;
   float dq_[T::DQ_COLUMNS / 2];
 };
 

@@ -28,7 +28,7 @@ DEVICE void clear_key_sums(const typename T::Params& params) {
 
 // lse in the log2 domain, and delta = rowsum(dout * out) - dlse (Dao, "FlashAttention-2", Algorithm 2, line 4; dlse as
 // d lse / d score = p). A query that is not there, or sees no key, gets an lse of inf: its weights are 0. A block owns a tile of
-// queries, and empties their sum of dq.
+// queries, and empties their sum of dq if nobody else does.
 template <class T>
 DEVICE void prepare_statistics(const typename T::Params& params) {
   follow_earlier_grids();
@@ -79,6 +79,10 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
     if (has_place<T>(params, tile)) store(row, of_query, sum);
   }
   if (!has_place<T>(params, tile)) return;
+  if constexpr (T::TURNS > 0) {  // the first tile of keys to add stores, where there is one
+    const auto keys = mask_of<Band::TWO_SIDED>(backward, tile.sequence).template keys<1>(tile.first_row, T::TILE_ROWS);
+    if (keys.begin < keys.end) return;
+  }
   if constexpr (T::HAS_DQ_SUM) {
     float* const sums = dq_sums<T>(params, head, tile.number, tile.sequence, tile.first_row);
     const int floats = (min(rows, T::TILE_ROWS) + 15) / 16 * T::DIM_FRAGMENTS * T::Sum::FRAGMENT;

@@ -44,6 +44,8 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr int TILE_M = 64, TILE_N = WARPGROUP_KEYS * WARPGROUPS;
   static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 2);
   static constexpr int KEY_WARPS = 4 * WARPGROUPS, DQ_WARPS = 4;
+  // Warps beside the one that loads, which add to dQ in order.
+  static constexpr int ADDING_WARPS = ORDERED ? 3 : 0;
   // A thread's registers; the four warpgroups have 512.
   static constexpr int KEY_REGISTERS = F.head_dim > 96 ? 208 : EARLY_SCORES ? 200 : 184;
   static constexpr int PRODUCER_REGISTERS = F.head_dim > 96 ? 24 : 40;
@@ -57,8 +59,12 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   using RingK = Ring<K_STAGES>;
   using RingQ = Ring<Q_STAGES>;
   using RingDout = Ring<DOUT_STAGES>;
-  static constexpr int DS_STAGES = 2;
+  static constexpr int DS_STAGES = 2, DQ_BUFFERS = DQ_BY_TMA ? 2 : 0;
   using RingDS = Ring<DS_STAGES>;
+  // Parts of dQ wait for their turn. Each warp that adds has barriers of its own, as nobody may await a phase before the one ahead of
+  // it is over.
+  static constexpr int DQ_PARTS = (F.head_dim + DQ_COLUMNS - 1) / DQ_COLUMNS;
+  using RingSums = Ring<ADDING_WARPS * DQ_PARTS>;
   // dP begins with -delta where its accumulators are not those of scores: a step has a tenth fewer instructions.
   static constexpr int STATISTICS = EARLY_SCORES ? 3 : 2, STATISTICS_BYTES = STATISTICS * TILE_M * 4;  // lse, and delta, or -delta twice
   static constexpr int TURNS = turns_of(ORDERED);
@@ -70,15 +76,16 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr int STATISTICS_AT = DS_AT + DS_STAGES * TileDS::BYTES;
   static constexpr int DQ_AT = STATISTICS_AT + Q_STAGES * STATISTICS_BYTES;
   static constexpr int DQ_BYTES = TILE_M * ((DQ_COLUMNS + 15) / 16 * 16) * 4;  // as much of dQ as is made at a time
-  static constexpr int DQ_BUFFERS = DQ_BY_TMA ? 2 : 0;
   static constexpr int BARRIERS_AT = DQ_AT + DQ_BUFFERS * DQ_BYTES;
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
+  static_assert(RingK::BYTES + Ring<1>::BYTES + RingQ::BYTES + RingDout::BYTES + RingDS::BYTES + RingSums::BYTES + (K_STAGES + 1) * 32 <= 512,
+                "stages: barriers, and what tiles of keys are, in 512 bytes");
   static_assert(F.head_dim % 8 == 0 && F.head_dim <= 128, "head_dim: multiples of 8 up to 128");
   static_assert(K_STAGES == 1 || K_STAGES == 2, "k_stages: 1, 2");
   static_assert(DQ_COLUMNS == F.head_dim || DQ_COLUMNS == 64, "dq_columns: head_dim, or a panel of K");
   static_assert(DQ_COLUMNS / 2 + 40 <= DQ_REGISTERS, "dq_columns: so many accumulators beside all else");
-  static_assert(!ORDERED || !(DQ_BY_TMA || IS_PACKED<Blocked> || IS_STREAM_K<Blocked>), "ordered: whole tiles, of one length");
+  static_assert(!ORDERED || (DQ_BY_TMA && !IS_PACKED<Blocked> && !IS_STREAM_K<Blocked>), "ordered: by TMA, whole tiles, of one length");
   static_assert(Q_STAGES >= 2 && DOUT_STAGES >= 1, "q_stages: 2 and more; dout_stages: 1 and more");
 };
 
@@ -191,7 +198,7 @@ DEVICE int statistic_place(int query) {
 // queries begin with the four numbers that are together.
 DEVICE int accumulator_place(int query) { return query / 8 * 16 + query % 8 / 2 * 4 + query % 2; }
 
-// Behind them, where dQ is added up in order: how many tiles of keys have added to the rows of each warp of the warpgroup of dQ.
+// Behind them, where dQ is added up in order: how many tiles of keys have added to the tile's.
 // lse (log2) and delta of a tile of queries, of a query head that counts through the batch. A sequence of a packed batch begins
 // with a tile of its own: each of those before it has at most one more than its rows fill.
 template <class T>
@@ -217,6 +224,7 @@ struct BackwardShared {
   static DEVICE typename T::RingQ ring_q() { return {ring_v().barriers + Ring<1>::BYTES}; }
   static DEVICE typename T::RingDout ring_dout() { return {ring_q().barriers + T::RingQ::BYTES}; }
   static DEVICE typename T::RingDS ring_ds() { return {ring_dout().barriers + T::RingDout::BYTES}; }
+  static DEVICE auto ring_sums() { return typename T::RingSums{ring_ds().barriers + T::RingDS::BYTES}; }
   // The place of the record of a slot's tile of keys.
   static DEVICE SharedAddress tile_place(int slot) {
     return shared_base() + T::SMEM_BYTES - (1 + slot) * KeyTile<T>::BYTES;
@@ -225,11 +233,12 @@ struct BackwardShared {
   static DEVICE SharedAddress cursor_place() { return tile_place(T::K_STAGES); }
 
   static DEVICE void init() {
-    ring_k().init(T::KEY_WARPS + T::DQ_WARPS);
+    ring_k().init(T::KEY_WARPS + T::DQ_WARPS + T::ADDING_WARPS);
     ring_v().init(T::KEY_WARPS);
     ring_q().init(T::KEY_WARPS);
     ring_dout().init(T::KEY_WARPS);
     ring_ds().init(T::DQ_WARPS, T::KEY_WARPS);
+    ring_sums().init(1, T::DQ_WARPS);
     fence_mbarrier_init();
   }
 };

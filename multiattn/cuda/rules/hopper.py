@@ -140,29 +140,68 @@ WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
 )
 """First match wins."""
 
-_ordered = partial(replace, ordered=True, stream_k=0, dq_by_tma=False)
-_H200_ORDERED = "H200 2026-11-29, H*D=2048 in bf16, in order / in any order / two passes: "
-_named = partial(_rule, only_named=True)
+_ordered = partial(replace, ordered=True, stream_k=0, dq_by_tma=True)
+_H200_ORDERED = "H200 2026-11-29, H*D=2048 in bf16, in order / in any order / two passes, the last of an earlier run: "
+_H200_FEW = "H200 2026-11-29, few queries, in order / in any order / two passes: "
+_in_order = partial(_rule, reads_keys=False)
+_MANY: dict[str, Any] = {"queries_min": 26_000, "keys_min": 26_000}
+_BANDED: dict[str, Any] = {**_MANY, "banded": True, "queries_min": 50_000}
+"""As tiles of a head begin one after another, SMs wait where few heads run side by side, under a mask longer. And
+nothing divides tiles of keys: there are to be 1.5 for each SM."""
 
 WGMMA_ORDERED_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
-    _named(
+    _rule(
         (1, 64),
         _ordered(_EARLY_BANDED),
-        _H200_ORDERED + "N=16384 causal 390 / 566 / 343 TFLOPS, N=1024 262 / 330 / 245",
-        banded=True,
+        _H200_ORDERED + "causal N=16384 483 / 553 / 320 TFLOPS, N=4096 444 / 496 / 305, N=1024 330 / 330 / 236",
+        **_BANDED,
     ),
-    _named((1, 64), _ordered(_EARLY), _H200_ORDERED + "N=4096 full 451 / 543 / 326 TFLOPS"),
-    _named((65, 96), _ordered(_BY_TMA), "a guess: as at D=64 and D=128"),
-    _named(
+    _rule(
+        (1, 64),
+        _ordered(_EARLY),
+        _H200_ORDERED + "full N=16384 572 / 601 / 310 TFLOPS, N=4096 544 / 574 / 307, N=1024 461 / 468 / 278",
+        banded=False,
+        **_MANY,
+    ),
+    _in_order(
+        (65, 96),
+        _ordered(_BY_TMA),
+        _H200_ORDERED + "D=96 causal N=16384 499 / 540 / 390 TFLOPS, N=4096 451 / 482 / 360, N=1024 296 / 317 / 272",
+        **_BANDED,
+    ),
+    _in_order(
+        (65, 96),
+        _ordered(_BY_TMA),
+        _H200_ORDERED + "D=96 full N=16384 522 / 557 / 387 TFLOPS, N=4096 507 / 524 / 382, N=1024 414 / 424 / 340",
+        banded=False,
+        **_MANY,
+    ),
+    _in_order(
         (97, 128),
         _ordered(_HALVES),
-        _H200_ORDERED + "N=16384 full 557 / 666 / 467 TFLOPS, N=4096 causal 434 / 529 / 445; dQ by TMA 564, 410",
+        _H200_ORDERED + "causal N=16384 537 / 644 / 448 TFLOPS, N=4096 490 / 574 / 413, N=1024 345 / 364 / 329",
+        seq_min=1025,
+        **_BANDED,
+    ),
+    _in_order(
+        (97, 128),
+        _ordered(_HALVES),
+        _H200_ORDERED + "full N=16384 583 / 661 / 445 TFLOPS, N=4096 566 / 643 / 443, N=1024 469 / 495 / 400",
+        banded=False,
+        seq_min=513,
+        **_MANY,
+    ),
+    _in_order(
+        (97, 128),
+        _ordered(_HALVES),
+        _H200_FEW + "2 heads, N=4096 full 186 / 404 / 313 TFLOPS, causal 144 / 263 / 163",
+        only_named=True,
     ),
     _emulated(64, _ordered(_EARLY)),
     _emulated(96, _ordered(_BY_TMA)),
     _emulated(128, _ordered(_HALVES)),
 )
-"""First match wins. Only for callers who name it, until few tiles, and more heads side by side, are measured."""
+"""First match wins. Callers who name it may have all others, too."""
 
 _TWO_PASS = WgmmaTwoPassConfig(tile_m=64, tile_n=64)
 _TWO_PASS_KEPT = replace(

@@ -194,11 +194,26 @@ DEVICE void bulk_add_if(bool predicate, float* target, SharedAddress source, int
       "l"(target), "r"(source), "r"(bytes)
       : "memory");
 }
+// Stores instead what `bulk_add_if` adds.
+DEVICE void bulk_store_if(bool predicate, float* target, SharedAddress source, int bytes) {
+  asm volatile(
+      "{.reg .pred chosen;\n"
+      "setp.ne.b32 chosen, %0, 0;\n"
+      "@chosen cp.async.bulk.global.shared::cta.bulk_group [%1], [%2], %3;}" ::"r"(static_cast<int>(predicate)),
+      "l"(target), "r"(source), "r"(bytes)
+      : "memory");
+}
 DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // At most N of this thread's groups of stores still read shared memory.
 template <int N>
 DEVICE void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+
+// At most N of them have still something to write.
+template <int N>
+DEVICE void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
 // ---- named barriers, 1 to 15 (0 is sync_block): of `threads` of the block, by whole warps, which must have converged: after a

@@ -14,7 +14,7 @@ void mbarrier_arrive_at(SharedAddress barrier, int rank);
 void tma_load(const char* verb, int first, int last, SharedAddress target, const TensorMap& map, SharedAddress barrier,
               std::initializer_list<int> place);
 void tma_store(const char* verb, const TensorMap& map, SharedAddress source, std::initializer_list<int> place);
-void tma_store_wait(int groups_left);
+void tma_store_wait(int groups_left, bool written);
 void set_registers(int count, bool raise);
 void wgmma_wait(int groups_left);
 }  // namespace emulation
@@ -34,11 +34,8 @@ inline uint32 max_of_halves(uint32 a, uint32 b) {
 int32 atomic_add_global(int32* target, int32 value);
 // Blocks run one after another: a wait for what a later one adds would never end.
 int32 ordered_add_global(int32* target, int32 value);
-inline int32 load_acquire_global(const int32* place) { return *place; }
 void await_global(const int32* place, int32 value);
-inline void release_add_global_if(bool predicate, int32* target, int32 value) {
-  if (predicate) ordered_add_global(target, value);
-}
+void release_add_global_if(bool predicate, int32* target, int32 value);
 
 void mbarrier_init(SharedAddress barrier, int arrivals);
 void mbarrier_arrive(SharedAddress barrier);
@@ -86,10 +83,16 @@ inline void tma_store(const TensorMap& map, SharedAddress source, int column, in
 }
 // Whole lines, as bulk_load.
 void bulk_add_if(bool predicate, float* target, SharedAddress source, int bytes);
+void bulk_store_if(bool predicate, float* target, SharedAddress source, int bytes);
 void tma_store_commit();
 template <int N>
 inline void tma_store_wait_read() {
-  emulation::tma_store_wait(N);
+  emulation::tma_store_wait(N, false);
+}
+
+template <int N>
+inline void tma_store_wait() {
+  emulation::tma_store_wait(N, true);
 }
 
 void named_barrier_sync(int id, int threads);
