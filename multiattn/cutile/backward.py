@@ -22,6 +22,7 @@ from multiattn.cutile.kernels.constants import (
     ColumnConstants,
     DividedConstants,
     KernelConstants,
+    PartsConstants,
     QueryGradsConstants,
     RowConstants,
     RowDeltaConstants,
@@ -35,7 +36,7 @@ from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.config import Config
 from multiattn.plan.limits import AT_LEAST_1, Check, failed, limit_checks, limited
-from multiattn.plan.schedule import key_tiles, most_multiprocessors, one_width, query_tiles
+from multiattn.plan.schedule import key_tiles, most_multiprocessors, one_width, query_tiles, two_widths
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.waves import Side, Walk
 from multiattn.problem import Problem
@@ -65,10 +66,14 @@ class PassConfig(Config):
     latency: int = limited(launches.LATENCY, default=4)
     heads_together: int = limited(AT_LEAST_1, default=1)
 
+    def widths(self, problem: Problem) -> tuple[int, int]:
+        """Columns of a tile as wide as head_dim, and of a second one, 0 where there is none."""
+        return one_width(problem.head_dim), 0
+
     def with_products(self, problem: Problem, owns: Side, products: int, parts: int = 1) -> Walk:
         """The kernel with these tiles, so many products a step, and so many blocks for a tile."""
         more = {"products": products, "begin": 4, "blocks_per_sm": self.blocks_per_sm, "parts": parts}
-        return self.walk(owns, one_width(problem.head_dim), **more)
+        return self.walk(owns, *self.widths(problem), **more)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +84,12 @@ class OnePassConfig(PassConfig):
     """A block's share of dq is made as ``k^T ds^T``, from shared memory, and turned around as it is handed over."""
     delta_first: bool = False
     """The product dp begins with -delta, not with zeros."""
+    split_head_dim: bool = False
+    """Tiles of two parts in place of one as wide as head_dim (`two_widths`). A product over head_dim is then two, of
+    which warps do not wait for the first."""
+    keys_in_registers: bool = False
+    """The first two products take k and v from registers, in tiles of 64 rows a warpgroup head_dim / 2 of each thread,
+    and read only q and dout from shared memory."""
     own_columns: bool = False
     """Lse and delta are copied before, lse as the kernel takes it. So they are always where TMA cannot load them."""
     shares: int = limited((lambda it: it >= 0, "0 and more"), default=0)
@@ -89,6 +100,11 @@ class OnePassConfig(PassConfig):
     def parts(self) -> int:
         """The blocks of a tile of keys."""
         return max(self.shares, 1)
+
+    def widths(self, problem: Problem) -> tuple[int, int]:
+        """The columns of a tile, or of its two parts."""
+        two = two_widths(problem.head_dim) if self.split_head_dim else None
+        return two or PassConfig.widths(self, problem)
 
     @property
     def listed_rows(self) -> int:
@@ -251,6 +267,7 @@ def _checks(problem: Problem, config: OnePassConfig) -> list[Check]:
     tiles = key_tiles(problem, config.tile_n) * config.parts
     return [
         *limit_checks(config),
+        launches.split_check(problem, config),
         (problem.group % config.parts == 0, f"shares={config.shares}", f"a divisor of {problem.group} heads"),
         launches.grid_check(f"tile_n={config.tile_n}", tiles, problem),
         launches.grid_check(f"rows in tiles of {ROW_TILE}", query_tiles(problem, ROW_TILE), problem),
@@ -398,11 +415,14 @@ def _constants_of_keys(plan: Plan, kernel: str, config: OnePassConfig) -> Backwa
         delta_first=config.delta_first,
     )
     stagger = getattr(config, "stagger", 0) * (not problem.is_banded)
-    if unit or config.parts > 1:
-        of_sequence = unit if problem.packing is not None else 0
-        return DividedConstants(
-            **vars(constants), stagger=stagger, shares=config.parts, own_columns=unit > 0, column_unit=of_sequence
-        )
+    in_parts = config.split_head_dim or config.keys_in_registers
+    if unit or config.parts > 1 or in_parts:
+        more: dict[str, Any] = {"stagger": stagger, "shares": config.parts, "own_columns": unit > 0}
+        more["column_unit"] = unit if problem.packing is not None else 0
+        if in_parts:
+            more |= {"tail_d": config.widths(problem)[1], "keys_in_registers": config.keys_in_registers}
+            return PartsConstants(**vars(constants), **more)
+        return DividedConstants(**vars(constants), **more)
     return StaggeredConstants(**vars(constants), stagger=stagger) if stagger else constants
 
 
@@ -412,7 +432,7 @@ def _products(plan: Plan, names: Sequence[str], config: PassConfig) -> dict[str,
     return {
         "tile_m": config.tile_m,
         "tile_n": config.tile_n,
-        "tile_d": one_width(problem.head_dim),
+        "tile_d": config.widths(problem)[0],
         "banded": problem.is_banded,
         "two_sided": problem.is_two_sided,
         "tma": launches.has_positive_strides(problem),

@@ -22,7 +22,7 @@ from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config, has_whole_sectors
 from multiattn.plan.ladder import LadderStep, Rung
 from multiattn.plan.limits import AT_LEAST_1, failed, limit_checks, limited, one_of
-from multiattn.plan.schedule import NARROWEST, one_width, query_tiles, three_widths, two_widths
+from multiattn.plan.schedule import one_width, query_tiles, three_widths, two_widths
 from multiattn.plan.support import Reason
 from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
@@ -256,15 +256,11 @@ TCGEN05 = ("sm100", "sm103")
 
 def why_not(problem: Problem, arch: Arch, config: CutileConfig) -> tuple[Reason, ...]:
     """Every reason why `config` cannot be compiled or launched for `problem`."""
-    two, three = two_widths(problem.head_dim), three_widths(problem.head_dim)
+    three = three_widths(problem.head_dim)
     checks = [
         *limit_checks(config),
         (config.lazy_max or config.pipeline == "plain", f"pipeline={config.pipeline} without lazy_max", "plain"),
-        (
-            not config.split_head_dim or two is not None,
-            f"split_head_dim=True at head_dim={problem.head_dim}",
-            f"more than {NARROWEST}",
-        ),
+        launches.split_check(problem, config),
         (
             not config.split_tail or (config.split_head_dim and three is not None),
             f"split_tail=True at head_dim={problem.head_dim}",

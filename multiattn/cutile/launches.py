@@ -24,6 +24,7 @@ from multiattn.plan import abi, limits
 from multiattn.plan.arch import GPU_ARCHS, WARP_THREADS, Arch
 from multiattn.plan.backend import Plan, PlannedCall, Variant
 from multiattn.plan.config import Config, Rule
+from multiattn.plan.schedule import NARROWEST, two_widths
 from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore, lower
@@ -326,6 +327,12 @@ def tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0) -> tuple[K
             assumed=assumed.constants,
         ),
     )
+
+
+def split_check(problem: Problem, config: Any) -> limits.Check:
+    """Tiles of two parts are of a head_dim that has two."""
+    allowed = not config.split_head_dim or two_widths(problem.head_dim) is not None
+    return allowed, f"split_head_dim=True at head_dim={problem.head_dim}", f"more than {NARROWEST}"
 
 
 def tiles_of_blocks(problem: Problem, names: Sequence[str], tile_m: int, tile_n: int) -> BlockTiles | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import packed, scores, tiles, walk
+from multiattn.cutile.kernels import packed, scores, tiles, walk, wide
 from multiattn.cutile.kernels.constants import (
     BackwardConstants,
     ColumnConstants,
@@ -30,6 +30,7 @@ from multiattn.cutile.kernels.constants import (
     RowDeltaConstants,
     SumSharesConstants,
 )
+from multiattn.cutile.kernels.parts import Parts
 from multiattn.cutile.kernels.tiles import (
     ZERO,
     Array32,
@@ -123,8 +124,7 @@ def load_lse(const: Any, lse: Any, index: Any) -> Any:
 @ct.function
 def row_delta(const: Any, out: Any, dout: Any, dlse: Any, delta: Any, index: Any) -> Any:
     """Compute and store ``rowsum(dout * out) - dlse`` of a tile of queries: out as an array, dout as a tile."""
-    o = tiles.load_tile(const, out, (*index, 0), const.tile_m, 2)
-    value = ct.sum(o.astype(ct.float32) * dout.astype(ct.float32), axis=-1)  # [tile_m]
+    value = wide.dots(const, wide.load(const, out, index, const.tile_m, 2), dout)  # [tile_m]
     if const.has_dlse:
         value = value - load_column(const, dlse, index)
     # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end.
@@ -136,11 +136,11 @@ def row_delta(const: Any, out: Any, dout: Any, dlse: Any, delta: Any, index: Any
 def add_keys(const: Any, place: Any, given: Any, mine: Any, acc: Any, block: Any, masked: ConstBool) -> Any:
     """Take one block of keys into a tile of dq."""
     none = ct.full((const.tile_m, const.tile_n), 0.0, dtype=ct.float32)
-    index = (place.batch, place.head_kv, walk.inside(const, block, place.seq_kv, const.tile_n), 0)
-    keys = tiles.load_tile(const, given.k, index, const.tile_n, const.latency)
-    values = tiles.load_tile(const, given.v, index, const.tile_n, const.latency)
-    s = ct.mma(mine.q, keys.transpose(), none)  # [tile_m, tile_n]
-    dp = ct.mma(mine.dout, values.transpose(), none)
+    index = (place.batch, place.head_kv, walk.inside(const, block, place.seq_kv, const.tile_n))
+    keys = wide.load(const, given.k, index, const.tile_n, const.latency)
+    values = wide.load(const, given.v, index, const.tile_n, const.latency)
+    s = wide.multiply(const, mine.q, keys, none)  # [tile_m, tile_n]
+    dp = wide.multiply(const, mine.dout, values, none)
     s, slope = scores.modify_with_slope(const, place, s, given.score_factor, block, False)
     p = ct.exp2(s - mine.lse, flush_to_zero=True)
     if slope is not None:
@@ -149,18 +149,18 @@ def add_keys(const: Any, place: Any, given: Any, mine: Any, acc: Any, block: Any
     seen = tiles.seen_keys(const, place, block, masked, const.banded or const.ragged)
     if seen is not None:  # by selection: of a key beyond the end, p may be inf
         ds = ct.where(seen, ds, 0.0)
-    return ct.mma(ds.astype(given.k.dtype), keys, acc)
+    return wide.add(const, ds.astype(given.k.dtype), keys, acc)
 
 
 @ct.function
 def query_grads_tile(const: Any, place: Any, given: Any) -> None:
     """A tile of dq and of delta."""
     rows = (place.batch, place.head, place.tile)
-    queries = tiles.load_tile(const, given.q, (*rows, 0), const.tile_m, 2)
-    douts = tiles.load_tile(const, given.dout, (*rows, 0), const.tile_m, 2)
+    queries = wide.load(const, given.q, rows, const.tile_m, 2)
+    douts = wide.load(const, given.dout, rows, const.tile_m, 2)
     d = row_delta(const, given.out, douts, given.dlse, given.delta, rows)[:, None]
     mine = Queries(q=queries, dout=douts, delta=d, lse=load_lse(const, given.lse, rows)[:, None])
-    acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
+    acc = wide.zeros(const, const.tile_m)
     blocks = walk.key_blocks(const, place)
     for number in range(blocks.full_begin, blocks.full_end):
         block = walk.full_block(const, place, number)
@@ -170,14 +170,7 @@ def query_grads_tile(const: Any, place: Any, given: Any) -> None:
         for number in range(first, end):
             block = walk.masked_block(const, place, blocks, number)
             acc = add_keys(const, place, given, mine, acc, block, True)
-    store_query_grads(const, given.dq, rows, acc, given.grad_factor)
-
-
-@ct.function
-def store_query_grads(const: Any, dq: Any, rows: Any, acc: Any, grad_factor: Any) -> None:
-    """Store a tile of dq ``[tile_m, tile_d]``, fp32 without its factor."""
-    grads = (acc * grad_factor).astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d))
-    ct.store(dq, (*rows, 0), grads, allow_tma=const.tma)
+    wide.store(const, given.dq, rows, wide.rounded(const, acc, given.grad_factor, given.dq), const.tile_m)
 
 
 @ct.function
@@ -262,9 +255,9 @@ def add_queries(
     columns = (place.batch, place.head, column_tile(const, place, rows[2]))
     m = load_lse(const, given.lse, columns)[None, :]
     d = load_column(const, given.delta, columns)[None, :]
-    queries = tiles.load_tile(const, given.q, (*rows, 0), const.tile_m, const.latency)
-    douts = tiles.load_tile(const, given.dout, (*rows, 0), const.tile_m, const.latency)
-    raw = ct.mma(keys, queries.transpose(), none)  # [tile_n, tile_m]
+    queries = wide.load(const, given.q, rows, const.tile_m, const.latency)
+    douts = wide.load(const, given.dout, rows, const.tile_m, const.latency)
+    raw = wide.multiply(const, keys, queries, none)  # [tile_n, tile_m]
     s, slope = scores.modify_with_slope(const, place, raw, given.score_factor, key_tile, True)
     if slope is not None:
         seen = is_seen(const, place, key_tile, masked)
@@ -275,15 +268,15 @@ def add_queries(
         seen = is_seen(const, place, key_tile, masked)
         if seen is not None:
             p = ct.where(seen, p, 0.0)
-    dv = ct.mma(p.astype(keys.dtype), douts, sums.dv)
+    dv = wide.add(const, p.astype(given.k.dtype), douts, sums.dv)
     wants_gradients = scores.wants_gradients(const)
     if slope is not None and not wants_gradients:
         p = p * slope  # now, so that the next product finds the registers of one of them free
     if const.delta_first:
-        less = ct.mma(values, douts.transpose(), none - d)  # [tile_n, tile_m]
+        less = wide.multiply(const, values, douts, none - d)  # [tile_n, tile_m]
         ds = p * less
     else:
-        dp = ct.mma(values, douts.transpose(), none)  # [tile_n, tile_m]
+        dp = wide.multiply(const, values, douts, none)  # [tile_n, tile_m]
         ds = p * (dp - d)
     if wants_gradients:
         scores.add_gradients(const, place, raw, ds, key_tile, given.dcaptured)
@@ -291,19 +284,18 @@ def add_queries(
             ds = ds * slope
     if const.ragged and dq_sum is not None:  # a key beyond the end: its own rows are not stored, but dq sums over it
         ds = ct.where(tiles.is_key(const, place, key_tile), ds, 0.0)
-    ds = ds.astype(keys.dtype)
+    ds = ds.astype(given.k.dtype)
     if const.dq_transposed:  # before dk: tileiras keeps this order
-        nothing = ct.full((const.tile_d, const.tile_m), 0.0, dtype=ct.float32)
-        share = ct.mma(keys.transpose(), ds, nothing).transpose()
+        share = wide.add_turned(const, ds, keys)
     if given.ds is not None:
         parts = given.ds.shape[3] // const.tile_m
         index = (slot, place.tile // parts, key_tile, place.tile % parts)
         ct.store(given.ds, index, ds.reshape((1, 1, const.tile_n, const.tile_m)))
-    dk = ct.mma(ds, queries, sums.dk)
+    dk = wide.add(const, ds, queries, sums.dk)
     if dq_sum is not None:
         if not const.dq_transposed:
-            share = ct.mma(ds.transpose(), keys, ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32))
-        dq_sum.atomic_store_add((*rows, 0), share.reshape((1, 1, const.tile_m, const.tile_d)))
+            share = wide.add_turned(const, ds, keys)
+        wide.add_to(const, dq_sum, rows, share)
     return KeyGradSums(dk=dk, dv=dv)
 
 
@@ -354,21 +346,22 @@ def key_grads_tile(const: Any, mine: Any, given: Any) -> None:
     dq_view = None
     if given.dq_sum is not None:
         dq_view = given.dq_sum.tiled_view((1, 1, const.tile_m, const.tile_d))
-    index = (mine.batch, mine.head_kv, mine.tile, 0)
-    keys = tiles.load_tile(const, k, index, const.tile_n, 2)
-    values = tiles.load_tile(const, given.v, index, const.tile_n, 2)
+        if const.tail_d > 0:
+            dq_view = Parts(first=dq_view, tail=given.dq_sum.tiled_view((1, 1, const.tile_m, const.tail_d)))
+    index = (mine.batch, mine.head_kv, mine.tile)
+    keys = wide.load_keys(const, k, index, mine.seq_kv)
+    values = wide.load_keys(const, given.v, index, mine.seq_kv)
     group = q.shape[1] // tiles.heads_of_keys(const, k)
-    zeros = ct.full((const.tile_n, const.tile_d), 0.0, dtype=ct.float32)
-    sums = KeyGradSums(dk=zeros, dv=zeros)
+    sums = KeyGradSums(dk=wide.zeros(const, const.tile_n), dv=wide.zeros(const, const.tile_n))
     if const.blocks is not None:
         sums = add_listed(const, mine, group, keys, values, given, dq_view, sums)
     else:
         sums = add_seen(const, mine, group, keys, values, given, dq_view, sums)
-    dk_tile = (sums.dk * given.grad_factor).astype(dk.dtype).reshape((1, 1, const.tile_n, const.tile_d))
-    dv_tile = sums.dv.astype(dv.dtype).reshape((1, 1, const.tile_n, const.tile_d))
-    own = (mine.batch, mine.head, mine.tile, 0)
-    ct.store(dk, own, dk_tile, allow_tma=const.tma)
-    ct.store(dv, own, dv_tile, allow_tma=const.tma)
+    own = (mine.batch, mine.head, mine.tile)
+    dk_rows = wide.rounded(const, sums.dk, given.grad_factor, dk)
+    dv_rows = wide.rounded(const, sums.dv, None, dv)
+    wide.store(const, dk, own, dk_rows, const.tile_n)
+    wide.store(const, dv, own, dv_rows, const.tile_n)
 
 
 @ct.function

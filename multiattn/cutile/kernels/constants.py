@@ -144,6 +144,8 @@ class BackwardConstants:
     own_columns = False
     column_unit = 0
     shares = 1
+    tail_d = 0
+    keys_in_registers = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +169,15 @@ class DividedConstants(StaggeredConstants):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartsConstants(DividedConstants):
+    """Constants of a kernel with two tiles side by side for one, or with tiles of keys in registers."""
+
+    tail_d: int
+    """As in `ForwardConstants`."""
+    keys_in_registers: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class QueryGradsConstants(BackwardConstants):
     """Constants of the first of two passes."""
 
@@ -182,6 +193,7 @@ class RowConstants:
     latency = 2
     tma = True
     tma_columns = False
+    tail_d = 0
 
 
 @dataclass(frozen=True, kw_only=True)

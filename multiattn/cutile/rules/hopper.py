@@ -246,6 +246,7 @@ TWO_PASS = (
 )  # fmt: skip
 
 _SHARED: dict[str, Any] = {"heads_together": 4, "dq_transposed": True}
+_ALONE: dict[str, Any] = {"heads_together": 1}
 
 ATOMIC = (
     _rule((1, 64), FULL, _by_8(128, 128, delta_first=True, **_SHARED), packed=True, scored=False,
@@ -253,6 +254,10 @@ ATOMIC = (
     _rule((1, 64), BANDED, _by_8(128, 128, **_SHARED), packed=True, scored=False,
           why=_29 + "16k packed tokens: 388 TFLOPS with one long sequence, 333 of mixed lengths, 188 of short equal "
           "ones; two passes 331, 301, 197"),
+    _rule((1, 64), FULL, _by_8(128, 128, delta_first=True, **(_SHARED | _ALONE)), seq_min=8192, **_USUAL,
+          why=_29 + "N=8k 446, 16k 461 TFLOPS; 4 heads together 426 and 418"),
+    _rule((1, 64), BANDED, _by_8(128, 128, latency=2, **(_SHARED | _ALONE)), seq_min=16384, **_USUAL,
+          why=_29 + "N=16k 450 TFLOPS; 4 heads together 434, with a latency of 4 435"),
     _rule((1, 64), FULL, _by_8(128, 128, delta_first=True, **_SHARED), seq_min=1024, **_USUAL,
           why=_26 + "413 TFLOPS, 402 at N=16k, 343 at N=1k; dq as it was 375, two passes 346, 340, 315"),
     _rule((1, 64), BANDED, _by_8(128, 128, **_SHARED), seq_min=2048, **_USUAL,
@@ -281,14 +286,34 @@ ATOMIC = (
           why=_21 + "N=1024: two passes are faster full and as fast with the mask"),
 )  # fmt: skip
 
+_BY_2_FULL, _BY_2_BANDED = replace(_BY_2, heads_together=4, delta_first=True), replace(_BY_2, heads_together=4)
+_IN_PARTS: dict[str, Any] = {"split_head_dim": True}
+_KEPT: dict[str, Any] = {**_IN_PARTS, "keys_in_registers": True}
+
 STORED = (
+    _rule((65, 80), FULL, stored(replace(_BY_2_FULL, **_KEPT), _DQ_OF_FOUR, stagger=7), **_USUAL,
+          why=_29 + "D=80 N=1111 308 TFLOPS; keys in shared memory 302, one tile 267"),
+    _rule((65, 80), BANDED, stored(replace(_BY_2_BANDED, **_KEPT), _DQ_OF_FOUR), **_USUAL,
+          why=_29 + "D=80 N=1111 246 TFLOPS; keys in shared memory 244, one tile 209"),
+    _rule((81, 96), FULL, stored(replace(_BY_2_FULL, **_IN_PARTS), _DQ_OF_FOUR, stagger=7), **_USUAL,
+          why=_29 + "D=96 N=4k 362 TFLOPS; one tile 325"),
+    _rule((81, 96), BANDED, stored(replace(_BY_2_BANDED, **_IN_PARTS), _DQ_OF_FOUR), **_USUAL,
+          why=_29 + "D=96 N=4k 357 TFLOPS; one tile 318"),
+    _rule((97, 128), FULL, stored(replace(_BY_2_FULL, latency=1, **_ALONE), _DQ_BY_8, stagger=1), **_USUAL,
+          seq_min=16384, why=_29 + "N=16k 467 TFLOPS; 4 heads together, a latency of 4 450"),
+    _rule((97, 128), BANDED, stored(replace(_BY_2_BANDED, latency=2, **_IN_PARTS), _DQ_OF_FOUR), **_USUAL,
+          seq_min=8192, why=_29 + "N=8k 463, 16k 476 TFLOPS; one tile, a latency of 4 451 and 467"),
+    _rule((161, 192), FULL, stored(_by_8(64, 64, heads_together=4, **_IN_PARTS), _DQ_OF_FOUR), **_USUAL,
+          why=_29 + "D=192 N=4k 418 TFLOPS; one tile 392"),
+    _rule((161, 192), BANDED, stored(_by_8(64, 64, heads_together=4, **_IN_PARTS), _DQ_OF_FOUR), **_USUAL,
+          why=_29 + "D=192 N=4k 400 TFLOPS; one tile 380"),
     _rule((129, 256), FULL, stored(_by_8(64, 64, heads_together=4), _DQ_OF_FOUR),
           why=_26 + "513 TFLOPS, 519 at N=16k, 383 at N=512; one pass 361, 396, 264"),
     _rule((129, 256), BANDED, stored(_by_8(64, 64, heads_together=4), _DQ_OF_FOUR),
           why=_26 + "482 TFLOPS, 530 at N=16k, 258 at N=512; one pass 334, 360, 169, two there 205"),
-    _rule((65, 128), FULL, stored(replace(_BY_2, heads_together=4, delta_first=True), _DQ_OF_FOUR, stagger=7),
+    _rule((65, 128), FULL, stored(_BY_2_FULL, _DQ_OF_FOUR, stagger=7),
           why=_26 + "471 TFLOPS, 461 at N=16k, 357 at N=512; one pass 426, 427, two 318; H100 N=16k 420, one pass 433"),
-    _rule((65, 128), BANDED, stored(replace(_BY_2, heads_together=4), _DQ_OF_FOUR),
+    _rule((65, 128), BANDED, stored(_BY_2_BANDED, _DQ_OF_FOUR),
           why=_26 + "465 TFLOPS, 463 at N=16k, 252 at N=512; one pass 452 at N=16k; H100 N=16k 417, one pass 442"),
     _rule((1, 64), None, stored(_by_8(64, 128, heads_together=4), _DQ_OF_FOUR), only_named=True,
           why=_26 + "a prototype: 350 TFLOPS full, 342 with the mask; one pass 382, two passes 338 with the mask"),
