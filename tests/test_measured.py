@@ -168,6 +168,15 @@ def test_scores_and_windows_follow_cells_of_their_kind():
     assert best == ["cuda", "triton", "triton", "cuda"]
 
 
+def test_a_kind_of_score_without_a_cell_follows_the_other():
+    """The backward with ALiBi, H200, causal, N=16k: CUDA 510 TFLOPS at D=64, Triton 448; plain, Triton is ahead."""
+    q = torch.empty(1, 32, 16384, 64, dtype=torch.bfloat16, device="cpu")
+    asked = {"causal": True, "arch": "sm90", "direction": "backward"}
+    assert multiattn.explain(q, q, q, **asked).backend == "triton"
+    assert not any(it.score == "alibi" and it.direction == "backward" for it in measured_cells())
+    assert multiattn.explain(q, q, q, alibi_slopes=torch.ones(32), **asked).backend == "cuda"
+
+
 def test_a_backend_without_waves_leaves_the_order_to_the_nearest_cell():
     wide = contiguous(320, heads_q=8, seq_q=4096)
     assert predict("cuda", wide, SM90, "forward", DENSE) is None

@@ -208,13 +208,15 @@ def _cells_of(
 def scored_cells(
     problem: Problem, arch: Arch, direction: Direction, cells: Sequence[MeasuredCell] | None = None
 ) -> Sequence[MeasuredCell]:
-    """The cells of a dense problem's kind of score that are as wide; none where it reads an element for each key."""
+    """The cells of a dense problem's kind of score that are as wide, or of the other kind; none where it reads an
+    element for each key."""
     score = problem.score
     if score is None or not problem.has_score or problem.reads_keys or problem.blocks or problem.batching:
         return ()
     kind = "alibi" if lower(score.program, approximate=True).slope is ONE else "softcap"
-    alike = (it for it in (measured_cells() if cells is None else cells) if (it.arch, it.score) == (arch.name, kind))
-    return [cell for cell in alike if cell.direction == direction and cell.head_dim >= problem.head_dim]
+    here = (it for it in (measured_cells() if cells is None else cells) if it.arch == arch.name and it.score)
+    wide = [cell for cell in here if cell.direction == direction and cell.head_dim >= problem.head_dim]
+    return [cell for cell in wide if cell.score == kind] or wide
 
 
 # ---------------------------------------------------------------- predictions
