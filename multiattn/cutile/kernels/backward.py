@@ -124,7 +124,8 @@ def load_lse(const: Any, lse: Any, index: Any) -> Any:
 @ct.function
 def row_delta(const: Any, out: Any, dout: Any, dlse: Any, delta: Any, index: Any) -> Any:
     """Compute and store ``rowsum(dout * out) - dlse`` of a tile of queries: out as an array, dout as a tile."""
-    value = wide.dots(const, wide.load(const, out, index, const.tile_m, 2), dout)  # [tile_m]
+    o = tiles.load_tile(const, out, (*index, 0), const.tile_m, 2)
+    value = ct.sum(o.astype(ct.float32) * dout.astype(ct.float32), axis=-1)  # [tile_m]
     if const.has_dlse:
         value = value - load_column(const, dlse, index)
     # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end.
@@ -136,11 +137,11 @@ def row_delta(const: Any, out: Any, dout: Any, dlse: Any, delta: Any, index: Any
 def add_keys(const: Any, place: Any, given: Any, mine: Any, acc: Any, block: Any, masked: ConstBool) -> Any:
     """Take one block of keys into a tile of dq."""
     none = ct.full((const.tile_m, const.tile_n), 0.0, dtype=ct.float32)
-    index = (place.batch, place.head_kv, walk.inside(const, block, place.seq_kv, const.tile_n))
-    keys = wide.load(const, given.k, index, const.tile_n, const.latency)
-    values = wide.load(const, given.v, index, const.tile_n, const.latency)
-    s = wide.multiply(const, mine.q, keys, none)  # [tile_m, tile_n]
-    dp = wide.multiply(const, mine.dout, values, none)
+    index = (place.batch, place.head_kv, walk.inside(const, block, place.seq_kv, const.tile_n), 0)
+    keys = tiles.load_tile(const, given.k, index, const.tile_n, const.latency)
+    values = tiles.load_tile(const, given.v, index, const.tile_n, const.latency)
+    s = ct.mma(mine.q, keys.transpose(), none)  # [tile_m, tile_n]
+    dp = ct.mma(mine.dout, values.transpose(), none)
     s, slope = scores.modify_with_slope(const, place, s, given.score_factor, block, False)
     p = ct.exp2(s - mine.lse, flush_to_zero=True)
     if slope is not None:
@@ -149,18 +150,18 @@ def add_keys(const: Any, place: Any, given: Any, mine: Any, acc: Any, block: Any
     seen = tiles.seen_keys(const, place, block, masked, const.banded or const.ragged)
     if seen is not None:  # by selection: of a key beyond the end, p may be inf
         ds = ct.where(seen, ds, 0.0)
-    return wide.add(const, ds.astype(given.k.dtype), keys, acc)
+    return ct.mma(ds.astype(given.k.dtype), keys, acc)
 
 
 @ct.function
 def query_grads_tile(const: Any, place: Any, given: Any) -> None:
     """A tile of dq and of delta."""
     rows = (place.batch, place.head, place.tile)
-    queries = wide.load(const, given.q, rows, const.tile_m, 2)
-    douts = wide.load(const, given.dout, rows, const.tile_m, 2)
+    queries = tiles.load_tile(const, given.q, (*rows, 0), const.tile_m, 2)
+    douts = tiles.load_tile(const, given.dout, (*rows, 0), const.tile_m, 2)
     d = row_delta(const, given.out, douts, given.dlse, given.delta, rows)[:, None]
     mine = Queries(q=queries, dout=douts, delta=d, lse=load_lse(const, given.lse, rows)[:, None])
-    acc = wide.zeros(const, const.tile_m)
+    acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
     blocks = walk.key_blocks(const, place)
     for number in range(blocks.full_begin, blocks.full_end):
         block = walk.full_block(const, place, number)
@@ -170,7 +171,14 @@ def query_grads_tile(const: Any, place: Any, given: Any) -> None:
         for number in range(first, end):
             block = walk.masked_block(const, place, blocks, number)
             acc = add_keys(const, place, given, mine, acc, block, True)
-    wide.store(const, given.dq, rows, wide.rounded(const, acc, given.grad_factor, given.dq), const.tile_m)
+    store_query_grads(const, given.dq, rows, acc, given.grad_factor)
+
+
+@ct.function
+def store_query_grads(const: Any, dq: Any, rows: Any, acc: Any, grad_factor: Any) -> None:
+    """Store a tile of dq ``[tile_m, tile_d]``, fp32 without its factor."""
+    grads = (acc * grad_factor).astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d))
+    ct.store(dq, (*rows, 0), grads, allow_tma=const.tma)
 
 
 @ct.function
@@ -352,7 +360,8 @@ def key_grads_tile(const: Any, mine: Any, given: Any) -> None:
     keys = wide.load_keys(const, k, index, mine.seq_kv)
     values = wide.load_keys(const, given.v, index, mine.seq_kv)
     group = q.shape[1] // tiles.heads_of_keys(const, k)
-    sums = KeyGradSums(dk=wide.zeros(const, const.tile_n), dv=wide.zeros(const, const.tile_n))
+    zeros = wide.zeros(const, const.tile_n)
+    sums = KeyGradSums(dk=zeros, dv=zeros)
     if const.blocks is not None:
         sums = add_listed(const, mine, group, keys, values, given, dq_view, sums)
     else:

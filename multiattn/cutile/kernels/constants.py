@@ -193,7 +193,6 @@ class RowConstants:
     latency = 2
     tma = True
     tma_columns = False
-    tail_d = 0
 
 
 @dataclass(frozen=True, kw_only=True)

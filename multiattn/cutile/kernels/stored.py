@@ -13,7 +13,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import backward, tiles, walk, wide
+from multiattn.cutile.kernels import backward, tiles, walk
 from multiattn.cutile.kernels.constants import BackwardConstants, RowDeltaConstants
 from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Numbers, Place, Vectors32
 
@@ -101,7 +101,6 @@ def stored_query_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
         if const.banded:
             for block in range(full_end, blocks.end):
                 acc = add_block(const, place, k, ds, slot, block, acc, True)
-        rows = wide.rounded(const, acc, grad_factor, dq)
-        wide.store(const, dq, (place.batch, place.head, place.tile), rows, const.tile_m)
+        backward.store_query_grads(const, dq, (place.batch, place.head, place.tile), acc, grad_factor)
 
     return stored_query_grads

@@ -110,12 +110,3 @@ def store(const: Any, array: Any, index: Any, rows: Any, count: ConstInt) -> Non
         ct.store(array, (*index, const.tile_d // const.tail_d), tail, allow_tma=const.tma)
     else:
         ct.store(array, (*index, 0), rows.reshape((1, 1, count, const.tile_d)), allow_tma=const.tma)
-
-
-@ct.function
-def dots(const: Any, rows: Any, others: Any) -> Any:
-    """Sums of ``rows * others`` over columns, fp32 ``[rows]``."""
-    if const.tail_d > 0:
-        first = ct.sum(rows.first.astype(ct.float32) * others.first.astype(ct.float32), axis=-1)
-        return first + ct.sum(rows.tail.astype(ct.float32) * others.tail.astype(ct.float32), axis=-1)
-    return ct.sum(rows.astype(ct.float32) * others.astype(ct.float32), axis=-1)
