@@ -43,7 +43,8 @@ _DQ_BUFFERS = 2
 STATISTICS = 2
 """Numbers of a query, fp32: lse and delta."""
 CHAIN_STEPS = 3
-"""Steps from one tile's addition to dq to the next one's, where they come in order. A guess."""
+"""Steps from one tile's addition to dq to the next one's, where they come in order. H200, 2026-11-29: 1, 2, 3 and 5 are
+level where heads are many; 4 heads at D=128 N=8192 full 471, 415, 525 and 507 TFLOPS."""
 TURN_BYTES = 128
 """Behind the statistics of a tile: a line, so that TMA may load those of the next one."""
 WIDE_FROM = 97

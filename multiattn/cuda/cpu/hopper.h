@@ -92,7 +92,7 @@ class Hopper {
             BoxPlace place);
   void load_run(const char* verb, std::uint32_t target, const void* source, int bytes, std::uint32_t barrier);
   void store(const char* verb, const void* map, std::uint32_t source, BoxPlace place);
-  // A store, too.
+  // Stores a run as it is, or adds its floats to those that are there.
   void store_run(const char* verb, float* target, std::uint32_t source, int bytes, bool adds);
   void commit_stores() { ++threads_[block_.current().index].groups; }
   // Until shared memory is read, or all is written.

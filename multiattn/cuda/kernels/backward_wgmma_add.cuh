@@ -8,7 +8,6 @@ namespace multiattn {
 template <class T>
 class DqAdder {
   using Shared = BackwardShared<T>;
-  using Place = RingPlace<T::ADDING_WARPS * T::DQ_PARTS>;
 
  public:
   DEVICE DqAdder(const typename T::Params& params, uint32 number) : params_(params), number_(number) {}
@@ -49,25 +48,23 @@ class DqAdder {
     const bool is_there = lane() < T::DQ_WARPS && row < count_queries(params_.backward, tile.sequence);
 #pragma unroll
     for (int part = 0; part < T::DQ_PARTS; ++part) {
-      const int column = part * T::DQ_COLUMNS;
+      const int column = part * T::DQ_COLUMNS, bytes = T::part_bytes(column);
       const uint32 addition = steps_ * T::DQ_PARTS + part;
-      const SharedAddress buffer = Shared::dq(addition % T::DQ_BUFFERS) + lane() * (T::DQ_BYTES / T::DQ_WARPS);
-      Shared::ring_sums().await_full(Place::of(addition));
-      const int bytes = min(T::DQ_COLUMNS, T::HEAD_DIM - column) / 8 * SIDE * 4;
-      bulk_store_if(is_there && turn == 0, sums + column / 8 * SIDE, buffer, bytes);  // nobody has emptied them
-      bulk_add_if(is_there && turn > 0, sums + column / 8 * SIDE, buffer, bytes);
+      const SharedAddress buffer = Shared::dq(addition, lane());
+      Shared::ring_sums().await_full(T::PlaceSums::of(addition));
+      bulk_store_if(is_there && turn == 0, sums + column / 8 * T::SIDE, buffer, bytes);  // nobody has emptied them
+      bulk_add_if(is_there && turn > 0, sums + column / 8 * T::SIDE, buffer, bytes);
       tma_store_commit();
     }
     tma_store_wait_read<0>();
 #pragma unroll
     for (int part = 0; part < T::DQ_PARTS; ++part)
-      Shared::ring_sums().release_apart(Place::of(steps_ * T::DQ_PARTS + part).slot);
+      Shared::ring_sums().release_apart(T::PlaceSums::of(steps_ * T::DQ_PARTS + part).slot);
     tma_store_wait<0>();
     sync_warp();  // all lanes have added
     release_add_global_if(lane() == 0, turns, 1);
   }
 
-  static constexpr int SIDE = T::Sum::FRAGMENT / 2;  // of 16 queries, 8 columns
   static DEVICE int lane() { return thread_index() % WARP; }
 
   const typename T::Params& params_;

@@ -11,7 +11,6 @@ class DqWarpgroup {
   using Shared = BackwardShared<T>;
   using TileKV = typename T::TileKV;
   using DsPlace = RingPlace<T::DS_STAGES>;
-  using PlaceSums = RingPlace<T::ADDING_WARPS * T::DQ_PARTS>;
 
  public:
   DEVICE explicit DqWarpgroup(const typename T::Params& params) : params_(params) {}
@@ -54,7 +53,7 @@ class DqWarpgroup {
         for (int column = 0; column < T::HEAD_DIM; column += T::DQ_COLUMNS) {
           make(place.slot, column);
           if (column + T::DQ_COLUMNS >= T::HEAD_DIM) Shared::ring_ds().release(place.slot);
-          if (T::ORDERED || row < end_row) add(sums + column / 8 * SIDE, column);
+          if (T::ORDERED || row < end_row) add(sums + column / 8 * T::SIDE, column);
         }
         row += T::DESCENDS ? -T::TILE_M : T::TILE_M;
         sums += (T::DESCENDS ? -1 : 1) * (T::TILE_M / 16 * ROW_FLOATS);
@@ -89,7 +88,7 @@ class DqWarpgroup {
 #pragma unroll
     for (int i = 0; i < T::DQ_COLUMNS / 8; ++i) {
       const float four[4] = {dq_[4 * i], dq_[4 * i + 1], dq_[4 * i + 2], dq_[4 * i + 3]};
-      if (column + 8 * i < T::HEAD_DIM) add_global_16(sums + i * SIDE + lane() * 4, four);
+      if (column + 8 * i < T::HEAD_DIM) add_global_16(sums + i * T::SIDE + lane() * 4, four);
     }
   }
 
@@ -97,7 +96,7 @@ class DqWarpgroup {
   DEVICE void add_by_tma(float* sums, int column) {
     const SharedAddress own = buffer(additions_);
     if constexpr (T::ORDERED) {
-      const auto before = PlaceSums::of(additions_ - T::DQ_BUFFERS);  // in this buffer
+      const auto before = T::PlaceSums::of(additions_ - T::DQ_BUFFERS);  // in this buffer
       if (additions_ >= T::DQ_BUFFERS) mbarrier_wait(Shared::ring_sums().empty(before.slot), before.parity);
     } else {
       if (lane() == 0) tma_store_wait_read<T::DQ_BUFFERS - 1>();
@@ -106,9 +105,9 @@ class DqWarpgroup {
 #pragma unroll
     for (int i = 0; i < T::DQ_COLUMNS / 8; ++i)
       if (column + 8 * i < T::HEAD_DIM)
-        store_shared_16(own + (i * SIDE + lane() * 4) * 4, chunk_of(dq_ + 4 * i));
+        store_shared_16(own + (i * T::SIDE + lane() * 4) * 4, chunk_of(dq_ + 4 * i));
     waiting_ = sums;
-    waiting_bytes_ = min(T::DQ_COLUMNS, T::HEAD_DIM - column) / 8 * SIDE * 4;
+    waiting_bytes_ = T::part_bytes(column);
     if constexpr (!T::HANDS_OVER_LATE) hand_over();
   }
   // With HANDS_OVER_LATE while the next products are made: the fence was a quarter of the time of this warpgroup, for which the
@@ -117,7 +116,7 @@ class DqWarpgroup {
     fence_async_shared();
     sync_warp();  // all lanes have written
     if constexpr (T::ORDERED) {  // another warp adds, when it is the tile's turn
-      mbarrier_arrive_if(lane() == 0 && waiting_, Shared::ring_sums().full(PlaceSums::of(additions_).slot));
+      mbarrier_arrive_if(lane() == 0 && waiting_, Shared::ring_sums().full(T::PlaceSums::of(additions_).slot));
     } else {
       bulk_add_if(lane() == 0 && waiting_, waiting_, buffer(additions_), waiting_bytes_);
       tma_store_commit();
@@ -126,12 +125,10 @@ class DqWarpgroup {
     waiting_ = nullptr;
   }
   static DEVICE SharedAddress buffer(uint32 addition) {
-    constexpr int BYTES = T::DQ_BYTES / T::DQ_WARPS;
-    return Shared::dq(addition % T::DQ_BUFFERS) + thread_index() / WARP % T::DQ_WARPS * BYTES;
+    return Shared::dq(addition, thread_index() / WARP % T::DQ_WARPS);
   }
 
   static constexpr int ROW_FLOATS = T::DIM_STEPS * T::Sum::FRAGMENT;  // of 16 queries
-  static constexpr int SIDE = T::Sum::FRAGMENT / 2;                    // of these, 8 columns
   static DEVICE int lane() { return thread_index() % WARP; }
 
   const typename T::Params& params_;

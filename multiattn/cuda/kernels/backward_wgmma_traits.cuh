@@ -65,6 +65,7 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   // it is over.
   static constexpr int DQ_PARTS = (F.head_dim + DQ_COLUMNS - 1) / DQ_COLUMNS;
   using RingSums = Ring<ADDING_WARPS * DQ_PARTS>;
+  using PlaceSums = RingPlace<ADDING_WARPS * DQ_PARTS>;
   // dP begins with -delta where its accumulators are not those of scores: a step has a tenth fewer instructions.
   static constexpr int STATISTICS = EARLY_SCORES ? 3 : 2, STATISTICS_BYTES = STATISTICS * TILE_M * 4;  // lse, and delta, or -delta twice
   static constexpr int TURNS = turns_of(ORDERED);
@@ -76,6 +77,11 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr int STATISTICS_AT = DS_AT + DS_STAGES * TileDS::BYTES;
   static constexpr int DQ_AT = STATISTICS_AT + Q_STAGES * STATISTICS_BYTES;
   static constexpr int DQ_BYTES = TILE_M * ((DQ_COLUMNS + 15) / 16 * 16) * 4;  // as much of dQ as is made at a time
+  // Floats of 16 queries in the sums, of 8 columns; and the bytes that a warp has of a part that begins with a column.
+  static constexpr int SIDE = Sum::FRAGMENT / 2;
+  static DEVICE constexpr int part_bytes(int column) {
+    return (F.head_dim - column < DQ_COLUMNS ? F.head_dim - column : DQ_COLUMNS) / 8 * SIDE * 4;
+  }
   static constexpr int BARRIERS_AT = DQ_AT + DQ_BUFFERS * DQ_BYTES;
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
@@ -198,9 +204,9 @@ DEVICE int statistic_place(int query) {
 // queries begin with the four numbers that are together.
 DEVICE int accumulator_place(int query) { return query / 8 * 16 + query % 8 / 2 * 4 + query % 2; }
 
-// Behind them, where dQ is added up in order: how many tiles of keys have added to the tile's.
-// lse (log2) and delta of a tile of queries, of a query head that counts through the batch. A sequence of a packed batch begins
-// with a tile of its own: each of those before it has at most one more than its rows fill.
+// lse (log2) and delta of a tile of queries, of a query head that counts through the batch. Behind them, where dQ is added up in
+// order, is how many tiles of keys have added to the tile's. A sequence of a packed batch begins with a tile of its own: each of those
+// before it has at most one more than its rows fill.
 template <class T>
 DEVICE float* statistics_of(const typename T::Params& params, int head, int number, const SequenceOf<T>& sequence, int block) {
   int64 place = static_cast<int64>(head) * params.backward.tiles_q + block;
@@ -216,7 +222,11 @@ struct BackwardShared {
   static DEVICE SharedAddress dout(int slot) { return shared_base() + T::DOUT_AT + slot * T::TileQ::BYTES; }
   static DEVICE SharedAddress ds(int slot) { return shared_base() + T::DS_AT + slot * T::TileDS::BYTES; }
   static DEVICE SharedAddress lse(int slot) { return shared_base() + T::STATISTICS_AT + slot * T::STATISTICS_BYTES; }
-  static DEVICE SharedAddress dq(int buffer) { return shared_base() + T::DQ_AT + buffer * T::DQ_BYTES; }
+  // The buffer of an addition to dQ, of the 16 queries of a warp.
+  static DEVICE SharedAddress dq(uint32 addition, int warp) {
+    const int buffer = addition % T::DQ_BUFFERS;
+    return shared_base() + T::DQ_AT + buffer * T::DQ_BYTES + warp * (T::DQ_BYTES / T::DQ_WARPS);
+  }
   static DEVICE SharedAddress delta(int slot) { return lse(slot) + T::TILE_M * 4; }
 
   static DEVICE typename T::RingK ring_k() { return {shared_base() + T::BARRIERS_AT}; }
