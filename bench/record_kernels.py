@@ -140,7 +140,8 @@ def compile_task(task: tuple[Plan, tuple[Kernel, ...]]) -> tuple[Kernel, ...]:
     stand.take()
     made = registry.get(plan.backend).op(plan.direction).export(plan, ())
     known = {it.key: it for it in recorded}
-    return tuple(_read(it, key, plan, known.get(key)) for it, key in zip(made, stand.take(), strict=True))
+    once = dict(zip(stand.take(), made, strict=True))  # a kernel may be launched again and again
+    return tuple(_read(it, key, plan, known.get(key)) for key, it in once.items())
 
 
 def _read(kernel: Exported, key: str, plan: Plan, known: Kernel | None) -> Kernel:
