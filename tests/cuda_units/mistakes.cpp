@@ -501,6 +501,9 @@ MISTAKE_OF(32, addition_before_earlier_grids_have_ended, "await_earlier_grids: g
   ordered_add_global(arguments.counter, 1);
   await_earlier_grids();
 }
+MISTAKE_OF(32, awaits_what_nobody_adds, "deadlock: thread 3 in await_global(5, it is 0);") {
+  if (is_thread(3)) await_global(arguments.counter, 5 + block_index());
+}
 MISTAKE_OF(32, misaligned_addition, "ordered_add_global: the global address is not aligned to 4 bytes") {
   ordered_add_global(reinterpret_cast<int32*>(reinterpret_cast<unsigned char*>(arguments.counter) + 2), 1);
 }

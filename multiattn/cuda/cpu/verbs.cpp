@@ -314,7 +314,10 @@ void release_add_global_if(bool predicate, int32* target, int32 value) {
 // A wait for what a later block does never ends.
 void await_global(const int32* place, int32 value) {
   check_global("await_global", place, 4);
-  while (*place != value) block().wait_for("await_global", block().ordered_additions);
+  while (*place != value) {
+    const std::string call = "await_global(" + std::to_string(value) + ", it is " + std::to_string(*place) + ")";
+    block().wait_for(call.c_str(), block().ordered_additions);
+  }
 }
 
 // A lane writes, for the warp, the row whose address it gives.
