@@ -124,9 +124,11 @@ KERNELS = {
         {},
         torch.cat([2 * THREADS + 1, torch.tensor([float(max(2 * i, 3) << 16 | max(i, 2)) for i in range(128)])]),
     ),
+    # who takes a ticket gives way: to the next block, or the last one there
+    "tickets_of_blocks": ({"blocks": 3, "threads": 32}, torch.tensor([0.0, 1, 1, 1, 1])),
     "turns": (
-        {"c": torch.ones(4), "blocks": 4, "threads": 32},
-        torch.tensor([2 * (2 * (2 * (2.0 * 1 + 0) + 1) + 2) + 3, 12]),
+        {"c": torch.ones(5), "blocks": 4, "threads": 32},
+        torch.tensor([2 * (2 * (2 * (2.0 * 1 + 1) + 0) + 3) + 2, 6, 3, 12, 9]),
     ),
 }
 
@@ -202,6 +204,12 @@ def test_a_mistake_is_an_error_that_says_where(mistakes, kernel, threads, cluste
         run(mistakes, kernel, threads=threads, blocks=1 + cluster, cluster=1 + cluster)
     assert error in str(raised.value)
     run(mistakes, "nothing", threads=threads)  # and nothing is broken by it
+
+
+def test_a_deadlock_says_what_each_block_waits_for(mistakes):
+    """Of those that are there."""
+    with pytest.raises(host.EmulationError, match=r"block 0, .* await_global\(5, .*\nblock 1, .* await_global\(6, "):
+        run(mistakes, "awaits_what_nobody_adds", threads=32, blocks=3)
 
 
 @pytest.mark.parametrize(

@@ -145,13 +145,18 @@ KERNEL(128, 1) tickets(PARAMETERS(Arguments) arguments) {
   arguments.c[128 + thread_index()] = static_cast<float>(max_of_halves(0x00020001u * thread_index(), 0x00030002u));
 }
 
-// Each block waits for those before it: c[0] = 2 * c[0] + its index.
+// c[ticket]: the block that took it.
+KERNEL(32, 1) tickets_of_blocks(PARAMETERS(Arguments) arguments) {
+  if (thread_index() != 0) return;
+  for (int ticket; (ticket = atomic_add_global(arguments.counter, 1)) < 5;) arguments.c[ticket] = block_index();
+}
+
+// Of two blocks the first waits for the second, and for those before both: c[0] = 2 * c[0] + its index.
 KERNEL(32, 1) turns(PARAMETERS(Arguments) arguments) {
   if (thread_index() != 0) return;
-  while (ordered_add_global(arguments.counter, 0) != 3 * block_index()) {
-  }
+  await_global(arguments.counter, 3 * (block_index() ^ 1));
   arguments.c[0] = 2 * arguments.c[0] + block_index();
-  arguments.c[1] = static_cast<float>(ordered_add_global(arguments.counter, 3) + 3);
+  arguments.c[1 + block_index()] = static_cast<float>(ordered_add_global(arguments.counter, 3) + 3);
 }
 
 // c[lane] and c[32 + lane]: the two halves of pack(c[lane], 0), as floats of their bits.

@@ -68,20 +68,24 @@ Block::Block(int threads_of_block, std::size_t smem_bytes, int cluster, std::int
   for (int first = 0; first < threads(); first += WARP_SIZE) warps_.emplace_back(first, WARP_SIZE);
 }
 
-bool Block::run(Kernel kernel, const void* parameters, const Stacks& stacks) {
+void Block::prepare(Kernel kernel, const void* parameters, const Stacks& stacks, int first_stack) {
   kernel_ = kernel;
   parameters_ = parameters;
-  running_block = this;
   for (int i = 0; i < threads(); ++i) {
     Thread& thread = threads_[i];
     thread.index = i;
     thread.warp = i / WARP_SIZE;
     thread.block = i / threads_of_block();
-    stacks.prepare(thread.fiber, i, &Block::enter);
+    stacks.prepare(thread.fiber, first_stack + i, &Block::enter);
   }
-  run_as(threads_[0]);
+  current_ = &threads_[0];
+}
+
+bool Block::run() {
+  running_block = this;
+  run_as(*current_);
   switch_fiber(host_, current_->fiber);
-  counters.blocks += blocks();
+  if (is_over()) counters.blocks += blocks();
   return error.empty();
 }
 
@@ -118,7 +122,7 @@ void Block::finish_current() {
 }
 
 void Block::fail(const std::string& what) {
-  error = "block " + std::to_string(current_block) + ", thread " + std::to_string(current_thread) + ": " + what;
+  error = where() + what;
   switch_fiber(current_->fiber, host_, true);  // all fibers are abandoned where they are
   __builtin_unreachable();
 }
@@ -184,8 +188,19 @@ Thread& Block::next_thread() {
       const Thread& thread = threads_[i];
       if (!thread.done && (!thread.waits_for || thread.waits_for->generation != thread.generation)) return threads_[i];
     }
-    if (!hopper_->land_oldest()) fail("deadlock:" + who_waits());
+    if (hopper_->land_oldest()) continue;
+    const auto awaits_others = [](const Thread& it) { return !it.done && it.waits_for == &ordered_additions; };
+    if (!std::any_of(threads_.begin(), threads_.end(), awaits_others)) fail("deadlock:" + who_waits());
+    stuck_since_ = ordered_additions.generation;
+    give_way();
   }
+}
+
+std::string Block::deadlock() const { return where() + "deadlock:" + who_waits(); }
+
+std::string Block::where() const {
+  return "block " + std::to_string(index_ + current_->block) + ", thread " +
+         std::to_string(current_->index - first_of_block()) + ": ";
 }
 
 // Neighbours that wait for the same together.

@@ -66,7 +66,7 @@ class Hopper;
 
 using Kernel = void (*)(const void* parameters);
 
-// Memory for the stacks of so many threads, whose blocks run one after another.
+// Memory for the stacks of so many threads.
 class Stacks {
  public:
   explicit Stacks(std::size_t threads);
@@ -88,8 +88,15 @@ class Block {
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
 
-  // Runs to the end; false when it failed, with `error` set.
-  bool run(Kernel kernel, const void* parameters, const Stacks& stacks);
+  // Its first thread has the stack `first_stack`.
+  void prepare(Kernel kernel, const void* parameters, const Stacks& stacks, int first_stack);
+  // Goes on until it is over or gives way; false when it failed, with `error` set.
+  bool run();
+  bool is_over() const { return !cluster_.live; }
+  // False while it waits for what another block adds.
+  bool can_go() const { return stuck_since_ != ordered_additions.generation; }
+  // What its threads wait for.
+  std::string deadlock() const;
 
   // ---- for the verbs, called on a fiber
   Thread& current() { return *current_; }
@@ -127,6 +134,8 @@ class Block {
   void order_warp() { clocks.meet(warps_[current_->warp].first_thread, WARP_SIZE); }
   // Until the condition's generation moves on; others run meanwhile.
   void wait_for(const char* verb, const Condition& condition);
+  // Lets blocks that are there at the same time go on.
+  void give_way() { switch_fiber(current_->fiber, host_); }
   // That no other lane waits in a collective of the warp; for what lets nobody pass before this lane is there.
   void check_warp(const char* verb);
   Hopper& hopper() { return *hopper_; }
@@ -135,7 +144,7 @@ class Block {
   SharedMemory smem;
   LaunchCounts& counters;
   std::string error;
-  Condition ordered_additions;  // to global memory, of any thread
+  inline static Condition ordered_additions;  // to global memory, of any block
 
  private:
   static void enter();
@@ -146,6 +155,7 @@ class Block {
   int first_of_block() const { return current_->block * threads_of_block(); }
   void run_as(Thread& thread);
   Thread& next_thread();
+  std::string where() const;
   std::string who_waits() const;
   void arrive(Team& team, const char* verb);
   [[noreturn]] void fail_diverged(const Team& team, const char* verb);
@@ -160,6 +170,7 @@ class Block {
   Kernel kernel_ = nullptr;
   const void* parameters_ = nullptr;
   const std::int64_t index_;
+  std::int64_t stuck_since_ = -1;  // so many ordered additions none of its threads can go on
 };
 
 // The block that runs; the host lets one launch in at a time.

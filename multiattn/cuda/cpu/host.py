@@ -41,7 +41,7 @@ _RUNTIME_FLAGS: tuple[str, ...] = (*_FLAGS, "-O2")
 _STANDARD_HEADERS = ("algorithm", "cmath", "cstring", "initializer_list")
 """Those that kernels reach."""
 MULTIPROCESSORS = 2
-"""SMs of the emulated GPU: so few that each block of a persistent grid has several tiles."""
+"""SMs of the emulated GPU, with a block each: so few that each block of a persistent grid has several tiles."""
 _ERROR_BYTES = 2048
 _NAN_BYTE = 0xFF  # four of them are a NaN
 _NO_SEQUENCE_BYTE = 0x7F  # four of them are the number of no sequence, and no sign that there is none
@@ -134,7 +134,7 @@ def run(
     counts = LaunchCounts()
     error = ctypes.create_string_buffer(_ERROR_BYTES)
     entry = ctypes.cast(getattr(library, kernel), ctypes.c_void_p)
-    sizes = blocks, threads, smem_bytes, cluster
+    sizes = blocks, threads, smem_bytes, cluster, MULTIPROCESSORS
     work = LongWork(
         f"emulating the CUDA kernel {kernel} on the CPU",
         kind=f"emulating {kernel}",
@@ -159,7 +159,7 @@ def load(path: Path) -> ctypes.CDLL:
     library.multiattn_launch.restype = ctypes.c_int
     library.multiattn_launch.argtypes = (
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int64, ctypes.c_int,
-        ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64,
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64,
     )  # fmt: skip
     return library
 

@@ -1,8 +1,11 @@
 // The verbs of ptx.cuh, ptx_sm90.cuh and wgmma.cuh, on a Block of fibers; and `multiattn_launch`, which host.py calls.
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "formats.h"
 #include "hopper.h"
@@ -235,7 +238,7 @@ Chunk load_global_16(const void* source) {
   return value;
 }
 
-// Blocks run one after another, so that adding needs no care. A GPU leaves their order open.
+// Nobody else runs meanwhile, so that adding needs no care. A GPU leaves the order open.
 void add_global_4(float* target, float value) {
   check_global("add_global_4", target, 4);
   *target += value;
@@ -291,11 +294,12 @@ uint32 uniform(uint32 value) {
   return value;
 }
 
-// Blocks run one after another.
+// Other blocks may see something new, and go on here.
 int32 atomic_add_global(int32* target, int32 value) {
   hopper().touch_global();
   const int32 before = *target;
   *target += value;
+  block().give_way();
   return before;
 }
 
@@ -311,7 +315,6 @@ void release_add_global_if(bool predicate, int32* target, int32 value) {
   ordered_add_global(target, value);
 }
 
-// A wait for what a later block does never ends.
 void await_global(const int32* place, int32 value) {
   check_global("await_global", place, 4);
   while (*place != value) {
@@ -363,20 +366,39 @@ void wgmma_commit() { warpgroup("wgmma_commit").commit(); }
 
 }  // namespace multiattn
 
-// Runs a kernel's whole grid, in clusters of so many blocks. 0, or 1 with a message in `error` (at most `error_bytes` with
-// its end).
+// Runs a kernel's whole grid, in clusters of so many blocks, of which `residents` are there at the same time. 0, or 1 with a
+// message in `error` (at most `error_bytes` with its end).
+//
+// One goes on until it is over or gives way: to the next one of the grid, or else to the last one there that can go on. So
+// what is done in order is so because somebody waited.
 extern "C" int multiattn_launch(multiattn::emulation::Kernel kernel, const void* parameters, long long blocks,
-                                int threads, long long smem_bytes, int cluster,
+                                int threads, long long smem_bytes, int cluster, int residents,
                                 multiattn::emulation::LaunchCounts* counts, char* error, long long error_bytes) {
+  using multiattn::emulation::Block;
   std::string message;
   if (blocks % cluster)
     message = "a grid of " + std::to_string(blocks) + " blocks, which are no whole clusters of " + std::to_string(cluster);
   try {
-    const multiattn::emulation::Stacks stacks(threads * cluster);
+    const multiattn::emulation::Stacks stacks(static_cast<std::size_t>(threads) * cluster * residents);
     multiattn::emulation::current_blocks = blocks;
-    for (long long index = 0; index < blocks && message.empty(); index += cluster) {
-      multiattn::emulation::Block block(threads, smem_bytes, cluster, index, *counts);
-      if (!block.run(kernel, parameters, stacks)) message = block.error;
+    std::vector<std::unique_ptr<Block>> there(residents);
+    for (long long begun = 0, ended = 0; ended < blocks && message.empty();) {
+      auto chosen = std::find(there.begin(), there.end(), nullptr);
+      if (chosen != there.end() && begun < blocks) {
+        *chosen = std::make_unique<Block>(threads, smem_bytes, cluster, begun, *counts);
+        (*chosen)->prepare(kernel, parameters, stacks, (chosen - there.begin()) * threads * cluster);
+        begun += cluster;
+      } else {
+        const auto last = std::find_if(there.rbegin(), there.rend(), [](auto& it) { return it && it->can_go(); });
+        if (last == there.rend()) {
+          for (const auto& block : there)
+            if (block) message += (message.empty() ? "" : "\n") + block->deadlock();
+          break;
+        }
+        chosen = last.base() - 1;
+      }
+      if (!(*chosen)->run()) message = (*chosen)->error;
+      if ((*chosen)->is_over()) chosen->reset(), ended += cluster;
     }
   } catch (const std::bad_alloc&) {
     message = "out of memory for the stacks of " + std::to_string(threads) + " threads";
