@@ -352,6 +352,19 @@ def test_tiles_that_no_query_sees_follow_those_of_other_heads(k_stages, monkeypa
 
 
 @on_cpu
+def test_dq_has_the_same_bits_however_many_blocks_add_to_it(monkeypatch):
+    q, k, v, dout = make_tensors(heads_q=2, heads_kv=2, seq_q=200, seq_kv=700)
+    plan = plan_of(Problem.of(q, k, v), ORDERED, replace(EARLY, ordered=True, dq_by_tma=True), arch=CPU)
+
+    def dq_of(blocks):
+        monkeypatch.setattr(host, "MULTIPROCESSORS", blocks)
+        return run(plan, q, k, v, dout)[0]
+
+    alone = dq_of(1)
+    assert all(torch.equal(dq_of(blocks), alone) for blocks in (2, 3))
+
+
+@on_cpu
 def test_each_tile_of_keys_takes_a_turn_and_passes_it():
     q, k, v, dout = make_tensors(heads_q=1, seq_q=200, seq_kv=300)
     launcher = CpuLauncher(
