@@ -26,6 +26,18 @@ DEVICE void clear_key_sums(const typename T::Params& params) {
     store_global_16(params.lists.key_sums + i * 4, Chunk{});
 }
 
+// Empties the tile's sums of dq if nobody else does.
+template <class T>
+DEVICE void clear_sums(const typename T::Params& params, int head, const TileOf<T>& tile, int rows) {
+  if constexpr (T::TURNS > 0) {  // the first tile of keys to add stores, where there is one
+    const auto keys = mask_of<Band::TWO_SIDED>(params.backward, tile.sequence).template keys<1>(tile.first_row, T::TILE_ROWS);
+    if (keys.begin < keys.end) return;
+  }
+  float* const sums = dq_sums<T>(params, head, tile.number, tile.sequence, tile.first_row);
+  const int floats = (min(rows, T::TILE_ROWS) + 15) / 16 * T::DIM_FRAGMENTS * T::Sum::FRAGMENT;
+  for (int i = thread_index(); i < floats / 4; i += T::THREADS) store_global_16(sums + 4 * i, Chunk{});
+}
+
 // lse in the log2 domain, and delta = rowsum(dout * out) - dlse (Dao, "FlashAttention-2", Algorithm 2, line 4; dlse as
 // d lse / d score = p). A query that is not there, or sees no key, gets an lse of inf: its weights are 0. A block owns a tile of
 // queries, and empties their sum of dq if nobody else does.
@@ -59,42 +71,83 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
     }
   };
 
+  if constexpr (T::HAS_DQ_SUM)
+    if (has_place<T>(params, tile)) clear_sums<T>(params, head, tile, rows);
+  // Loads come before all else, as each store might be to what is loaded next.
+  constexpr int STRIDE = T::THREADS / T::LANES, ALL = (T::TILE_ROWS + STRIDE - 1) / STRIDE, AT_ONCE = ALL < 4 ? ALL : 4;
 #pragma unroll
-  for (int first = 0; first < T::TILE_ROWS; first += T::THREADS / T::LANES) {
-    const int row = first + thread_index() / T::LANES, query = tile.first_row + row;
-    const bool is_there = row < min(rows, T::TILE_ROWS);
-    const int64 at = query * backward.strides_out.seq + lane * CHUNK_ELEMENTS;
-    const uint16 *out = queries.out() + at, *dout = queries.dout() + at;
-    float sum = 0.0f;
-    if (is_there && lane < T::CHUNKS) sum = dot<typename T::Element>(load_global_16(out), load_global_16(dout));
-    sum = sum_of_lanes<T::LANES>(sum);
-    if (lane > 0 || row >= min(round_up(rows, T::TILE_M), T::TILE_ROWS)) continue;
-    float of_query = infinity();
-    if (is_there) {
-      const float natural = load_global_4(queries.lse() + query);
-      if (natural != -infinity()) of_query = natural * LOG2_E;
-      if (backward.dlse) sum -= load_global_4(queries.dlse() + query);
-      if (backward.delta) store_global_4(queries.delta() + query, sum);
+  for (int first = 0; first < T::TILE_ROWS; first += AT_ONCE * STRIDE) {
+    Chunk out[AT_ONCE], dout[AT_ONCE];
+    float natural[AT_ONCE];
+    const auto row_of = [&](int i) { return first + i * STRIDE + thread_index() / T::LANES; };
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int query = tile.first_row + row_of(i);
+      const bool is_there = row_of(i) < min(rows, T::TILE_ROWS);
+      const int64 at = query * backward.strides_out.seq + lane * CHUNK_ELEMENTS;
+      const bool has_chunk = is_there && lane < T::CHUNKS;
+      out[i] = has_chunk ? load_global_16(queries.out() + at) : Chunk{};
+      dout[i] = has_chunk ? load_global_16(queries.dout() + at) : Chunk{};
+      natural[i] = is_there && lane == 0 ? load_global_4(queries.lse() + query) : -infinity();
     }
-    if (has_place<T>(params, tile)) store(row, of_query, sum);
-  }
-  if (!has_place<T>(params, tile)) return;
-  if constexpr (T::TURNS > 0) {  // the first tile of keys to add stores, where there is one
-    const auto keys = mask_of<Band::TWO_SIDED>(backward, tile.sequence).template keys<1>(tile.first_row, T::TILE_ROWS);
-    if (keys.begin < keys.end) return;
-  }
-  if constexpr (T::HAS_DQ_SUM) {
-    float* const sums = dq_sums<T>(params, head, tile.number, tile.sequence, tile.first_row);
-    const int floats = (min(rows, T::TILE_ROWS) + 15) / 16 * T::DIM_FRAGMENTS * T::Sum::FRAGMENT;
-    for (int i = thread_index(); i < floats / 4; i += T::THREADS) store_global_16(sums + 4 * i, Chunk{});
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int row = row_of(i), query = tile.first_row + row;
+      float sum = sum_of_lanes<T::LANES>(dot<typename T::Element>(out[i], dout[i]));
+      if (lane > 0 || row >= min(round_up(rows, T::TILE_M), T::TILE_ROWS)) continue;
+      if (row < rows) {
+        if (backward.dlse) sum -= load_global_4(queries.dlse() + query);
+        if (backward.delta) store_global_4(queries.delta() + query, sum);
+      }
+      if (has_place<T>(params, tile)) store(row, natural[i] == -infinity() ? infinity() : natural[i] * LOG2_E, sum);
+    }
   }
 }
 
-// As convert_dq.
+// dq = grad_factor * its sum, rounded. A block owns TILE_ROWS queries. A warp has 16 of them and 32 columns at a time: a lane loads its
+// part of four accumulators, and stores a chunk of two rows.
 template <class T>
 DEVICE void convert_sums(const typename T::Params& params) {
   follow_earlier_grids();
-  convert_dq<T>(params);
+  const auto [head, place] = Place::of(block_index(), params.tiles_rows, params.heads_q_all, 1);
+  const TileOf<T> tile = tile_at<T>(params, &TileLists::query_list, place, place * T::TILE_ROWS);
+  if (tile.is_none()) return;
+  const float* sums = dq_sums<T>(params, head, tile.number, tile.sequence, tile.first_row);
+  uint16* rows = QuerySequence<SequenceOf<T>>{params, head, tile.sequence}.dq() + tile.first_row * params.strides_out.seq;
+  const int left = count_queries(params, tile.sequence) - tile.first_row, lane = thread_index() % WARP;
+  const bool has_sums = has_place<T>(params, tile);
+
+  constexpr int WARPS = T::THREADS / WARP, ACROSS = (T::CHUNKS + 3) / 4, ALL = T::TILE_ROWS / 16 * ACROSS;
+  constexpr int STEPS = (ALL + WARPS - 1) / WARPS;
+  Chunk accumulators[STEPS][4];
+  const auto first_row = [&](int step) { return (step * WARPS + thread_index() / WARP) / ACROSS * 16; };
+  const auto first_chunk = [&](int step) { return (step * WARPS + thread_index() / WARP) % ACROSS * 4; };
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const float* of_step = sums + first_row(step) * (T::DIM_FRAGMENTS * T::Sum::FRAGMENT / 16) + lane * 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int chunk = first_chunk(step) + i;
+      const bool is_there = has_sums && first_row(step) < min(left, T::TILE_ROWS) && chunk < T::CHUNKS;
+      accumulators[step][i] = is_there ? load_global_16(of_step + chunk * (T::Sum::FRAGMENT / 2)) : Chunk{};
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // 8 rows each
+      Chunk result;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const auto scaled = [&](int at) { return params.grad_factor * float_of_bits(accumulators[step][i].word[2 * half + at]); };
+        result.word[i] = pack<typename T::Element>(scaled(0), scaled(1));
+      }
+      result = transpose_in_quad(result);
+      const int row = first_row(step) + half * 8 + lane / 4, chunk = first_chunk(step) + lane % 4;
+      if (row < min(left, T::TILE_ROWS) && chunk < T::CHUNKS)
+        store_global_16(rows + row * params.strides_out.seq + chunk * CHUNK_ELEMENTS, result);
+    }
+  }
 }
 
 }  // namespace multiattn
