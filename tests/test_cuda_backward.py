@@ -125,13 +125,16 @@ def test_kernels_follow_one_another_and_those_of_products_are_persistent(variant
     assert launches[1].blocks == blocks
 
 
-@pytest.mark.parametrize(("variant", "bytes_of_q"), [(ONE, 4), (TWO, 0)])
-def test_workspace_is_eight_bytes_a_query_and_sums_of_dq_where_blocks_add_them_up(variant, bytes_of_q):
-    """Beside what tiles that are not full round up to, and counters. Without sums the same bits come each time."""
+@pytest.mark.parametrize(("variant", "bytes_of_q", "of_counts"), [(ONE, 4, 2), (TWO, 0, 0)])
+def test_workspace_is_eight_bytes_a_query_and_sums_of_dq_where_blocks_add_them_up(variant, bytes_of_q, of_counts):
+    """Beside what tiles that are not full round up to, and counters: of empty sums there is a line for 64 queries.
+
+    Without sums the same bits come each time.
+    """
     problem = problem_of(seq_q=512, seq_kv=512)
     plan = plan_of(problem, variant)
     areas, queries = areas_of(plan), problem.batch * problem.heads_q * problem.seq_q
-    assert sum(areas.values()) - areas["workspace"] == queries * (bytes_of_q * problem.head_dim + 8)
+    assert sum(areas.values()) - areas["workspace"] == queries * (bytes_of_q * problem.head_dim + 8 + of_counts)
     pointers = {name for it in launches_of(plan) for name in argument_of(it.kernel, plan).pointers.values()}
     assert ("dq_sum" in pointers) == (variant == ONE)
     assert "delta" not in pointers  # it is among the statistics
@@ -349,6 +352,29 @@ def test_tiles_that_no_query_sees_follow_those_of_other_heads(k_stages, monkeypa
     q, k, v, dout = make_tensors(heads_q=2, seq_q=130, seq_kv=900, head_dim=104)
     config = replace(TMA_HALVES, ordered=True, k_stages=k_stages)
     check(plan_of(Problem.of(q, k, v, window=(50, 0)), ORDERED, config, arch=CPU), q, k, v, dout)
+
+
+@on_cpu
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("sizes", "options", "config"),
+    [
+        pytest.param((2, 3, 3, 100, 300, 128), {}, TMA_HALVES, id="full"),
+        pytest.param((1, 6, 3, 200, 300, 104), {"causal": True}, TMA_HALVES, id="causal_group"),
+        pytest.param((1, 3, 3, 300, 70, 104), {"causal": True}, TMA_HALVES, id="queries_that_see_no_key"),
+        pytest.param((1, 3, 3, 600, 600, 128), {}, replace(TMA_HALVES, stream_k=4), id="ranges"),
+        pytest.param((3, 2, 1, 20, 900, 128), {"window": (50, 0)}, TMA_HALVES, id="fewer_rows_than_tiles"),
+    ],
+)
+def test_sums_of_later_heads_are_emptied_by_tiles_of_earlier_ones(sizes, options, config, blocks, monkeypatch):
+    """Sections of one head. Workspaces are full of NaN before."""
+    monkeypatch.setattr(backward_wgmma, "kv_heads_of_section", lambda *_, **__: 1)
+    monkeypatch.setattr(stream_k, "LEAST_RANGE_STEPS", 2)
+    monkeypatch.setattr(stream_k, "LEAST_SAVED_STEPS", 2)
+    monkeypatch.setattr(host, "MULTIPROCESSORS", blocks)
+    names = "batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim"
+    q, k, v, dout = make_tensors(**dict(zip(names, sizes, strict=True)))
+    check(plan_of(Problem.of(q, k, v, **options), ONE, config, arch=CPU), q, k, v, dout)
 
 
 @on_cpu

@@ -67,6 +67,10 @@ class HopperBackwardConfig(WgmmaFamilyConfig):
         """True if behind the statistics of a tile is how many tiles of keys have added to its dq."""
         return False
 
+    def clears_ahead(self, problem: Problem) -> bool:
+        """True if sums of dq are emptied by tiles of earlier heads, but those of the first section."""
+        return False
+
     def box_rows(self, problem: Problem) -> Mapping[str, int]:
         """Whole tiles."""
         return {"q": self.tile_m, "dout": self.tile_m, "k": self.tile_n, "v": self.tile_n}
@@ -74,7 +78,8 @@ class HopperBackwardConfig(WgmmaFamilyConfig):
     def areas(self, problem: Problem) -> dict[str, int]:
         """Statistics, and the counter of tiles."""
         rows = problem.batch * problem.heads_q * tiles_of(problem, problem.seq_q, self.tile_m) * self.tile_m
-        row_bytes = self.row_statistics * FP32_BYTES + (TURN_BYTES // self.tile_m if self.is_ordered else 0)
+        has_turns = self.is_ordered or self.clears_ahead(problem)
+        row_bytes = self.row_statistics * FP32_BYTES + (TURN_BYTES // self.tile_m if has_turns else 0)
         return {"statistics": rows * row_bytes, WORKSPACE: COUNTER_BYTES}
 
     def statistics(
@@ -83,8 +88,9 @@ class HopperBackwardConfig(WgmmaFamilyConfig):
         """The kernel of statistics, with blocks of so many queries."""
         sizes = {"head_dim": problem.head_dim, "threads": ROW_THREADS, "tile_rows": rows, "tile_m": self.tile_m}
         delta_first = self.row_statistics > STATISTICS
-        prepared = f"{'_delta' * delta_first}{'_ordered' * self.is_ordered}"
-        kept = {"has_dq_sum": has_dq_sum, "ordered": self.is_ordered, "delta_first": delta_first}
+        is_ahead = self.clears_ahead(problem)
+        prepared = f"{'_delta' * delta_first}{'_ordered' * self.is_ordered}{'_ahead' * is_ahead}"
+        kept = {"has_dq_sum": has_dq_sum, "ordered": self.is_ordered, "clears_ahead": is_ahead, "delta_first": delta_first}
         config = aggregate("RowConfig", **sizes, **kept)
         kernel = Instance(
             name=f"prepare_statistics_{problem.dtype}_d{problem.head_dim}{prepared}{name}",
@@ -143,6 +149,15 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
     def is_ordered(self) -> bool:
         """As asked."""
         return self.ordered
+
+    def clears_ahead(self, problem: Problem) -> bool:
+        """From `WIDE_FROM` on, where TMA adds to them.
+
+        H200, 2026-11-29, causal, us: D=128 N=1024 466 for 476, N=2048 706 for 719, N=4096 1190 for 1226; but D=96 N=1024 577
+        for 560, and D=64, where threads add, N=1024 550 for 526: there the kernel of gradients loses more than is saved.
+        """
+        is_wide = problem.head_dim >= WIDE_FROM and self.dq_by_tma
+        return is_wide and not self.ordered and problem.packing is None
 
     @property
     def threads(self) -> int:
@@ -238,7 +253,11 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         kept += "_stream_k" * is_divided
         columns = self.dq_columns(problem)
         kept_fields = ("k_in_registers", "v_in_registers", "early_scores", "dq_by_tma")
-        named = {"ordered": self.ordered, "keeps_sloped": _keeps_sloped(problem)}
+        named = {
+            "ordered": self.ordered,
+            "clears_ahead": self.clears_ahead(problem),
+            "keeps_sloped": _keeps_sloped(problem),
+        }
         extra = {name: True for name, is_so in named.items() if is_so}
         config = aggregate_of(self, "k_stages", "q_stages", "dout_stages", *kept_fields, dq_columns=columns, **extra)
         kernel = wgmma_kernel(

@@ -11,6 +11,7 @@ struct RowConfig {
   int tile_m = tile_rows;  // of a tile of the kernel of gradients, where a block owns whole ones
   bool has_dq_sum;         // dq is added up in the workspace
   bool ordered = false;      // behind the statistics of a tile is whose turn it is to add to its dq
+  bool clears_ahead = false;  // or how much of later heads' sums is empty: those are left alone
   bool delta_first = false;  // dP begins with -delta, which is there twice for that
   bool wide = true;        // 16 bytes at a time
 };
@@ -21,7 +22,8 @@ struct RowTraits {
   static constexpr int TILE_ROWS = C.tile_rows, TILE_M = C.tile_m, THREADS = C.threads;
   static constexpr bool HAS_DQ_SUM = C.has_dq_sum;
   static constexpr bool DELTA_FIRST = C.delta_first;
-  static constexpr int TURNS = turns_of(C.ordered);
+  static constexpr bool CLEARS_AHEAD = C.clears_ahead;
+  static constexpr int TURNS = turns_of(C.ordered || CLEARS_AHEAD);
   static constexpr int STATISTICS = DELTA_FIRST ? 3 : 2;  // numbers of a query for the kernels with wgmma: lse, and delta once or twice
   using Blocked = Blocked_;  // what lists the tiles that there are
   using Params = typename WithAux<PlainParams, NoScore, typename ListsOf<Blocked>::Type>::Type;

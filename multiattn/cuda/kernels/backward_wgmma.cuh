@@ -9,6 +9,7 @@
 // products for the tensor cores while another does something else.
 #pragma once
 #include "backward_wgmma_add.cuh"
+#include "backward_wgmma_clear.cuh"
 #include "backward_wgmma_dq.cuh"
 #include "backward_wgmma_output.cuh"
 #include "backward_wgmma_parts.cuh"
@@ -337,9 +338,12 @@ DEVICE void backward_wgmma(const typename T::Params& params) {
   } else {
     lower_registers<T::PRODUCER_REGISTERS>();
     if (thread_index() % WARPGROUP == 0) BackwardProducer<T>(params).run();
-    if constexpr (T::ADDING_WARPS > 0) {
+    if constexpr (T::SIDE_WARPS > 0) {
       const uint32 warp = uniform(thread_index() % WARPGROUP / WARP);
-      if (warp > 0 && warp <= T::ADDING_WARPS) DqAdder<T>(params, warp - 1).run();
+      if (warp > 0 && warp <= T::SIDE_WARPS) {
+        if constexpr (T::ORDERED) DqAdder<T>(params, warp - 1).run();
+        else SumClearer<T>(params).run();
+      }
     }
   }
 }

@@ -33,6 +33,7 @@ class DqWarpgroup {
 
  private:
   DEVICE void walk(const KeyTile<T>& tile) {
+    if constexpr (T::CLEARS_AHEAD) await_cleared(tile);
     const Blocks blocks = query_blocks<T>(params_, tile);
     const int first_head = tile.head_kv * params_.backward.group, end_head = first_head + params_.backward.group;
     const int end_row = count_queries(params_.backward, tile.sequence);
@@ -61,6 +62,16 @@ class DqWarpgroup {
       steps_left -= end - at.block;
       at.block = blocks.begin;
     }
+  }
+
+  // The tile's sums are empty, and TMA knows.
+  DEVICE void await_cleared(const KeyTile<T>& tile) const {
+    if (tile.head_kv < heads_cleared_before<T>(params_)) return;
+    if (lane() == 0) {
+      await_global(cleared_parts<T>(params_, tile.head_kv), params_.backward.tiles_kv);
+      fence_async_global();
+    }
+    sync_warp();
   }
 
   // dq[TILE_M, DQ_COLUMNS] = dS K, 16 keys a step

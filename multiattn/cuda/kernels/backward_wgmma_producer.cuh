@@ -59,8 +59,7 @@ class BackwardProducer {
     } else {
       const KeyTiles tiles = count_key_tiles<T>(params_);
       const auto tile_of = [&](int index) { return key_tile<T>(params_, tiles, index); };
-      // Tiles that wait for earlier ones begin in order: not even the first is the block's own.
-      int index = T::ORDERED ? next() : static_cast<int>(block_index());
+      int index = AWAITS_EARLIER ? next() : static_cast<int>(block_index());
       for (KeyTile<T> tile = begin(tile_of(index)); !tile.is_none(); tile = begin(tile_of(index))) {
         load(tile);
         index = next();
@@ -69,10 +68,13 @@ class BackwardProducer {
   }
 
  private:
+  // Tiles that wait for earlier ones begin in order: not even the first is the block's own.
+  static constexpr bool AWAITS_EARLIER = T::SIDE_WARPS > 0;
+
   // The counter is asked when all of a tile is under way: a tile that waits for its block is one that another could have
   // begun.
   DEVICE int next() const {
-    const int begun = T::ORDERED ? 0 : static_cast<int>(block_count());
+    const int begun = AWAITS_EARLIER ? 0 : static_cast<int>(block_count());
     return begun + atomic_add_global(params_.next_tile, 1);
   }
 
@@ -105,7 +107,7 @@ class BackwardProducer {
     const Division& division = params_.lists;
     Cursor at = load_cursor();
     while (at.left == 0) {  // no range, or its end
-      at.item = at.item < 0 ? static_cast<int>(block_index()) : next();
+      at.item = at.item < 0 && !AWAITS_EARLIER ? static_cast<int>(block_index()) : next();
       const int range = at.item - division.ranges_from;
       if (range >= division.ranges) return {NO_TILE, 0, 0, {}};
       if (range < 0) {

@@ -29,7 +29,9 @@ DEVICE void clear_key_sums(const typename T::Params& params) {
 // Empties the tile's sums of dq if nobody else does.
 template <class T>
 DEVICE void clear_sums(const typename T::Params& params, int head, const TileOf<T>& tile, int rows) {
-  if constexpr (T::TURNS > 0) {  // the first tile of keys to add stores, where there is one
+  if constexpr (T::CLEARS_AHEAD) {
+    if (head / params.backward.group >= heads_cleared_before<T>(params)) return;
+  } else if constexpr (T::TURNS > 0) {  // the first tile of keys to add stores, where there is one
     const auto keys = mask_of<Band::TWO_SIDED>(params.backward, tile.sequence).template keys<1>(tile.first_row, T::TILE_ROWS);
     if (keys.begin < keys.end) return;
   }

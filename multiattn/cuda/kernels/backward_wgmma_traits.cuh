@@ -20,6 +20,7 @@ struct WgmmaBackwardConfig {
   bool dq_by_tma;       // dQ is added to its sums by TMA, by way of shared memory
   int dq_columns;       // of dQ that are made at a time
   bool ordered = false;       // tiles of keys add to dQ one after another, from the first on: the same bits each time
+  bool clears_ahead = false;  // sums of dQ are emptied by tiles of earlier heads, but those of the first section
   bool keeps_sloped = false;  // weights times the slope of an expression, beside the weights
 };
 
@@ -44,8 +45,9 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr int TILE_M = 64, TILE_N = WARPGROUP_KEYS * WARPGROUPS;
   static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 2);
   static constexpr int KEY_WARPS = 4 * WARPGROUPS, DQ_WARPS = 4;
-  // Warps beside the one that loads, which add to dQ in order.
-  static constexpr int ADDING_WARPS = ORDERED ? 3 : 0;
+  // Warps beside the one that loads: they add to dQ in order, or one empties its sums for later tiles.
+  static constexpr bool CLEARS_AHEAD = C.clears_ahead;
+  static constexpr int ADDING_WARPS = ORDERED ? 3 : 0, SIDE_WARPS = ADDING_WARPS + CLEARS_AHEAD;
   // A thread's registers; the four warpgroups have 512.
   static constexpr int KEY_REGISTERS = F.head_dim > 96 ? 208 : EARLY_SCORES ? 200 : 184;
   static constexpr int PRODUCER_REGISTERS = F.head_dim > 96 ? 24 : 40;
@@ -68,7 +70,7 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   using PlaceSums = RingPlace<ADDING_WARPS * DQ_PARTS>;
   // dP begins with -delta where its accumulators are not those of scores: a step has a tenth fewer instructions.
   static constexpr int STATISTICS = EARLY_SCORES ? 3 : 2, STATISTICS_BYTES = STATISTICS * TILE_M * 4;  // lse, and delta, or -delta twice
-  static constexpr int TURNS = turns_of(ORDERED);
+  static constexpr int TURNS = turns_of(ORDERED || CLEARS_AHEAD);
 
   // Shared memory: K, V, stages of Q, of dO, of dS^T, of statistics, dQ, then barriers and what the tile of keys is.
   static constexpr int V_AT = K_STAGES * TileKV::BYTES, Q_AT = V_AT + TileKV::BYTES;
@@ -92,6 +94,7 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static_assert(DQ_COLUMNS == F.head_dim || DQ_COLUMNS == 64, "dq_columns: head_dim, or a panel of K");
   static_assert(DQ_COLUMNS / 2 + 40 <= DQ_REGISTERS, "dq_columns: so many accumulators beside all else");
   static_assert(!ORDERED || (DQ_BY_TMA && !IS_PACKED<Blocked> && !IS_STREAM_K<Blocked>), "ordered: by TMA, whole tiles, of one length");
+  static_assert(!CLEARS_AHEAD || (DQ_BY_TMA && !ORDERED && !IS_PACKED<Blocked>), "clears_ahead: by TMA, in any order, of one length");
   static_assert(Q_STAGES >= 2 && DOUT_STAGES >= 1, "q_stages: 2 and more; dout_stages: 1 and more");
 };
 
@@ -205,13 +208,30 @@ DEVICE int statistic_place(int query) {
 DEVICE int accumulator_place(int query) { return query / 8 * 16 + query % 8 / 2 * 4 + query % 2; }
 
 // lse (log2) and delta of a tile of queries, of a query head that counts through the batch. Behind them, where dQ is added up in
-// order, is how many tiles of keys have added to the tile's. A sequence of a packed batch begins with a tile of its own: each of those
+// order, is how many tiles of keys have added to the tile's, or how many have emptied a part of the sums of a group of heads. A sequence of a packed batch begins with a tile of its own: each of those
 // before it has at most one more than its rows fill.
 template <class T>
 DEVICE float* statistics_of(const typename T::Params& params, int head, int number, const SequenceOf<T>& sequence, int block) {
   int64 place = static_cast<int64>(head) * params.backward.tiles_q + block;
   if constexpr (IS_PACKED<typename T::Blocked>) place += sequence.offset_q / T::TILE_M + number;
   return params.statistics + place * (T::STATISTICS * T::TILE_M + T::TURNS);
+}
+
+// ---- sums of dQ that are emptied while tiles of other heads are made, so that L2 has them when the first tile adds
+
+// The heads of keys whose sums are empty before: those of the first section, or all. Tiles empty the sums of the head so many later.
+template <class T>
+DEVICE int heads_cleared_before(const typename T::Params& params) {
+  if constexpr (IS_STREAM_K<typename T::Blocked>)
+    if (params.lists.shares > 1) return params.backward.heads_kv_all;
+  return params.backward.sections_kv;
+}
+
+// How many tiles have emptied their part of the sums of a head of keys.
+template <class T>
+DEVICE int32* cleared_parts(const typename T::Params& params, int head_kv) {
+  float* const first = statistics_of<T>(params, head_kv * params.backward.group, 0, {}, 0);
+  return reinterpret_cast<int32*>(first + T::STATISTICS * T::TILE_M);
 }
 
 template <class T>
@@ -243,7 +263,7 @@ struct BackwardShared {
   static DEVICE SharedAddress cursor_place() { return tile_place(T::K_STAGES); }
 
   static DEVICE void init() {
-    ring_k().init(T::KEY_WARPS + T::DQ_WARPS + T::ADDING_WARPS);
+    ring_k().init(T::KEY_WARPS + T::DQ_WARPS + T::SIDE_WARPS);
     ring_v().init(T::KEY_WARPS);
     ring_q().init(T::KEY_WARPS);
     ring_dout().init(T::KEY_WARPS);

@@ -36,6 +36,7 @@ struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked
   static constexpr int WEIGHT_STAGES = 2, WEIGHT_BYTES = TILE_M * TILE_N * 2;
   using RingDS = Ring<WEIGHT_STAGES>;
   static constexpr bool ORDERED = false;
+  static constexpr int SIDE_WARPS = 0;
   static constexpr int TURNS = 0, STATISTICS = 2, STATISTICS_BYTES = STATISTICS * TILE_M * 4;  // lse and delta
 
   // Shared memory: K, V, stages of Q, of dO, of weights, of statistics, then barriers and what the tile of keys is.
