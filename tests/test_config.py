@@ -301,8 +301,8 @@ ROWS = {
     )),
     ("cuda", "backward", "wgmma"): ({"tile_m": 64, "tile_n": 128}, (
         (128, {}, "", "half_dq"),
-        (128, {"half_dq": True, "dout_stages": 3, "v_in_registers": True}, "", "up to 176"),
-        (96, {"k_in_registers": True, "v_in_registers": True, "k_stages": 2}, "", "up to 152"),
+        (128, {"half_dq": True, "dout_stages": 3, "k_in_registers": True}, "", "up to 176"),
+        (96, {"k_in_registers": True, "k_stages": 2}, "", "up to 152"),
         (96, {"k_in_registers": True, "early_scores": True, "k_stages": 2}, "", "up to 176"),
         (72, {"early_scores": True}, "", "half_dq"),
         (128, {"half_dq": True, "dq_by_tma": True, "k_stages": 2}, "bytes", SMEM),

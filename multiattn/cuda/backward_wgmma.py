@@ -126,9 +126,6 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
     """Buffers of dO."""
     k_in_registers: bool = False
     """K is read into registers once a tile, for the scores, or by wgmma from shared memory in each step."""
-    v_in_registers: bool = False
-    """V is read into registers once a tile, for dP."""
-
     half_dq: bool = False
     """dQ is made 64 columns at a time, which takes half of the registers."""
     dq_by_tma: bool = False
@@ -177,11 +174,10 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         return min(problem.head_dim, BOX_COLUMNS) if self.half_dq else problem.head_dim
 
     def registers_at_least(self, problem: Problem) -> int:
-        """32-bit registers a consumer's thread needs: dK and dV, scores or dP, weights or dS, K and V that stay."""
+        """32-bit registers a consumer's thread needs: dK and dV, scores or dP, weights or dS, K that stays."""
         head_dim, kept = padded(problem.head_dim, 8), padded(problem.head_dim) // 4
-        held = kept * (self.k_in_registers + self.v_in_registers)
         products = 2 if self.early_scores else 1
-        return head_dim + products * (self.tile_m // 2 + self.tile_m // 4) + held
+        return head_dim + products * (self.tile_m // 2 + self.tile_m // 4) + kept * self.k_in_registers
 
     def division(self, problem: Problem) -> Divided | None:
         """How tiles of keys are divided among SMs; None: all are whole."""
@@ -212,7 +208,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         is_wide = problem.head_dim >= WIDE_FROM
         registers, columns = self.registers_at_least(problem), self.dq_columns(problem)
         most = _REGISTERS_MAX if is_wide or self.early_scores else _REGISTERS_MAX_FEW
-        needed = f"{registers} registers for gradients, scores, weights, K and V ({self})"
+        needed = f"{registers} registers for gradients, scores, weights and K ({self})"
         columns_max = BOX_COLUMNS if is_wide or self.early_scores else WIDE_FROM - 1
         checks = (
             (registers <= most, needed, f"up to {most}"),
@@ -248,11 +244,11 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
     def _gradients(self, plan: Plan, division: Divided | None) -> PlannedLaunch:
         problem, is_divided = plan.problem, division is not None
         tiles = f"{self.tile_m}x{self.tile_n}_s{self.k_stages}_{self.q_stages}_{self.dout_stages}"
-        kept = f"{'_kregisters' * self.k_in_registers}{'_vregisters' * self.v_in_registers}{'_halfdq' * self.half_dq}"
+        kept = f"{'_kregisters' * self.k_in_registers}{'_halfdq' * self.half_dq}"
         kept += f"{'_tmadq' * self.dq_by_tma}{'_early' * self.early_scores}{'_ordered' * self.ordered}"
         kept += "_stream_k" * is_divided
         columns = self.dq_columns(problem)
-        kept_fields = ("k_in_registers", "v_in_registers", "early_scores", "dq_by_tma")
+        kept_fields = ("k_in_registers", "early_scores", "dq_by_tma")
         named = {
             "ordered": self.ordered,
             "clears_ahead": self.clears_ahead(problem),
@@ -309,9 +305,11 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         is_ordered = dict(variant.flags).get("ordered", False)
         plain = replace(plain, ordered=True, stream_k=0) if is_ordered else plain
         ways = (True,) if is_ordered else (False, True)
-        for kept, by_tma, k_stages, (q_stages, dout_stages) in itertools.product(_KEPT, ways, (1, 2), _BUFFERS):
+        choices = itertools.product((False, True), (False, True), ways, (1, 2), _BUFFERS)
+        for early_scores, k_in_registers, by_tma, k_stages, (q_stages, dout_stages) in choices:
             stages: dict[str, Any] = {"k_stages": k_stages, "q_stages": q_stages, "dout_stages": dout_stages}
-            yield replace(plain, **stages, dq_by_tma=by_tma, **kept)
+            kept = {"early_scores": early_scores, "k_in_registers": k_in_registers}
+            yield replace(plain, **stages, **kept, dq_by_tma=by_tma)
 
 
 def _keeps_sloped(problem: Problem) -> bool:
@@ -319,11 +317,4 @@ def _keeps_sloped(problem: Problem) -> bool:
     return problem.score is not None and lower(problem.score.program).slope is not ONE
 
 
-_KEPT: tuple[Mapping[str, bool], ...] = (
-    {},
-    {"v_in_registers": True},
-    {"k_in_registers": True, "v_in_registers": True},
-    {"early_scores": True},
-    {"early_scores": True, "k_in_registers": True},
-)
 _BUFFERS = ((2, 2), (3, 2), (3, 3), (4, 3))  # of Q and of dO

@@ -94,7 +94,6 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
     pack_weights();
     begin_dp(steps_);
     Shared::ring_v().await_full(v_);
-    if constexpr (T::KEEPS_V) read_rows<TileKV>(kept_v_, Shared::v(), own_row);
     if constexpr (!T::IS_COMPACT) {
       if (steps == 1) {
         step(true, true);
@@ -273,7 +272,7 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void make_dp() {
     const auto place = PlaceDout::of(steps_);
     Shared::ring_dout().await_full(place);
-    multiply<T::KEEPS_V, T::EARLY_SCORES>(dp(), kept_v_, Shared::v(), Shared::dout(place.slot));
+    multiply<false, T::EARLY_SCORES>(dp(), kept_k_, Shared::v(), Shared::dout(place.slot));
   }
 
   // dV[64, D] += P^T dO
@@ -320,7 +319,7 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
   Scores products_[PRODUCTS];          // scores or weights, dP^T
   Operand operands_[OPERANDS];         // P^T, dS^T
   float dk_[T::HEAD_DIM / 2], dv_[T::HEAD_DIM / 2];  // [64, HEAD_DIM]
-  Fragment kept_k_[T::DIM_STEPS], kept_v_[T::DIM_STEPS];
+  Fragment kept_k_[T::DIM_STEPS];
 };
 
 template <class T>

@@ -15,7 +15,6 @@ struct WgmmaBackwardConfig {
   int q_stages;       // tiles of Q in shared memory, with lse and delta of their queries
   int dout_stages;    // tiles of dO
   bool k_in_registers;  // K is read into registers once a tile, for the scores
-  bool v_in_registers;  // so is V
   bool early_scores;    // of the next step: made while dP is, in registers of their own
   bool dq_by_tma;       // dQ is added to its sums by TMA, by way of shared memory
   int dq_columns;       // of dQ that are made at a time
@@ -28,7 +27,7 @@ template <class Element, Features F, WgmmaBackwardConfig C, class Score = NoScor
 struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked> {
   static constexpr int K_STAGES = C.k_stages, Q_STAGES = C.q_stages, DOUT_STAGES = C.dout_stages;
   static constexpr int DQ_COLUMNS = C.dq_columns;
-  static constexpr bool KEEPS_K = C.k_in_registers, KEEPS_V = C.v_in_registers;
+  static constexpr bool KEEPS_K = C.k_in_registers;
   static constexpr bool EARLY_SCORES = C.early_scores, DQ_BY_TMA = C.dq_by_tma, KEEPS_SLOPED = C.keeps_sloped;
   // One half of dQ is handed to TMA while the other half is made.
   static constexpr bool ORDERED = C.ordered;
