@@ -51,8 +51,6 @@ class TwoPassQueriesConfig(Config):
     """Buffers of K."""
     v_stages: int = limited(between(1, 8), default=1)
     """Buffers of V."""
-    ahead: bool = False
-    """Scores of the next step are made before the gradient of a step, as `WgmmaTwoPassConfig.ahead`."""
     dp_late: bool = False
     """dP is made behind the weights of a step, not beside them.
 
@@ -80,11 +78,6 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
     """Buffers of dO."""
     kv_in_registers: bool = False
     """K and V are read into registers once a tile, for scores and dP, or by wgmma from shared memory in each step."""
-    ahead: bool = False
-    """Scores of the next step are made before the gradients of a step, or behind them.
-
-    Before them, weights are made while gradients are under way, but what a step loads is wanted earlier.
-    """
     dq: TwoPassQueriesConfig = field(default_factory=TwoPassQueriesConfig)
     """The config of the kernel of dq."""
 
@@ -107,8 +100,7 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
         """
         gradient, kept = padded(problem.head_dim, 8) // 2, padded(problem.head_dim) // 4 * self.kv_in_registers
         scores, operand = self.tile_m // 2, self.tile_m // 4
-        keys = gradient + scores + operand * (1 + self.ahead) + kept
-        return max(keys, gradient + 2 * scores + operand)
+        return gradient + scores + operand + max(kept, scores)
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The kernel of dq, and that of dk and dv."""
@@ -130,7 +122,6 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
         checks = (
             (registers <= REGISTERS_MAX, needed, f"up to {REGISTERS_MAX}"),
             (has_room, f"kv_in_registers of D={head_dim}", f"D up to {KEPT_TO}"),
-            (not (self.dq.dp_late and self.dq.ahead), "dq.dp_late with dq.ahead", "one of them"),
             packed_check(problem),
         )
         blocks = max(key_tiles(problem, self.tile_n), query_tiles(problem, self.dq.tile_m))
@@ -143,11 +134,11 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
         lists = ("multiattn::Packed",) if packed else ()
         name = f"_two_pass{'_packed' * packed}"
         dq = self.dq
-        queries = aggregate_of(dq, "k_stages", "v_stages", "ahead", "dp_late")
-        names = ("q_stages", "dout_stages", "kv_in_registers", "ahead")
+        queries = aggregate_of(dq, "k_stages", "v_stages", "dp_late")
+        names = ("q_stages", "dout_stages", "kv_in_registers")
         keys = aggregate("TwoPassKeysConfig", **{name: getattr(self, name) for name in names})
-        names_q = f"s{dq.k_stages}_{dq.v_stages}{'_dplate' * dq.dp_late}{'_ahead' * dq.ahead}"
-        names_kv = f"s{self.q_stages}_{self.dout_stages}{'_kvregisters' * self.kv_in_registers}{'_ahead' * self.ahead}"
+        names_q = f"s{dq.k_stages}_{dq.v_stages}{'_dplate' * dq.dp_late}"
+        names_kv = f"s{self.q_stages}_{self.dout_stages}{'_kvregisters' * self.kv_in_registers}"
         return (
             self.statistics(problem, QUERY_TILE, name, *lists, has_dq_sum=False),
             self._pass(plan, "queries", queries, names_q, dq.smem_bytes(problem)),
@@ -182,12 +173,11 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
         if not arch.is_gpu:
             return
         plain = cls(tile_m=64, tile_n=64)
-        for (q_stages, dout_stages), kept, ahead in itertools.product(_KEY_BUFFERS, (False, True), (False, True)):
-            stages: dict[str, Any] = {"q_stages": q_stages, "dout_stages": dout_stages}
-            yield replace(plain, **stages, kv_in_registers=kept, ahead=ahead)
-        late = ({"dp_late": True},) if problem.reads_keys else ()
-        for way, (k_stages, v_stages) in itertools.product(({}, {"ahead": True}, *late), _QUERY_BUFFERS):
-            yield replace(plain, dq=replace(plain.dq, k_stages=k_stages, v_stages=v_stages, **way))
+        for (q_stages, dout_stages), kept in itertools.product(_KEY_BUFFERS, (False, True)):
+            yield replace(plain, q_stages=q_stages, dout_stages=dout_stages, kv_in_registers=kept)
+        ways = (False, True) if problem.reads_keys else (False,)
+        for dp_late, (k_stages, v_stages) in itertools.product(ways, _QUERY_BUFFERS):
+            yield replace(plain, dq=replace(plain.dq, k_stages=k_stages, v_stages=v_stages, dp_late=dp_late))
 
 
 _KEY_BUFFERS = ((2, 2), (3, 2), (3, 3), (4, 3))  # of Q and of dO, in the kernel of dk and dv

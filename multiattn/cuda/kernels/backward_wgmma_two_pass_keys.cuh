@@ -77,7 +77,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
     block_ = blocks.begin;
     if constexpr (IS_MODIFIED) this->head = tile_.head_kv * params_.backward.group % params_.backward.heads_q;
     make_products(steps_);
-    weigh<0>(blocks);
+    weigh(blocks);
     pack();
     for (int left = steps - 1; left > 0; --left) step(blocks);
     add_gradient();
@@ -88,21 +88,12 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
 
   // Its operand is there; that of the next step is, afterwards.
   DEVICE void step(const Blocks& blocks) {
-    if constexpr (T::AHEAD) {
-      make_products(steps_ + 1);
-      add_gradient();
-      advance(blocks);
-      weigh<1>(blocks);  // while the gradient is under way
-      wgmma_wait<0>();
-      release_gradient_input(steps_ - 1);
-    } else {
-      add_gradient();
-      make_products(steps_ + 1);
-      wgmma_wait<1>();
-      release_gradient_input(steps_);
-      advance(blocks);
-      weigh<0>(blocks);
-    }
+    add_gradient();
+    make_products(steps_ + 1);
+    wgmma_wait<1>();
+    release_gradient_input(steps_);
+    advance(blocks);
+    weigh(blocks);
     pack();
   }
 
@@ -112,8 +103,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
     if (++block_ == blocks.end) block_ = blocks.begin;  // of the next head
   }
 
-  // Scores to P^T, or dP to dS^T, when all but so many groups of products are there.
-  template <int GROUPS>
+  // Scores to P^T, or dP to dS^T, when they are there.
   DEVICE void weigh(const Blocks& blocks) {
     bool is_full = block_ >= blocks.full_begin && block_ < blocks.full_end;
     if constexpr (HAS_SCORE<typename T::Score>)
@@ -121,7 +111,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
     if constexpr (OF_V) {
       const int slot = PlaceQ::of(steps_).slot;
       const QueryStatistics<T> lse(Shared::lse(slot));
-      wgmma_wait<GROUPS>();
+      wgmma_wait<0>();
       if constexpr (IS_MODIFIED)
         weigh_modified(lse);
       else
@@ -139,7 +129,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
 #pragma unroll
       for (int i = 0; !T::IS_CROWDED && i < T::QUERY_STEPS; ++i) load(i);
       if constexpr (!T::IS_CROWDED) Shared::ring_weights().release(place.slot);
-      wgmma_wait<GROUPS>();
+      wgmma_wait<0>();
       Shared::ring_dout().release(PlaceDout::of(steps_).slot);
       // An overflow where the weight is 0 would be NaN. With an expression weights are of any size there: what comes of them
       // is masked.

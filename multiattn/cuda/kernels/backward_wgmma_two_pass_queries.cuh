@@ -209,38 +209,22 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
   // Its dS is there; that of the next block is, afterwards.
   DEVICE void step(const Blocks& own) {
     ++block_;
-    if constexpr (T::AHEAD) {
-      make_scores(steps_ + 1);
-      make_dp(steps_ + 1);
-      add_dq();
-      ++steps_;
-      weigh<2>(own);
-      wgmma_wait<1>();
-      Shared::ring_v().release(PlaceV::of(steps_).slot);
-      make_ds(own);  // while dQ is under way
-      wgmma_wait<0>();
-      Shared::ring_k().release(PlaceK::of(steps_ - 1).slot);
-    } else if constexpr (T::DP_LATE) {
-      add_dq();
-      make_scores(steps_ + 1);
+    add_dq();
+    make_scores(steps_ + 1);
+    if constexpr (T::DP_LATE) {
       wgmma_wait<1>();
       Shared::ring_k().release(PlaceK::of(steps_++).slot);
       weigh<0>(own);
       make_dp(steps_);
-      wgmma_wait<0>();
-      Shared::ring_v().release(PlaceV::of(steps_).slot);
-      make_ds(own);
     } else {
-      add_dq();
-      make_scores(steps_ + 1);
       make_dp(steps_ + 1);
       wgmma_wait<2>();
       Shared::ring_k().release(PlaceK::of(steps_++).slot);
       weigh<1>(own);  // while dP is under way
-      wgmma_wait<0>();
-      Shared::ring_v().release(PlaceV::of(steps_).slot);
-      make_ds(own);
     }
+    wgmma_wait<0>();
+    Shared::ring_v().release(PlaceV::of(steps_).slot);
+    make_ds(own);
     pack_operand<E>(operand_, scores_);
   }
 

@@ -12,13 +12,12 @@ struct TwoPassKeysConfig {
   int q_stages;     // tiles of Q in shared memory, with lse and delta of their queries
   int dout_stages;  // tiles of dO
   bool kv_in_registers;  // once a tile
-  bool ahead;            // scores of the next step come before the gradients of this one
 };
 
 template <class Element, Features F, TwoPassKeysConfig C, class Score = NoScore, class Blocked = NoBlockMask>
 struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked> {
   static constexpr int K_STAGES = 1, Q_STAGES = C.q_stages, DOUT_STAGES = C.dout_stages;
-  static constexpr bool KEEPS_KV = C.kv_in_registers, AHEAD = C.ahead;
+  static constexpr bool KEEPS_KV = C.kv_in_registers;
   static constexpr bool DESCENDS = false;  // walks begin with the first queries
   static constexpr int WARPGROUPS = 2;  // of a gradient each; one more loads
   static constexpr int GROUP_WARPS = 4;
@@ -72,14 +71,13 @@ struct TwoPassKeysShared : BackwardShared<T> {
 
 struct TwoPassQueriesConfig {
   int k_stages, v_stages;  // tiles in shared memory
-  bool ahead;              // scores of the next block come before dQ of this one
   bool dp_late;            // dP comes behind weights, not beside them
 };
 
 template <class Element, Features F, TwoPassQueriesConfig C, class Score = NoScore, class Blocked = NoBlockMask>
 struct TwoPassQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked> {
   static constexpr int K_STAGES = C.k_stages, V_STAGES = C.v_stages;
-  static constexpr bool AHEAD = C.ahead, DP_LATE = C.dp_late;
+  static constexpr bool DP_LATE = C.dp_late;
   static constexpr int WARPGROUPS = 2;  // of 64 queries each; one more loads
   static constexpr int GROUP_WARPS = 4;
   static constexpr int TILE_M = 64, TURNS = 0, STATISTICS = 2;  // queries of a warpgroup, and of a tile of statistics; numbers of each
@@ -103,7 +101,6 @@ struct TwoPassQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Bloc
 
   static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: multiples of 8 up to 256");
   static_assert(K_STAGES >= 2 && V_STAGES >= 1, "k_stages: 2 and more; v_stages: 1 and more");
-  static_assert(!AHEAD || !DP_LATE, "dp_late: without ahead");
 };
 
 template <class T>
