@@ -329,7 +329,6 @@ ROWS = {
     ("cuda", "forward", "split_keys_wgmma"): ({"tile_m": 128, "tile_n": 64, "stages": 4, "splits": 1}, (
         (64, {"tile_m": 64, "pingpong": True}, "pingpong with tile_m=64", "128, 192"),
         (192, {"tile_n": 240, "stages": 3}, "244 registers", "up to 208 with 2 warpgroups"),
-        (192, {"tile_n": 192, "stages": 3, "q_in_registers": True}, "with 208 registers for all else", "up to 188"),
         (64, {"stages": 16}, "295424 bytes", SMEM),
         (64, {"gathers": True, "tile_m": 192}, "gathers with tile_m=192", "64, 128"),
         (192, {"gathers": True, "tile_n": 144, "stages": 3}, "gathers with tile_n=144", "up to 128"),

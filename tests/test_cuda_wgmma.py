@@ -72,8 +72,6 @@ def test_registers_are_output_scores_weights_and_kept_q():
     assert CONFIG.kept_steps(problem_of(72)) == 0
     three = replace(CONFIG, tile_m=192, tma_store=False)
     assert [three.registers_at_least(problem_of(144, causal=it)) for it in (False, True)] == [120, 140]
-    kept = replace(SPLIT, q_in_registers=True)  # of a cache
-    assert [it.kept_steps(cached()) for it in (SPLIT, kept, replace(kept, tile_m=192))] == [0, 8, 4]
 
 
 def test_the_suites_that_are_swept_have_a_head_dim_of_each_class():
@@ -413,9 +411,7 @@ def test_a_kernel_of_an_illegal_config_does_not_compile():
         pytest.param(cached(), {"gathers": False}, id="128 rows in boxes", marks=pytest.mark.nightly),
         pytest.param(cached(16, queries=8), {}, id="64 rows", marks=pytest.mark.nightly),
         pytest.param(cached(16, queries=8), {"gathers": False}, id="64 rows in boxes"),
-        pytest.param(
-            cached(queries=512), {"tile_m": 192, "tile_n": 64, "stages": 10, "q_in_registers": True}, id="192 rows"
-        ),
+        pytest.param(cached(queries=512), {"tile_m": 192, "tile_n": 64, "stages": 10}, id="192 rows"),
         pytest.param(cached(None, head_dim=256, dtype="fp16"), {}, id="D=256", marks=pytest.mark.nightly),
     ],
 )

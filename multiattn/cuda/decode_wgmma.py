@@ -20,7 +20,6 @@ from multiattn.cuda.wgmma import (
     forward_registers,
     panels_of,
     row_bytes,
-    steps_kept,
     wgmma_kernel,
 )
 from multiattn.plan import remedies
@@ -32,9 +31,7 @@ from multiattn.problem import Problem
 from multiattn.sequences import SPLITS_MAX
 
 REGISTERS_MAX: Mapping[int, int] = {1: 208, 2: 208, 3: 144}
-"""By warpgroups that compute, for outputs, scores, weights and Q: the rest of a thread's is for all else."""
-_ROOM_WITH_Q: Mapping[int, int] = {1: 200, 2: 192, 3: 128}
-"""Up to which Q may fill them."""
+"""By warpgroups that compute, for outputs, scores and weights: the rest of a thread's is for all else."""
 _GROUP_ROWS = 8  # in which the swizzle repeats
 
 
@@ -49,8 +46,6 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
     tile_n: int = limited(TILES_OF_KEYS)
     stages: int = limited(between(3, 16))
     """Buffers that tiles of K and of V take turns in."""
-    q_in_registers: bool = False
-    """As many of Q's fragments as there is room for are read into registers once."""
     pingpong: bool = False
     """Warpgroups take turns: one has the tensor cores while another has the softmax."""
     lazy_max: bool = False
@@ -81,23 +76,16 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
         """Dynamic shared memory of a block, which its kernel asserts: Q, stages for K and V, barriers."""
         return (self.tile_m + self.stages * self.tile_n) * row_bytes(problem) + BARRIER_BYTES
 
-    def kept_steps(self, problem: Problem) -> int:
-        """How many of Q's parts of 16 columns, from the first on, stay in registers."""
-        return steps_kept(problem, self.tile_n, _ROOM_WITH_Q[self.warpgroups]) if self.q_in_registers else 0
-
     def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
         """Reasons of fields alone, of pages, or of the problem with them."""
         if wrong := failed(limit_checks(self)) or self._why_not_keys(problem):
             return wrong
-        registers, kept = forward_registers(problem, self.tile_n), self.kept_steps(problem)
-        most, room = REGISTERS_MAX[self.warpgroups], _ROOM_WITH_Q[self.warpgroups]
+        registers, most = forward_registers(problem, self.tile_n), REGISTERS_MAX[self.warpgroups]
         needed = f"{registers} registers for output, scores and weights ({self})"
-        beside = f"q_in_registers with {registers} registers for all else ({self})"
         return failed(
             (
                 (not self.pingpong or self.warpgroups > 1, f"pingpong with tile_m={self.tile_m}", "tile_m 128, 192"),
                 (registers <= most, needed, f"up to {most} with {self.warpgroups} warpgroups"),
-                (not self.q_in_registers or kept > 0, beside, f"up to {room - 4}"),
                 (not self.lazy_max or not problem.has_score, "lazy_max with an expression for scores", "exact maxima"),
                 *self.rows_checks(problem),
                 *size_checks(self, arch, self.smem_bytes(problem), self.blocks(problem)),
@@ -131,8 +119,8 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
         keys = {"NONE": "dense", "ENTRIES": "entries", "ANY": "pages"}[paging]
         keys += "_gathered" if self.gathers else str(rows) * (paging == "ANY")
         sizes = {name: getattr(self, name) for name in ("warpgroups", "tile_n", "stages", "pingpong", "lazy_max")}
-        config = aggregate("WgmmaConfig", **sizes, kept_steps=self.kept_steps(problem))
-        options = f"{'_qregisters' * self.q_in_registers}{'_pingpong' * self.pingpong}{'_lazymax' * self.lazy_max}"
+        config = aggregate("WgmmaConfig", **sizes)
+        options = f"{'_pingpong' * self.pingpong}{'_lazymax' * self.lazy_max}"
         tiles = f"{self.tile_m}x{self.tile_n}_s{self.stages}_{keys}{options}"
         return wgmma_kernel(
             plan,

@@ -12,6 +12,7 @@ from multiattn.cuda.naming import aggregate_of, enumerator
 from multiattn.cuda.source import PlannedLaunch, WgmmaParams
 from multiattn.cuda.wgmma import (
     BARRIER_BYTES,
+    DEPTH,
     TILES_OF_KEYS,
     WARPGROUP_ROWS,
     WgmmaFamilyConfig,
@@ -19,7 +20,6 @@ from multiattn.cuda.wgmma import (
     packed_check,
     product_columns,
     row_bytes,
-    steps_kept,
     wgmma_kernel,
 )
 from multiattn.packed import TILE_LISTS
@@ -108,7 +108,8 @@ class WgmmaConfig(WgmmaFamilyConfig):
         """How many of Q's parts of 16 columns, from the first on, stay in registers."""
         if not self.q_in_registers:
             return 0
-        return steps_kept(problem, self.tile_n, _ROOM_WITH_Q[self.warpgroups, problem.is_banded])
+        room = _ROOM_WITH_Q[self.warpgroups, problem.is_banded] - forward_registers(problem, self.tile_n)
+        return min(max(room // 4, 0), padded(problem.head_dim) // DEPTH)
 
     def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
         """Reasons of fields alone, or of the problem with them."""

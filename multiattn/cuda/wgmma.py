@@ -25,7 +25,7 @@ BARRIER_BYTES = 512
 BOX_COLUMNS = 64
 """Elements of head_dim of a box, and of a panel: 128 bytes, as wide as the swizzle."""
 _PANEL_ROW_BYTES = 128
-_DEPTH = 16  # columns of Q that a wgmma multiplies: a fragment of 4 registers
+DEPTH = 16  # columns of Q that a wgmma multiplies: a fragment of 4 registers
 TILES_OF_KEYS = (lambda it: it in range(16, 257, 16), "multiples of 16 from 16 to 256")
 """The limit of a forward's tile_n."""
 
@@ -86,7 +86,7 @@ def row_bytes(problem: Problem) -> int:
 
 def product_columns(problem: Problem) -> float:
     """Columns of products: as their depth head_dim is padded to 16, as a width to 8."""
-    return (padded(problem.head_dim, _DEPTH) + padded(problem.head_dim, 8)) / 2
+    return (padded(problem.head_dim, DEPTH) + padded(problem.head_dim, 8)) / 2
 
 
 def packed_check(problem: Problem) -> Check:
@@ -98,11 +98,6 @@ def packed_check(problem: Problem) -> Check:
 def forward_registers(problem: Problem, tile_n: int) -> int:
     """32-bit registers that a forward's thread needs for output, scores and weights."""
     return padded(problem.head_dim_v, 8) // 2 + tile_n // 2 + tile_n // 4
-
-
-def steps_kept(problem: Problem, tile_n: int, room: int) -> int:
-    """How many of Q's parts of 16 columns, from the first on, stay where a forward's thread has so many registers."""
-    return min(max((room - forward_registers(problem, tile_n)) // 4, 0), padded(problem.head_dim) // _DEPTH)
 
 
 def wgmma_kernel(plan: Plan, traits: str, *config: str, **more: Any) -> Instance:

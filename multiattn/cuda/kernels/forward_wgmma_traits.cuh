@@ -29,7 +29,7 @@ struct WgmmaConfig {
   bool lazy_max;    // weights before the maximum is known; see forward_wgmma_softmax.cuh
   bool tma_store = false;  // the output leaves through Q's tile
   Scheduler scheduler = Scheduler::ONE_TILE;
-  int kept_steps;  // of a wgmma's 16 columns of Q, from the first on: read into registers once
+  int kept_steps = 0;  // of a wgmma's 16 columns of Q, from the first on: read into registers once
 };
 
 template <class Blocked>
