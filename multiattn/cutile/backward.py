@@ -20,13 +20,10 @@ from multiattn.cutile.forward import TCGEN05
 from multiattn.cutile.kernels.constants import (
     BackwardConstants,
     ColumnConstants,
-    DividedConstants,
     KernelConstants,
-    PartsConstants,
     QueryGradsConstants,
     RowConstants,
     RowDeltaConstants,
-    StaggeredConstants,
     SumSharesConstants,
 )
 from multiattn.cutile.launches import Asked, Family, KernelLaunch
@@ -406,24 +403,20 @@ def _sums(plan: Plan, config: OnePassConfig, areas: Mapping[str, Layout]) -> lis
 def _constants_of_keys(plan: Plan, kernel: str, config: OnePassConfig) -> BackwardConstants:
     problem = plan.problem
     unit = column_unit(problem, config)
-    constants = BackwardConstants(
+    return BackwardConstants(
         **{**_products(plan, QUERIES_OF_KEYS, config), "tma_columns": unit > 0 or problem.seq_q % COLUMN_UNIT == 0},
         ragged=kernel == "all_grads" and (problem.packing is not None or problem.seq_kv % config.tile_n != 0),
         ragged_queries=launches.has_ragged_queries(problem, config.tile_m),
         gradients=problem.score.gradients if problem.score is not None else (),
         dq_transposed=config.dq_transposed,
         delta_first=config.delta_first,
+        keys_in_registers=config.keys_in_registers,
+        stagger=getattr(config, "stagger", 0) * (not problem.is_banded),
+        tail_d=config.widths(problem)[1],
+        shares=config.parts,
+        own_columns=unit > 0,
+        column_unit=unit if problem.packing is not None else 0,
     )
-    stagger = getattr(config, "stagger", 0) * (not problem.is_banded)
-    in_parts = config.split_head_dim or config.keys_in_registers
-    if unit or config.parts > 1 or in_parts:
-        more: dict[str, Any] = {"stagger": stagger, "shares": config.parts, "own_columns": unit > 0}
-        more["column_unit"] = unit if problem.packing is not None else 0
-        if in_parts:
-            more |= {"tail_d": config.widths(problem)[1], "keys_in_registers": config.keys_in_registers}
-            return PartsConstants(**vars(constants), **more)
-        return DividedConstants(**vars(constants), **more)
-    return StaggeredConstants(**vars(constants), stagger=stagger) if stagger else constants
 
 
 def _products(plan: Plan, names: Sequence[str], config: PassConfig) -> dict[str, Any]:

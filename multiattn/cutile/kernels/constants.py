@@ -138,43 +138,18 @@ class BackwardConstants:
     """See the forward's."""
     dq_transposed: bool = False
     delta_first: bool = False
-    """Both as in the config."""
-    linear_grid = True
-    stagger = 0
-    own_columns = False
-    column_unit = 0
-    shares = 1
-    tail_d = 0
-    keys_in_registers = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class StaggeredConstants(BackwardConstants):
-    """Constants of a kernel whose tiles of keys begin at queries of their own."""
-
-    stagger: int
-    """As in the config."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DividedConstants(StaggeredConstants):
-    """Constants of a kernel whose tiles of keys are divided among blocks, or that has columns of our own."""
-
-    shares: int
-    """Blocks that share the query heads of a tile of keys."""
-    own_columns: bool
-    """Columns of lse and delta are copies, lse as the kernel takes it."""
-    column_unit: int
-    """Rows of a packed batch that columns of each sequence begin at a multiple of; 0 where they lie as queries do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartsConstants(DividedConstants):
-    """Constants of a kernel with two tiles side by side for one, or with tiles of keys in registers."""
-
-    tail_d: int
+    keys_in_registers: bool = False
+    stagger: int = 0
+    """All four as in the config."""
+    tail_d: int = 0
     """As in `ForwardConstants`."""
-    keys_in_registers: bool
+    shares: int = 1
+    """Blocks that share the query heads of a tile of keys."""
+    own_columns: bool = False
+    """Columns of lse and delta are copies, lse as the kernel takes it."""
+    column_unit: int = 0
+    """Rows of a packed batch that columns of each sequence begin at a multiple of; 0 where they lie as queries do."""
+    linear_grid = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +187,7 @@ class ColumnConstants(RowConstants):
 
     @property
     def column_unit(self) -> int:
-        """As `DividedConstants.column_unit`."""
+        """As `BackwardConstants.column_unit`."""
         return self.tile_m if self.packed else 0
 
 
