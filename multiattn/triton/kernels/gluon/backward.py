@@ -150,11 +150,11 @@ def _step(walk, next_step, tile, shared, warpgroup: gl.constexpr, C: gl.constexp
     ds = make_ds(weights[-1], dp, delta)
     if not C.early_scores:
         scores = _make_scores(tile, next_step, shared, C)
-    ring.await_empty(shared.ring_ds, step)
-    shared.ds.index(2 * (step % DS_STAGES) + warpgroup).store(ds)
+    ring.await_empty(shared.ring_sent, step)
+    shared.sent.index(2 * (step % DS_STAGES) + warpgroup).store(ds)
     dk = add_product(ds, queries, dk)
     lse = statistics_of(shared.lse, next_step % C.q_stages, C)
-    ring.arrive_each(shared.ring_ds.full.index(step % DS_STAGES))  # which also releases Q and dO: see `add_dq`
+    ring.arrive_each(shared.ring_sent.full.index(step % DS_STAGES))  # which also releases Q and dO: see `add_dq`
     walked += next_step - step
     if walked == tile.blocks.end:  # of the next head
         walked = tile.blocks.begin

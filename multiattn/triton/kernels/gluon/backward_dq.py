@@ -56,7 +56,7 @@ def add_dq(dq_fragments, sizes, shared, C: gl.constexpr):
     """Tile after tile, step after step."""
     words = shared.words
     row_floats: gl.constexpr = 16 * C.wide
-    stages: gl.constexpr = shared.ring_ds.full.shape[0]
+    stages: gl.constexpr = shared.ring_sent.full.shape[0]
     tile_place = 0
     step = 0
     ring.await_full(shared.ring_k, tile_place)
@@ -79,9 +79,9 @@ def add_dq(dq_fragments, sizes, shared, C: gl.constexpr):
         for _ in range((end - begin) * sizes.group):
             place = (head * sizes.tiles_q + first_tile + block_of(walked, own, C)).to(gl.int64)
             sums = dq_fragments + place * (64 * C.columns)
-            ring.await_full(shared.ring_ds, step)
-            low = shared.ds.index(2 * (step % stages))
-            high = shared.ds.index(2 * (step % stages) + 1)
+            ring.await_full(shared.ring_sent, step)
+            low = shared.sent.index(2 * (step % stages))
+            high = shared.sent.index(2 * (step % stages) + 1)
             parts: gl.constexpr = C.wide // C.dq_columns
             for part in gl.static_range(parts):
                 some_low, some_high = k_low, k_high
@@ -94,7 +94,7 @@ def add_dq(dq_fragments, sizes, shared, C: gl.constexpr):
                     _release_queries(step, shared, C)
                 dq = warpgroup_mma_wait(0, [dq])
                 if part == parts - 1 and C.narrow == 0:
-                    ring.release(shared.ring_ds, step)
+                    ring.release(shared.ring_sent, step)
                 _add(sums, dq, C.dq_columns, part * C.dq_columns, row_floats)
                 if part < parts - 1 or C.narrow > 0:
                     ring.await_lanes()  # or the next product is there before all is added, and what is not is copied
@@ -103,7 +103,7 @@ def add_dq(dq_fragments, sizes, shared, C: gl.constexpr):
                 narrow_low, narrow_high = piece_of(shared.k[1], 2 * slot), piece_of(shared.k[1], 2 * slot + 1)
                 dq = _make(low, high, narrow_low, narrow_high, none)
                 dq = warpgroup_mma_wait(0, [dq])
-                ring.release(shared.ring_ds, step)
+                ring.release(shared.ring_sent, step)
                 _add(sums + 64 * C.wide, dq, C.narrow, 0, 16 * C.narrow)
             step += 1
             walked += 1

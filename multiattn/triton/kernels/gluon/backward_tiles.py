@@ -35,7 +35,7 @@ class BackwardShared(NamedTuple):
     ring_q: Any
     """With lse and delta of its queries."""
     ring_dout: Any
-    ring_ds: Any
+    ring_sent: Any
     words: Any
     k: Any
     v: Any
@@ -43,7 +43,8 @@ class BackwardShared(NamedTuple):
     dout: Any
     lse: Any
     delta: Any
-    ds: Any
+    sent: Any
+    """By one warpgroup to another: dS or, in two passes, weights."""
 
 
 @gluon.jit

@@ -27,6 +27,7 @@ from multiattn.triton.kernels.gluon.backward_parts import (
     send_queries,
     statistics_of,
 )
+from multiattn.triton.kernels.gluon.backward_tiles import BackwardShared
 from multiattn.triton.kernels.gluon.backward_two_pass import (
     WORDS,
     hide,
@@ -51,26 +52,6 @@ from multiattn.triton.kernels.gluon.tiles import (
 )
 
 WEIGHT_STAGES = gl.constexpr(STAGES_OF_WEIGHTS)
-
-
-class KeysShared(NamedTuple):
-    """All of a block's shared memory: rings, what the tile is, and tiles."""
-
-    ring_k: Any
-    ring_v: Any
-    ring_q: Any
-    """With lse and delta of its queries."""
-    ring_dout: Any
-    ring_w: Any
-    words: Any
-    k: Any
-    v: Any
-    q: Any
-    dout: Any
-    lse: Any
-    delta: Any
-    weights: Any
-    """From the warpgroup of dv to that of dk."""
 
 
 class KeysTile(NamedTuple):
@@ -212,9 +193,9 @@ def _make_weights(scores, place, block, head, like, tile, shared, C: gl.constexp
             if C.has_slope:
                 moving = hide(moving, queries, keys, sizes, C)
     packed = pack_both(weights, moving, like, C)
-    ring.await_empty(shared.ring_w, place)
-    shared.weights.index(place % WEIGHT_STAGES).store(_to_chunks(packed[-1]))
-    mbarrier.arrive(shared.ring_w.full.index(place % WEIGHT_STAGES))
+    ring.await_empty(shared.ring_sent, place)
+    shared.sent.index(place % WEIGHT_STAGES).store(_to_chunks(packed[-1]))
+    mbarrier.arrive(shared.ring_sent.full.index(place % WEIGHT_STAGES))
     return packed[0]
 
 
@@ -224,10 +205,10 @@ def _make_dscores(dweights, place, block, like, tile, shared, C: gl.constexpr):
     ring.await_full(shared.ring_q, place)
     delta = statistics_of(shared.delta, place % C.q_stages, C)
     layout: gl.constexpr = _to_chunks(gl.full([64, 64], 0.0, like.dtype, C.scores)).type.layout
-    ring.await_full(shared.ring_w, place)
-    weights = _from_chunks(shared.weights.index(place % WEIGHT_STAGES).load(layout), C)
+    ring.await_full(shared.ring_sent, place)
+    weights = _from_chunks(shared.sent.index(place % WEIGHT_STAGES).load(layout), C)
     dweights = warpgroup_mma_wait(0, [dweights])
-    ring.release(shared.ring_w, place)
+    ring.release(shared.ring_sent, place)
     if place > 0:  # weights of a step are there, so dv of the one before it is
         ring.release(shared.ring_dout, place - 1)
     if C.is_banded or C.score is not None:
@@ -370,7 +351,7 @@ def gradients_of_own_keys(
     ring_k, ring_v = ring.make(1, 2), ring.make(1, 1)
     ring_q, ring_dout = ring.make(C.q_stages, 1), ring.make(C.dout_stages, 1)
     ring_w = ring.make(WEIGHT_STAGES, 1)
-    shared = KeysShared(ring_k, ring_v, ring_q, ring_dout, ring_w, words, k, v, q, dout, lse, delta, weights)
+    shared = BackwardShared(ring_k, ring_v, ring_q, ring_dout, ring_w, words, k, v, q, dout, lse, delta, weights)
     fence_async_shared()
     gl.warp_specialize(
         [
