@@ -239,8 +239,8 @@ class Consumer {
     if constexpr (!HAS_LOWER_EDGE && !T::GROUPED) {
       mask_scores<T>(scores_, mask_, queries, first_key);
     } else {
-      if constexpr (PART == Part::LAST) hide_after<T>(scores_, mask_, queries, first_key);
-      if (HAS_LOWER_EDGE && (PART == Part::FIRST || block < rows.full)) hide_before<T>(scores_, mask_, queries, first_key);
+      if constexpr (PART == Part::LAST) hide_side<T, true>(scores_, mask_, queries, first_key);
+      if (HAS_LOWER_EDGE && (PART == Part::FIRST || block < rows.full)) hide_side<T, false>(scores_, mask_, queries, first_key);
     }
   }
 

@@ -53,25 +53,15 @@ DEVICE void mask_scores(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, c
 
 // The two sides of a band, each for itself, as most blocks have one of them at most. What a row is compared with counts from
 // this thread's first key of the block, so that keys are constants.
-template <class T, class Queries>
-DEVICE void hide_before(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, const Queries& queries, int first_key) {
-  int first[2];
+template <class T, bool AFTER, class Queries>
+DEVICE void hide_side(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, const Queries& queries, int first_key) {
+  int edge[2];  // the last key that is visible, or the first
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    first[half] = mask.first_key(queries[half]) - first_key - accumulator_column(0);
+    edge[half] = (AFTER ? mask.last_key(queries[half]) : mask.first_key(queries[half])) - first_key - accumulator_column(0);
 #pragma unroll
   for (int i = 0; i < T::TILE_N / 2; ++i)
-    if (i / 4 * 8 + i % 2 < first[i / 2 % 2]) scores[i] = -infinity();
-}
-template <class T, class Queries>
-DEVICE void hide_after(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, const Queries& queries, int first_key) {
-  int last[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-    last[half] = mask.last_key(queries[half]) - first_key - accumulator_column(0);
-#pragma unroll
-  for (int i = 0; i < T::TILE_N / 2; ++i)
-    if (i / 4 * 8 + i % 2 > last[i / 2 % 2]) scores[i] = -infinity();
+    if (const int key = i / 4 * 8 + i % 2, own = edge[i / 2 % 2]; AFTER ? key > own : key < own) scores[i] = -infinity();
 }
 
 // The largest score of each row, in the log2 domain; all lanes of a quad have it. scale_log2 is positive.
