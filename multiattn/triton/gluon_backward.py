@@ -66,7 +66,6 @@ DS_STAGES = 2
 STATISTICS = 2
 """Numbers of a query, fp32: lse in the log2 domain, and delta."""
 FP32_BYTES = 4
-PRODUCER_REGISTERS = 24
 REGISTERS_BESIDE = 32
 """Registers of a thread beside gradients, scores and weights: for addresses, places in rings. A guess that tests of
 spills hold."""
@@ -92,17 +91,10 @@ class GluonBackwardConfig(Config):
     """dQ is made 64 columns at a time, which takes half of the registers."""
     descends: bool = False
     """Walks of a causal mask begin with the last queries, which all tiles see."""
-    dq_registers: int = limits.limited(limits.one_of(72, 88, 104, 120), default=72)
-    """Registers of a thread of the warpgroup that makes dQ; the producer has 24, and the others what is left of 512."""
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The kernel of all gradients."""
         return (self.walk("kv", *pieces_of(problem.head_dim), products=5, begin=6),)
-
-    @property
-    def key_registers(self) -> int:
-        """Registers of a thread of a warpgroup of keys."""
-        return (512 - PRODUCER_REGISTERS - self.dq_registers) // 2 // 8 * 8
 
 
 # ---------------------------------------------------------------- what fits
@@ -143,7 +135,7 @@ def why_not_fit(problem: Problem, arch: Arch, config: GluonBackwardConfig) -> tu
     """Every reason why `config` cannot run `problem` on `arch`; dtype, head_dim and alignment are the capability's."""
     if wrong := limits.failed(limits.limit_checks(config)):
         return wrong
-    registers, most = registers_at_least(config, problem), config.key_registers
+    registers, most = registers_at_least(config, problem), GluonBackwardConstants.key_registers
     got = f"{registers} registers for gradients, scores and weights ({config})"
     blocks = max(key_tiles(problem, config.tile_n), query_tiles(problem, TILE_M))
     sizes = limits.size_checks(config, arch, smem_bytes(config, problem), blocks)

@@ -156,10 +156,9 @@ class GluonBackwardConstants(GradientConstants):
     k_in_registers: bool
     early_scores: bool
     half_dq: bool
-    dq_registers: int
-    key_registers: int
     descends: bool
     """Blocks of queries are counted from the last one on."""
+    key_registers = 208  # a thread's of a warpgroup of keys; of dQ's 72, of the producer 24
 
     @property
     def dq_columns(self) -> int:
