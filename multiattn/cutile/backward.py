@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -567,43 +568,34 @@ def _candidates_of_stored(variant: Variant, problem: Problem, arch: Arch) -> Ite
         yield StoredConfig(**way, heads_together=together, dq=dq, stagger=stagger)
 
 
-_MOST = 24
-ONE_PASS = Family(
+_family = partial(Family, settle=settled, candidates_max=24)
+_EVERYWHERE: dict[str, Any] = {"capability": launches.EVERYWHERE, "lists": TILE_LISTS, "own_areas": divided_areas}
+ONE_PASS = _family(
     summary="one pass over the keys, dq added up in fp32 by atomics (TMA reductions where there are)",
     config=OnePassConfig,
-    capability=launches.EVERYWHERE,
     is_deterministic=False,
     launches=one_pass,
-    settle=settled,
     fits=why_not_one_pass,
     candidates=_candidates_of_one,
-    candidates_max=_MOST,
     areas=("delta", "dq_sum"),
-    lists=TILE_LISTS,
-    own_areas=divided_areas,
+    **_EVERYWHERE,
 )
-TWO_PASS = Family(
+TWO_PASS = _family(
     summary="a pass over the queries for dq, one over the keys for dk and dv",
     config=TwoPassConfig,
-    capability=launches.EVERYWHERE,
     launches=two_passes,
-    settle=settled,
     fits=why_not_two_pass,
     candidates=_candidates_of_two,
-    candidates_max=_MOST,
     areas=("delta",),
-    lists=TILE_LISTS,
-    own_areas=divided_areas,
+    **_EVERYWHERE,
 )
-STORED = Family(
+STORED = _family(
     summary="a pass over the keys for dk and dv that stores ds, for some heads at a time, and dq of that",
     config=StoredConfig,
     capability=Capability(arches=("cpu", "sm90")),
     launches=stored,
-    settle=settled,
     fits=why_not_stored,
     candidates=_candidates_of_stored,
-    candidates_max=_MOST,
     areas=("delta",),
     own_areas=lambda problem, config: {**stored_areas(problem, config), **divided_areas(problem, config)},
 )
