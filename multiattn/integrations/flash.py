@@ -6,7 +6,6 @@ work, too, for which PyTorch has no kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from multiattn.integrations.overrides import (
     Kernels,
     Refused,
+    by_op,
     kernel_of,
     laid_out_like,
     options_of_call,
@@ -95,9 +95,5 @@ def _as_theirs(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return result.transpose(1, 2).view(like.shape) if like.ndim == 3 else result.transpose(1, 2)
 
 
-_EACH: Mapping[str, Callable[..., Any]] = {
-    "_flash_attention_forward": flash_attention_forward,
-    "_flash_attention_forward_no_dropout_inplace": flash_attention_forward_inplace,
-    "_flash_attention_backward": flash_attention_backward,
-}
+_EACH = by_op(flash_attention_forward, flash_attention_forward_inplace, flash_attention_backward)
 KERNELS: Kernels = {"CUDA": _EACH, "CPU": _EACH}

@@ -126,9 +126,15 @@ def kernel_of(op: str) -> Callable[[Callable[[Any], T]], Callable[..., T]]:
         def run(*args: Any, **kwargs: Any) -> T:
             return kernel(SimpleNamespace(**by_name(getattr(torch.ops.aten, op).default, args, kwargs)))
 
+        run.op = op  # type: ignore[attr-defined]
         return run
 
     return decorate
+
+
+def by_op(*kernels: Any) -> Mapping[str, Callable[..., Any]]:
+    """Kernels by the ops that `kernel_of` was told."""
+    return {it.op: it for it in kernels}
 
 
 def options_of_call(call: Any, left: int | None = None, right: int | None = None) -> Options:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from multiattn.integrations.overrides import (
     Kernels,
     Refused,
+    by_op,
     kernel_of,
     laid_out,
     laid_out_like,
@@ -117,13 +118,7 @@ def _sequence_first(result: torch.Tensor) -> torch.Tensor:
 
 
 KERNELS: Kernels = {
-    "AutogradCPU": {"_scaled_dot_product_attention_math": math_for_cpu},
-    "CUDA": {
-        "_scaled_dot_product_flash_attention": flash_attention,
-        "_scaled_dot_product_flash_attention_backward": flash_attention_backward,
-    },
-    "CPU": {
-        "_scaled_dot_product_flash_attention_for_cpu": flash_attention_for_cpu,
-        "_scaled_dot_product_flash_attention_for_cpu_backward": flash_attention_for_cpu_backward,
-    },
+    "AutogradCPU": by_op(math_for_cpu),
+    "CUDA": by_op(flash_attention, flash_attention_backward),
+    "CPU": by_op(flash_attention_for_cpu, flash_attention_for_cpu_backward),
 }
