@@ -90,8 +90,8 @@ class HopperBackwardConfig(WgmmaFamilyConfig):
         delta_first = self.row_statistics > STATISTICS
         is_ahead = self.clears_ahead(problem)
         prepared = f"{'_delta' * delta_first}{'_ordered' * self.is_ordered}{'_ahead' * is_ahead}"
-        kept = {"has_dq_sum": has_dq_sum, "ordered": self.is_ordered, "clears_ahead": is_ahead, "delta_first": delta_first}
-        config = aggregate("RowConfig", **sizes, **kept)
+        kept = {"has_dq_sum": has_dq_sum, "ordered": self.is_ordered, "clears_ahead": is_ahead}
+        config = aggregate("RowConfig", **sizes, **kept, delta_first=delta_first)
         kernel = Instance(
             name=f"prepare_statistics_{problem.dtype}_d{problem.head_dim}{prepared}{name}",
             header="backward_wgmma_rows.cuh",
@@ -150,8 +150,8 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
     def clears_ahead(self, problem: Problem) -> bool:
         """From `WIDE_FROM` on, where TMA adds to them.
 
-        H200, 2026-11-29, causal, us: D=128 N=1024 466 for 476, N=2048 706 for 719, N=4096 1190 for 1226; but D=96 N=1024 577
-        for 560, and D=64, where threads add, N=1024 550 for 526: there the kernel of gradients loses more than is saved.
+        H200, 2026-11-29, causal, us: D=128 N=1024 466 for 476, N=2048 706 for 719, N=4096 1190 for 1226; but D=96
+        N=1024 577 for 560, and D=64, where threads add, N=1024 550 for 526: there gradients lose more than this saves.
         """
         is_wide = problem.head_dim >= WIDE_FROM and self.dq_by_tma
         return is_wide and not self.ordered and problem.packing is None
