@@ -130,10 +130,12 @@ struct DqSum {
     }
   }
 
-  // The element of a fragment in this row and column.
-  static DEVICE float load(const float* fragment, int row, int column) {
-    const int lane = row % 8 * 4 + column % 8 / 2, element = row / 8 * 2 + column % 2;
-    return load_global_4(fragment + index(column / 8, lane, element));
+  // A lane's four values of an accumulator; its first one of the first accumulator is at `first`.
+  static DEVICE Chunk load(const float* first, int side) {
+    const float* const at = first + side * (FRAGMENT / 2);
+    if constexpr (WIDE) return load_global_16(at);
+    const float four[4] = {load_global_4(at), load_global_4(at + WARP), load_global_4(at + 2 * WARP), load_global_4(at + 3 * WARP)};
+    return chunk_of(four);
   }
 };
 

@@ -106,50 +106,11 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
   }
 }
 
-// dq = grad_factor * its sum, rounded. A block owns TILE_ROWS queries. A warp has 16 of them and 32 columns at a time: a lane loads its
-// part of four accumulators, and stores a chunk of two rows.
+// As convert_dq.
 template <class T>
 DEVICE void convert_sums(const typename T::Params& params) {
   follow_earlier_grids();
-  const auto [head, place] = Place::of(block_index(), params.tiles_rows, params.heads_q_all, 1);
-  const TileOf<T> tile = tile_at<T>(params, &TileLists::query_list, place, place * T::TILE_ROWS);
-  if (tile.is_none()) return;
-  const float* sums = dq_sums<T>(params, head, tile.number, tile.sequence, tile.first_row);
-  uint16* rows = QuerySequence<SequenceOf<T>>{params, head, tile.sequence}.dq() + tile.first_row * params.strides_out.seq;
-  const int left = count_queries(params, tile.sequence) - tile.first_row, lane = thread_index() % WARP;
-  const bool has_sums = has_place<T>(params, tile);
-
-  constexpr int WARPS = T::THREADS / WARP, ACROSS = (T::CHUNKS + 3) / 4, ALL = T::TILE_ROWS / 16 * ACROSS;
-  constexpr int STEPS = (ALL + WARPS - 1) / WARPS;
-  Chunk accumulators[STEPS][4];
-  const auto first_row = [&](int step) { return (step * WARPS + thread_index() / WARP) / ACROSS * 16; };
-  const auto first_chunk = [&](int step) { return (step * WARPS + thread_index() / WARP) % ACROSS * 4; };
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
-    const float* of_step = sums + first_row(step) * (T::DIM_FRAGMENTS * T::Sum::FRAGMENT / 16) + lane * 4;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int chunk = first_chunk(step) + i;
-      const bool is_there = has_sums && first_row(step) < min(left, T::TILE_ROWS) && chunk < T::CHUNKS;
-      accumulators[step][i] = is_there ? load_global_16(of_step + chunk * (T::Sum::FRAGMENT / 2)) : Chunk{};
-    }
-  }
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {  // 8 rows each
-      Chunk result;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const auto scaled = [&](int at) { return params.grad_factor * float_of_bits(accumulators[step][i].word[2 * half + at]); };
-        result.word[i] = pack<typename T::Element>(scaled(0), scaled(1));
-      }
-      result = transpose_in_quad(result);
-      const int row = first_row(step) + half * 8 + lane / 4, chunk = first_chunk(step) + lane % 4;
-      if (row < min(left, T::TILE_ROWS) && chunk < T::CHUNKS)
-        store_global_16(rows + row * params.strides_out.seq + chunk * CHUNK_ELEMENTS, result);
-    }
-  }
+  convert_dq<T>(params);
 }
 
 }  // namespace multiattn
