@@ -586,6 +586,11 @@ MISTAKE_AT_BARRIER(sums_of_a_load_under_way, "bulk_add_if: reads a TMA load unde
   load_run(TILE, arguments, BARRIER);
   if (first_thread()) add_and_commit(arguments);
 }
+MISTAKE(sums_behind_stores_not_fenced, "bulk_add_if: no fence_async_global follows its await_global") {
+  release_add_global_if(is_thread(32), arguments.counter, 1);
+  fence_async_global();
+  if (first_thread()) await_global(arguments.counter, 1), add_and_commit(arguments);
+}
 MISTAKE(sums_overwritten, "store_shared_4: overwrites what a TMA store under way reads at shared address 0") {
   if (!first_thread()) return;
   add_and_commit(arguments);

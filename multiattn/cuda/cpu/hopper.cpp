@@ -266,6 +266,7 @@ void Hopper::store(const char* verb, const void* map_address, std::uint32_t sour
 }
 
 void Hopper::store_run(const char* verb, float* target, std::uint32_t source, int bytes, bool adds) {
+  if (threads_[block_.current().index].is_behind) block_.fail(verb, "no fence_async_global follows its await_global");
   check_run(verb, source, target, bytes);
   begin_store(verb, {source, bytes, {}, {}, reinterpret_cast<unsigned char*>(target), adds});
   touch_global();
@@ -280,7 +281,7 @@ void Hopper::begin_store(const char* verb, Transfer what) {
   check_needs(verb, needs);
   AsyncThread& me = threads_[block_.current().index];
   me.stores.push_back({std::move(what), me.groups});
-  me.is_writing = true;
+  me.is_writing = me.has_stored = true;
 }
 
 void Hopper::wait_stores(int groups_left, bool written) {
@@ -292,10 +293,11 @@ void Hopper::wait_stores(int groups_left, bool written) {
   me.stores.erase(std::remove_if(me.stores.begin(), me.stores.end(), due), me.stores.end());
 }
 
-void Hopper::check_written(const char* verb) {
-  const int first = block_.current().index / WARP_SIZE * WARP_SIZE;
+void Hopper::check_written(const char* verb, const void* word) {
+  const AsyncThread* const warp = &threads_[block_.current().index / WARP_SIZE * WARP_SIZE];
   for (int lane = 0; lane < WARP_SIZE; ++lane)
-    if (threads_[first + lane].is_writing) block_.fail(verb, "a store of lane " + std::to_string(lane) + " may not be written");
+    if (warp[lane].is_writing) block_.fail(verb, "a store of lane " + std::to_string(lane) + " may not be written");
+  if (std::none_of(warp, warp + WARP_SIZE, [](const AsyncThread& it) { return it.has_stored; })) released_words.insert(word);
 }
 
 void Hopper::write_out(const Transfer& what) {

@@ -8,6 +8,7 @@
 #include <deque>
 #include <initializer_list>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -65,6 +66,8 @@ struct AsyncThread {
   std::vector<Store> stores;
   std::int64_t groups = 0;                // of stores committed
   bool is_writing = false;                // nobody has waited until all are in global memory
+  bool has_stored = false;
+  bool is_behind = false;                 // it awaited what others stored without TMA, which TMA does not know of
   std::vector<Time> fences;               // when it made its writes visible to the async proxy
 };
 
@@ -97,8 +100,12 @@ class Hopper {
   void commit_stores() { ++threads_[block_.current().index].groups; }
   // Until shared memory is read, or all is written.
   void wait_stores(int groups_left, bool written);
-  // That all stores of the current thread's warp are written, which others are to know.
-  void check_written(const char* verb);
+  // That all stores of the current thread's warp are written, of which those are to know who await the word.
+  void check_written(const char* verb, const void* word);
+  void note_awaited(const void* word) { threads_[block_.current().index].is_behind |= released_words.count(word) > 0; }
+  void fence_global() { threads_[block_.current().index].is_behind = false; }
+  // Words by which warps that store without TMA tell others in this launch.
+  inline static std::set<const void*> released_words;
   void fence_writes();
   static const EncodedMap& check_map(const char* verb, const void* map);
   // An encoded map, of as many dimensions as the verb gives coordinates.

@@ -311,7 +311,7 @@ int32 ordered_add_global(int32* target, int32 value) {
 
 void release_add_global_if(bool predicate, int32* target, int32 value) {
   if (!predicate) return;
-  hopper().check_written("release_add_global_if");
+  hopper().check_written("release_add_global_if", target);
   ordered_add_global(target, value);
 }
 
@@ -321,6 +321,7 @@ void await_global(const int32* place, int32 value) {
     const std::string call = "await_global(" + std::to_string(value) + ", it is " + std::to_string(*place) + ")";
     block().wait_for(call.c_str(), block().ordered_additions);
   }
+  hopper().note_awaited(place);
 }
 
 // A lane writes, for the warp, the row whose address it gives.
@@ -345,6 +346,7 @@ void await_earlier_grids() { hopper().await_earlier_grids(); }
 
 void fence_mbarrier_init() { hopper().fence_mbarriers(); }
 void fence_async_shared() { hopper().fence_writes(); }
+void fence_async_global() { hopper().fence_global(); }
 
 void prefetch_map(const TensorMap& map) { Hopper::check_map("prefetch_map", &map); }
 void bulk_load(SharedAddress target, const void* source, int bytes, SharedAddress barrier) {
@@ -381,6 +383,7 @@ extern "C" int multiattn_launch(multiattn::emulation::Kernel kernel, const void*
   try {
     const multiattn::emulation::Stacks stacks(static_cast<std::size_t>(threads) * cluster * residents);
     multiattn::emulation::current_blocks = blocks;
+    multiattn::emulation::Hopper::released_words.clear();
     std::vector<std::unique_ptr<Block>> there(residents);
     for (long long begun = 0, ended = 0; ended < blocks && message.empty();) {
       auto chosen = std::find(there.begin(), there.end(), nullptr);

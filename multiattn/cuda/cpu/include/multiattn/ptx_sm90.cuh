@@ -56,7 +56,7 @@ inline void admit_next_grid() {}
 
 void fence_mbarrier_init();
 void fence_async_shared();
-inline void fence_async_global() {}
+void fence_async_global();
 
 void prefetch_map(const TensorMap& map);
 inline void tma_load(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
