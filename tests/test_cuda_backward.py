@@ -16,6 +16,7 @@ from multiattn.cuda.cpu.host import CpuLauncher
 from multiattn.cuda.family import areas_of
 from multiattn.cuda.instances import kernels_of, launches_of
 from multiattn.cuda.params import argument_of, numbers_of
+from multiattn.cuda.source import PlannedLaunch
 from multiattn.cuda.stream_k import LEAST_RANGE_STEPS, LEAST_SHARE_STEPS, division_of
 from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import RAGGED_ROWS
@@ -357,21 +358,26 @@ def test_tiles_that_no_query_sees_follow_those_of_other_heads(k_stages, monkeypa
 @on_cpu
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("sizes", "options", "config"),
+    ("section", "sizes", "options", "config"),
     [
-        pytest.param((2, 3, 3, 100, 300, 128), {}, TMA_HALVES, id="full"),
-        pytest.param((1, 6, 3, 200, 300, 104), {"causal": True}, TMA_HALVES, id="causal_group"),
-        pytest.param((1, 3, 3, 300, 70, 104), {"causal": True}, TMA_HALVES, id="queries_that_see_no_key"),
-        pytest.param((1, 3, 3, 600, 600, 128), {}, replace(TMA_HALVES, stream_k=4), id="ranges"),
-        pytest.param((3, 2, 1, 20, 900, 128), {"window": (50, 0)}, TMA_HALVES, id="fewer_rows_than_tiles"),
+        pytest.param(1, (2, 3, 3, 100, 300, 128), {}, TMA_HALVES, id="full"),
+        pytest.param(2, (1, 10, 5, 100, 300, 104), {"causal": True}, TMA_HALVES, id="causal_group"),
+        pytest.param(1, (1, 3, 3, 300, 70, 104), {"causal": True}, TMA_HALVES, id="queries_that_see_no_key"),
+        pytest.param(1, (1, 3, 3, 600, 600, 128), {}, replace(TMA_HALVES, stream_k=9), id="ranges_over_heads"),
+        pytest.param(1, (1, 8, 2, 190, 260, 104), {}, replace(TMA_HALVES, stream_k=12), id="shares"),
+        pytest.param(1, (3, 2, 1, 20, 900, 128), {"window": (50, 0)}, TMA_HALVES, id="fewer_rows_than_tiles"),
     ],
 )
-def test_sums_of_later_heads_are_emptied_by_tiles_of_earlier_ones(sizes, options, config, blocks, monkeypatch):
-    """Sections of one head. Workspaces are full of NaN before."""
-    monkeypatch.setattr(backward_wgmma, "kv_heads_of_section", lambda *_, **__: 1)
-    monkeypatch.setattr(stream_k, "LEAST_RANGE_STEPS", 2)
-    monkeypatch.setattr(stream_k, "LEAST_SAVED_STEPS", 2)
+def test_sums_of_later_heads_are_emptied_by_tiles_of_earlier_ones(section, sizes, options, config, blocks, monkeypatch):
+    """Sections of so many heads, of which the last may be short. Workspaces are full of NaN before.
+
+    A grid has one block more than are there at a time, whose tiles others must not wait for.
+    """
+    monkeypatch.setattr(backward_wgmma, "kv_heads_of_section", lambda *_, **__: section)
+    for name, least in (("LEAST_SHARE_STEPS", 6), ("LEAST_RANGE_STEPS", 2), ("LEAST_SAVED_STEPS", 2)):
+        monkeypatch.setattr(stream_k, name, least)
     monkeypatch.setattr(host, "MULTIPROCESSORS", blocks)
+    monkeypatch.setattr(PlannedLaunch, "grid", lambda it, sms, of=PlannedLaunch.grid: of(it, sms + 1))
     names = "batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim"
     q, k, v, dout = make_tensors(**dict(zip(names, sizes, strict=True)))
     check(plan_of(Problem.of(q, k, v, **options), ONE, config, arch=CPU), q, k, v, dout)

@@ -75,9 +75,14 @@ def plans(family: tuple[str, Direction, str], name: str) -> Iterator[Plan]:
 
 @pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.xdist_group(it)) for it in NAMES])
 @pytest.mark.parametrize("family", FAMILIES, ids="-".join)
-def test_every_way_computes_attention(family, name):
-    """And its gradients; one process has all of a case, as they share its truth."""
+def test_every_way_computes_attention(family, name, monkeypatch):
+    """And its gradients; one process has all of a case, as they share its truth.
+
+    Heads of keys come one after another, so that sums of dq are emptied by tiles of earlier ones: at D=128 no case of
+    parity has more heads than a section.
+    """
     case = BY_NAME[SHORT if ON_CPU else name]
+    monkeypatch.setattr(backward_wgmma, "kv_heads_of_section", lambda *_, **__: 1)
     if family[1] == "backward" and case.no_backward:
         pytest.skip(case.no_backward)
     inputs, truth = prepare_case(case, DEVICE)
