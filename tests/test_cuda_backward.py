@@ -270,12 +270,6 @@ def test_other_tiles_are_whole(problem):
     assert "key_sums" not in areas_of(plan)
 
 
-def test_nothing_is_divided_among_no_sms():
-    problem = square(16, 1, 4096, 4, causal=True)
-    plan = plan_of(problem, ONE, replace(TMA_HALVES, stream_k=0))
-    assert not any(it.kernel.stream_k for it in launches_of(plan))
-
-
 def test_a_launch_knows_of_parts():
     """A block for each part up to one for each SM, sums in fp32, sections that count shares as heads."""
     problem = square(16, 1, 4096, 4, causal=True)
@@ -394,14 +388,3 @@ def test_dq_has_the_same_bits_however_many_blocks_add_to_it(monkeypatch):
 
     alone = dq_of(1)
     assert all(torch.equal(dq_of(blocks), alone) for blocks in (2, 3))
-
-
-@on_cpu
-def test_each_tile_of_keys_takes_a_turn_and_passes_it():
-    q, k, v, dout = make_tensors(heads_q=1, seq_q=200, seq_kv=300)
-    launcher = CpuLauncher(
-        plan_of(Problem.of(q, k, v), ORDERED, replace(EARLY, ordered=True, dq_by_tma=True), arch=CPU)
-    )
-    launcher(Operands(q, k, v, q, torch.zeros(1, 1, 200), dout, None, *map(torch.empty_like, (q, k, v))))
-    lists = launcher.workspace["statistics"].view(torch.int32).view(4, 224)  # of 64 queries: 192 numbers, then counts
-    assert lists[:, 192].tolist() == [3] * 4
