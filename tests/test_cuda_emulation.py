@@ -207,7 +207,7 @@ def test_a_mistake_is_an_error_that_says_where(mistakes, kernel, threads, cluste
 
 
 def test_a_deadlock_says_what_each_block_waits_for(mistakes):
-    """Of those that are there."""
+    """It names those that are there."""
     with pytest.raises(host.EmulationError, match=r"block 0, .* await_global\(5, .*\nblock 1, .* await_global\(6, "):
         run(mistakes, "awaits_what_nobody_adds", threads=32, blocks=3)
 

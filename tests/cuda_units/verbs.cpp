@@ -151,7 +151,7 @@ KERNEL(32, 1) tickets_of_blocks(PARAMETERS(Arguments) arguments) {
   for (int ticket; (ticket = atomic_add_global(arguments.counter, 1)) < 5;) arguments.c[ticket] = block_index();
 }
 
-// Of two blocks the first waits for the second, and for those before both: c[0] = 2 * c[0] + its index.
+// The first of two blocks waits for the second, and for those before both: c[0] = 2 * c[0] + its index.
 KERNEL(32, 1) turns(PARAMETERS(Arguments) arguments) {
   if (thread_index() != 0) return;
   await_global(arguments.counter, 3 * (block_index() ^ 1));

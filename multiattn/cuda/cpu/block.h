@@ -95,7 +95,7 @@ class Block {
   bool is_over() const { return !cluster_.live; }
   // False while it waits for what another block adds.
   bool can_go() const { return stuck_since_ != ordered_additions.generation; }
-  // What its threads wait for.
+  // The report of a deadlock: in what its threads wait.
   std::string deadlock() const;
 
   // ---- for the verbs, called on a fiber
