@@ -13,11 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINES = {
-    "multiattn": 55_560,
-    "tests": 29_500,
+    "multiattn": 55_630,
+    "tests": 29_480,
     "parity": 5_480,
     "bench": 9_500,
-    "docs": 4_730,
+    "docs": 4_720,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""
