@@ -170,6 +170,7 @@ def modified(head_dim, *, wants_gradient=False):
     [
         *((problem_of(192), it, TWO) for it in (False, True)),
         (problem_of(seq_q=500), False, TWO),
+        *((problem_of(seq_q=512, seq_kv=512, causal=it), False, TWO if it else ONE) for it in (False, True)),
         (problem_of(seq_q=2000, seq_kv=2000), False, ONE),
         (problem_of(seq_q=2000, seq_kv=2000), True, TWO),
         *((modified(it), same, TWO if same or it > 64 else ONE) for it in (64, 128, 256) for same in (False, True)),
