@@ -1,11 +1,13 @@
 """The truth of gradients in fp64, and how far from it a backward may be.
 
-The rule is that of `multiattn.truth.tolerance`. Its naive error is the larger of two, both against fp64:
+The rule is that of `multiattn.truth.tolerance`. Its naive error is the largest of these, against fp64:
 
 - *autograd*: eager attention in the kernel's own dtype, differentiated by PyTorch;
 - *what is saved*: the exact backward of what the best possible forward hands over. It gets out rounded to its dtype,
   lse to fp32, and the row sums of ``dout * out`` as fp32 adds them up. Autograd does not pay for these: where softmax
   has one weight of 1, it finds ``dp - delta = 0`` exactly, and a backward that is fed with a rounded out cannot.
+- *another out*, of captured tensors alone: each of their few numbers is one walk of out's roundings, which may end
+  near 0 by chance. So also what out's nearest values but one make of them.
 """
 
 from __future__ import annotations
@@ -165,7 +167,7 @@ def expected_gradients(
     naive = differentiate_in_chunks(operands, problem, by_autograd, keep=dtype, chunk=chunk)
     saved = differentiate_in_chunks(operands, problem, from_what_is_saved, keep=torch.float32, chunk=chunk)
     naives = [naive, saved]
-    if slots:  # few numbers, each one walk of out's roundings: chance may end it near 0
+    if slots:
         other = functools.partial(from_what_is_saved, nearest=False)
         found = differentiate_in_chunks(operands, problem, other, keep=torch.float32, chunk=chunk)
         naives.append((*saved[: -len(slots)], *found[-len(slots) :]))

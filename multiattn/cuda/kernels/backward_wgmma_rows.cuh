@@ -75,7 +75,7 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
 
   if constexpr (T::HAS_DQ_SUM)
     if (has_place<T>(params, tile)) clear_sums<T>(params, head, tile, rows);
-  // Loads come before all else, as each store might be to what is loaded next.
+  // Some rows are loaded before any of them is stored, as each store might be to what is loaded next.
   constexpr int STRIDE = T::THREADS / T::LANES, ALL = (T::TILE_ROWS + STRIDE - 1) / STRIDE, AT_ONCE = ALL < 4 ? ALL : 4;
 #pragma unroll
   for (int first = 0; first < T::TILE_ROWS; first += AT_ONCE * STRIDE) {

@@ -206,9 +206,9 @@ DEVICE int statistic_place(int query) {
 // queries begin with the four numbers that are together.
 DEVICE int accumulator_place(int query) { return query / 8 * 16 + query % 8 / 2 * 4 + query % 2; }
 
-// lse (log2) and delta of a tile of queries, of a query head that counts through the batch. Behind them, where dQ is added up in
-// order, is how many tiles of keys have added to the tile's, or how many have emptied a part of the sums of a group of heads. A sequence of a packed batch begins with a tile of its own: each of those
-// before it has at most one more than its rows fill.
+// lse (log2) and delta of a tile of queries, of a query head that counts through the batch. Behind them is, where dQ is added up in
+// order, how many tiles of keys have added to the tile's, or how many have emptied their part of the sums of a head of keys. A sequence
+// of a packed batch begins with a tile of its own: each of those before it has at most one more than its rows fill.
 template <class T>
 DEVICE float* statistics_of(const typename T::Params& params, int head, int number, const SequenceOf<T>& sequence, int block) {
   int64 place = static_cast<int64>(head) * params.backward.tiles_q + block;
