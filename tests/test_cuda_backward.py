@@ -8,15 +8,16 @@ import torch
 from cuda_runs import on_cpu
 from gradient_checks import check, make_tensors, run
 
-from multiattn.cuda import BACKEND, backward_wgmma, stream_k
+from multiattn.cuda import BACKEND, backward_wgmma, backward_wgmma_stored, stream_k
 from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
+from multiattn.cuda.backward_wgmma_stored import WgmmaStoredConfig
 from multiattn.cuda.backward_wgmma_two_pass import WgmmaTwoPassConfig
 from multiattn.cuda.cpu import host
 from multiattn.cuda.cpu.host import CpuLauncher
 from multiattn.cuda.family import areas_of
 from multiattn.cuda.instances import kernels_of, launches_of
 from multiattn.cuda.params import argument_of, numbers_of
-from multiattn.cuda.source import PlannedLaunch
+from multiattn.cuda.source import Division, PlannedLaunch
 from multiattn.cuda.stream_k import LEAST_RANGE_STEPS, LEAST_SHARE_STEPS, division_of
 from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import RAGGED_ROWS
@@ -26,7 +27,7 @@ from multiattn.problem import Problem
 from multiattn.sequences import Batching
 
 SM90 = ARCHS["sm90"]
-ONE, ORDERED, TWO = "wgmma", "wgmma_ordered", "wgmma_two_pass"
+ONE, ORDERED, TWO, STORED = "wgmma", "wgmma_ordered", "wgmma_two_pass", "wgmma_stored"
 
 
 def plan_of(problem, variant=None, config=None, *, arch=SM90, deterministic=False):
@@ -106,6 +107,11 @@ HALVES = WgmmaBackwardConfig(tile_m=64, tile_n=128, half_dq=True, dout_stages=3)
 PLAIN = {ONE: WgmmaBackwardConfig(tile_m=64, tile_n=128), TWO: WgmmaTwoPassConfig(tile_m=64, tile_n=64)}
 
 
+def square(heads_q, heads_kv, seq, batch, *, head_dim=128, **options):
+    given = {"heads_q": heads_q, "heads_kv": heads_kv, "seq_q": seq, "seq_kv": seq, "batch": batch, **options}
+    return Problem.contiguous(head_dim=head_dim, **given)
+
+
 def problem_of(head_dim=128, **sizes):
     given = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seq_q": 300, "seq_kv": 500, **sizes}
     return Problem.contiguous(head_dim=head_dim, **given)
@@ -136,7 +142,7 @@ def test_workspace_is_eight_bytes_a_query_and_sums_of_dq_where_blocks_add_them_u
     plan = plan_of(problem, variant)
     areas, queries = areas_of(plan), problem.batch * problem.heads_q * problem.seq_q
     assert sum(areas.values()) - areas["workspace"] == queries * (bytes_of_q * problem.head_dim + 8 + of_counts)
-    pointers = {name for it in launches_of(plan) for name in argument_of(it.kernel, plan).pointers.values()}
+    pointers = {name for it in launches_of(plan) for name in argument_of(it, plan).pointers.values()}
     assert ("dq_sum" in pointers) == (variant == ONE)
     assert "delta" not in pointers  # it is among the statistics
 
@@ -168,17 +174,22 @@ def modified(head_dim, *, wants_gradient=False):
 @pytest.mark.parametrize(
     ("problem", "deterministic", "variant"),
     [
-        *((problem_of(192), it, TWO) for it in (False, True)),
-        (problem_of(seq_q=500), False, TWO),
-        *((problem_of(seq_q=512, seq_kv=512, causal=it), False, TWO if it else ONE) for it in (False, True)),
-        (problem_of(seq_q=2000, seq_kv=2000), False, ONE),
-        (problem_of(seq_q=2000, seq_kv=2000), True, TWO),
+        *((problem_of(192), it, STORED) for it in (False, True)),
+        (square(1, 1, 24_000, 1, head_dim=256), False, TWO),  # of which there is no memory for dS
+        *((square(4, 2, 512, 2, causal=it), False, STORED) for it in (False, True)),
+        *((square(4, 2, 1024, 2, causal=it), False, STORED if it else ONE) for it in (False, True)),
+        *((square(4, 2, 512, 2, head_dim=120, causal=it), False, TWO if it else ONE) for it in (False, True)),
+        (square(4, 2, 2000, 2), False, ONE),
+        (square(4, 2, 2000, 2), True, STORED),
+        (square(4, 2, 2000, 2, head_dim=96), True, TWO),
+        (square(32, 32, 2000, 2, head_dim=96), True, ORDERED),
+        (square(4, 2, 1000, 1, causal=True, batching=Batching.packed(2, 1000, 1000)), False, ONE),
         *((modified(it), same, TWO if same or it > 64 else ONE) for it in (64, 128, 256) for same in (False, True)),
         (modified(64, wants_gradient=True), False, "atomic"),
     ],
 )
 def test_who_takes_what(problem, deterministic, variant):
-    """Two passes take wide heads, short sequences, biases above D=64, and callers who want the same bits each time."""
+    """Who stores dS takes wide heads and, at D=128, short sequences and callers who want the same bits each time."""
     assert plan_of(problem, deterministic=deterministic).variant == variant
 
 
@@ -204,11 +215,6 @@ SMS = 132
 EARLY = WgmmaBackwardConfig(tile_m=64, tile_n=128, k_in_registers=True, early_scores=True, k_stages=2)
 BY_TMA = WgmmaBackwardConfig(tile_m=64, tile_n=128, dq_by_tma=True)
 TMA_HALVES = replace(BY_TMA, half_dq=True)
-
-
-def square(heads_q, heads_kv, seq, batch, *, head_dim=128, **options):
-    given = {"heads_q": heads_q, "heads_kv": heads_kv, "seq_q": seq, "seq_kv": seq, "batch": batch, **options}
-    return Problem.contiguous(head_dim=head_dim, **given)
 
 
 def in_shares(count, problem):
@@ -267,7 +273,7 @@ def test_tiles_are_divided_into_shares_or_ranges(name):
 def test_other_tiles_are_whole(problem):
     assert division_of(problem, 64, 128, SMS) is None
     plan = plan_of(problem, ONE)
-    assert not any(it.kernel.stream_k for it in launches_of(plan))
+    assert not any(it.kernel.lists for it in launches_of(plan))
     assert "key_sums" not in areas_of(plan)
 
 
@@ -276,7 +282,7 @@ def test_a_launch_knows_of_parts():
     problem = square(16, 1, 4096, 4, causal=True)
     plan = plan_of(problem, ONE, replace(TMA_HALVES, stream_k=SMS))
     prepare, keys, convert = launches_of(plan)
-    assert (prepare.kernel.stream_k, keys.kernel.stream_k, convert.kernel.stream_k) == (True, True, False)
+    assert (prepare.kernel.lists, keys.kernel.lists, convert.kernel.lists) == (Division, Division, None)
     assert (keys.blocks, keys.grid(SMS)) == (8 * 128, SMS)
     numbers = numbers_of(plan)
     tiles, warps = 128, 8
@@ -376,6 +382,52 @@ def test_sums_of_later_heads_are_emptied_by_tiles_of_earlier_ones(section, sizes
     names = "batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim"
     q, k, v, dout = make_tensors(**dict(zip(names, sizes, strict=True)))
     check(plan_of(Problem.of(q, k, v, **options), ONE, config, arch=CPU), q, k, v, dout)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "mib"),
+    [
+        pytest.param((1, 8, 8, 16384), [2] * 4, 1024, id="two_heads_fill_the_memory"),
+        pytest.param((4, 8, 8, 4096), [32], 1024, id="all_at_once"),
+        pytest.param((1, 12, 4, 8192), [2, 2], 768, id="groups_stay_together"),
+        pytest.param((5, 1, 1, 16000), [2, 2, 1], 976, id="nearly_as_many_in_each"),
+    ],
+)
+def test_ds_is_stored_of_as_many_heads_as_there_is_memory_for(sizes, heads, mib):
+    batch, heads_q, heads_kv, seq = sizes
+    plan = plan_of(square(heads_q, heads_kv, seq, batch, head_dim=256), STORED)
+    assert [len(it) for it in plan.config.rounds(plan.problem)] == heads
+    assert areas_of(plan)["ds"] >> 20 == mib
+    _, *launches = launches_of(plan)
+    assert [it.numbers["heads"] for it in launches] == [it for it in heads for _ in range(2)]
+    assert sum(it.blocks for it in launches[1::2]) == batch * heads_q * -(-seq // 128)
+    refused = plan.config.why_not(square(1, 1, 24_000, 1, head_dim=256), SM90)
+    assert any("for dS of one head" in it.got for it in refused)
+
+
+@on_cpu
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        pytest.param((2, 3, 3, 200, 130, 192), {}, id="full"),
+        pytest.param((1, 8, 4, 130, 260, 136), {"causal": True}, id="causal_group"),
+        pytest.param((1, 3, 3, 300, 70, 136), {"causal": True}, id="queries_that_see_no_key"),
+        pytest.param((1, 3, 3, 330, 400, 136), {"window": (70, 10)}, id="window"),
+        pytest.param((3, 2, 1, 20, 700, 136), {"window": (50, 0)}, id="keys_that_no_query_sees"),
+    ],
+)
+def test_heads_take_turns_where_ds_is_stored(sizes, options, blocks, monkeypatch):
+    """Two heads at a time, or one. Workspaces are full of NaN before: what was not stored is not read."""
+    monkeypatch.setattr(host, "MULTIPROCESSORS", blocks)
+    names = "batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim"
+    given = dict(zip(names, sizes, strict=True))
+    q, k, v, dout = make_tensors(**given)
+    config = WgmmaStoredConfig(tile_m=64, tile_n=64)
+    problem = Problem.of(q, k, v, **options)
+    monkeypatch.setattr(backward_wgmma_stored, "STORED_BYTES", 2 * config.head_bytes(problem))
+    assert len(config.rounds(problem)) > 1
+    check(plan_of(problem, STORED, config, arch=CPU), q, k, v, dout)
 
 
 @on_cpu

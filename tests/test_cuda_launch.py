@@ -11,7 +11,7 @@ from cuda_runs import CONFIG, with_nvrtc
 from multiattn.cuda import BACKEND, launch
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.backward_mma import dq_sum_bytes
-from multiattn.cuda.instances import kernels_of, launches_of
+from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import argument_of, params_of
 from multiattn.cuda.variants import WGMMA
 from multiattn.plan import abi
@@ -22,7 +22,8 @@ from multiattn.run import cache
 
 pytestmark = with_nvrtc
 SINKS = torch.zeros(4)
-HOPPER = ("wgmma", "wgmma_ordered", "wgmma_two_pass", "split_keys")  # whose kernels begin while those before them end
+HOPPER = ("wgmma", "wgmma_ordered", "wgmma_two_pass", "wgmma_stored", "split_keys")
+"""Variants whose kernels begin while those before them end."""
 SIZES = {"batch": 2, "seq_q": 300, "seq_kv": 500, "head_dim": 64}
 CASES = {
     "mma": ("forward", SPLIT_Q.name, {"causal": True}),
@@ -56,7 +57,7 @@ def plan_of(problem, variant=SPLIT_Q.name, config=None, direction="forward"):
 def bindings_of(plan, *, has_dlse=False):
     return [
         abi.Binding(
-            arguments=(argument_of(it.kernel, plan, has_dlse=has_dlse),), grid=(it.grid(132), 1, 1), image=it.image(),
+            arguments=(argument_of(it, plan, has_dlse=has_dlse),), grid=(it.grid(132), 1, 1), image=it.image(),
             constants={},
         )
         for it in launches_of(plan)
@@ -86,10 +87,11 @@ def test_the_driver_is_handed_every_tensor_of_each_kernel(driver, case):
 def test_names_of_kernels_and_bounds_of_a_window():
     """Bounds are numbers, at most those that hide nothing; sinks are an operand of a kernel of its own name."""
     problem = Problem.contiguous(heads_q=4, **SIZES, window=(70, None), has_sinks=True)
-    kernel = kernels_of(plan_of(problem))[-1]
+    launched = launches_of(plan_of(problem))[-1]
+    kernel = launched.kernel
     assert kernel.name.startswith("forward_bf16_d64_two_sided_")
     assert kernel.name.endswith("_sinks")
-    params = params_of(kernel, plan_of(problem))
+    params = params_of(launched, plan_of(problem))
     assert (params.left, params.right) == (70, 299)
 
 
@@ -143,7 +145,7 @@ def test_what_is_compiled_ahead_is_compiled_at_one_time_and_not_again(monkeypatc
 def test_the_sign_of_the_scale_is_apart(scale, sign):
     problem = Problem.contiguous(batch=1, heads_q=1, seq_q=4, head_dim=8, scale=scale)
     plan = plan_of(problem)
-    params = params_of(kernels_of(plan)[-1], plan)
+    params = params_of(launches_of(plan)[-1], plan)
     assert (params.scale_sign, params.scale_log2) == (sign, pytest.approx(problem.scale_log2))
     assert params.scale_log2 >= torch.finfo(torch.float32).tiny
 
@@ -153,4 +155,4 @@ def test_heads_share_l2_in_whole_groups():
         problem = Problem.contiguous(batch=1, heads_q=2 * heads_kv, heads_kv=heads_kv, seq_q=4, seq_kv=seq_kv,
                                      head_dim=128)  # fmt: skip
         plan = plan_of(problem)
-        assert params_of(kernels_of(plan)[-1], plan).heads_per_section == expected
+        assert params_of(launches_of(plan)[-1], plan).heads_per_section == expected

@@ -20,7 +20,7 @@ from multiattn.cuda.decode_wgmma import SplitWgmmaConfig
 from multiattn.cuda.family import areas_of
 from multiattn.cuda.forward_mma import CudaConfig
 from multiattn.cuda.forward_wgmma import SHAPES, WgmmaConfig
-from multiattn.cuda.instances import kernels_of, launches_of
+from multiattn.cuda.instances import launches_of
 from multiattn.cuda.params import params_of
 from multiattn.cuda.rules.hopper import WGMMA_RULES
 from multiattn.cuda.source import BackwardParams, ForwardParams, WgmmaParams
@@ -141,7 +141,7 @@ def test_a_persistent_grid_is_as_large_as_the_device_and_of_whole_clusters():
     plan = plan_of(problem_of(), replace(CONFIG, scheduler="static", cluster=2))
     (launch,) = launches_of(plan)
     assert [launch.grid(it) for it in (5, 132)] == [4, 4 * 2 * 4]
-    assert (params_of(kernels_of(plan)[-1], plan).forward.tiles, launch.kernel.cluster) == (4, 2)
+    assert (params_of(launches_of(plan)[-1], plan).forward.tiles, launch.kernel.cluster) == (4, 2)
     maps = tensor_maps(plan.problem, plan.config.box_rows(plan.problem))
     assert [it.box.extents[2] for it in maps.values()] == [128, 32, 32, 64]
 
@@ -289,7 +289,7 @@ def test_heads_run_in_sections(monkeypatch, causal, cluster, scheduler):
     """Two of the eight heads are a section; under a causal mask the last section has four."""
     monkeypatch.setattr(schedule, "KV_BYTES_SIDE_BY_SIDE", 1)
     plan, *_ = run_wgmma(replace(CONFIG, cluster=cluster, scheduler=scheduler), seq_q=500, causal=causal)
-    assert params_of(kernels_of(plan)[-1], plan).forward.heads_per_section == 2
+    assert params_of(launches_of(plan)[-1], plan).forward.heads_per_section == 2
 
 
 PLACES = """

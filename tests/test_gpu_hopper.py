@@ -36,6 +36,7 @@ FAMILIES: tuple[tuple[str, Direction, str], ...] = (
     ("cuda", "backward", "wgmma"),
     ("cuda", "backward", "wgmma_ordered"),
     ("cuda", "backward", "wgmma_two_pass"),
+    ("cuda", "backward", "wgmma_stored"),
     ("triton", "forward", "warp_specialized"),
     ("triton", "backward", "warp_specialized"),
     ("triton", "backward", "warp_specialized_two_pass"),

@@ -158,7 +158,7 @@ def test_lists_have_the_tiles_that_blocks_own_and_no_more(direction, variant, wa
     plan = plan_of(problem_of(4000, 6000, 5), direction=direction, variant=variant)
     rows = {"q": plan.config.tile_m if direction == "forward" else QUERY_TILES[variant], "kv": plan.config.tile_n}
     lists, *launches = launches_of(plan)
-    params = params_of(lists.kernel, plan)
+    params = params_of(lists, plan)
     blocks = {it.kernel.entry: it.blocks for it in launches}
     for entry, side in walks.items():
         heads, count = (plan.problem.heads_q, 4000) if side == "q" else (plan.problem.heads_kv, 6000)

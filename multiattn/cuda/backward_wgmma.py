@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from ctypes import Structure
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from multiattn.cuda import stream_k
 from multiattn.cuda.backward_mma import ROW_THREADS, ROW_TILE, backward_numbers, dq_sum_bytes, rows_launch
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded, tiles_of
 from multiattn.cuda.naming import aggregate, aggregate_of, traits_type
-from multiattn.cuda.source import Instance, PlannedLaunch, WgmmaBackwardParams
+from multiattn.cuda.source import Division, Instance, PlannedLaunch, WgmmaBackwardParams
 from multiattn.cuda.stream_k import Divided, steps_of_tiles
 from multiattn.cuda.wgmma import (
     BARRIER_BYTES,
@@ -83,7 +84,13 @@ class HopperBackwardConfig(WgmmaFamilyConfig):
         return {"statistics": rows * row_bytes, WORKSPACE: COUNTER_BYTES}
 
     def statistics(
-        self, problem: Problem, rows: int, name: str, *lists: str, has_dq_sum: bool = True, stream_k: bool = False
+        self,
+        problem: Problem,
+        rows: int,
+        name: str,
+        *lists: str,
+        has_dq_sum: bool = True,
+        behind: type[Structure] | None = None,
     ) -> PlannedLaunch:
         """The kernel of statistics, with blocks of so many queries."""
         sizes = {"head_dim": problem.head_dim, "threads": ROW_THREADS, "tile_rows": rows, "tile_m": self.tile_m}
@@ -98,7 +105,7 @@ class HopperBackwardConfig(WgmmaFamilyConfig):
             entry="prepare_statistics",
             traits=traits_type("StatisticsTraits", problem, config, *lists),
             packed=problem.packing is not None,
-            stream_k=stream_k,
+            lists=behind,
             params=WgmmaBackwardParams,
             threads=ROW_THREADS,
             overlaps=True,
@@ -236,7 +243,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         lists = ("multiattn::Packed",) if is_packed else ("multiattn::StreamK",) if is_divided else ()
         name = f"{'_packed' * is_packed}{'_stream_k' * is_divided}"
         return (
-            self.statistics(problem, ROW_TILE, name, *lists, stream_k=is_divided),
+            self.statistics(problem, ROW_TILE, name, *lists, behind=Division if is_divided else None),
             self._gradients(plan, division),
             rows_launch("convert_sums", problem, adds_dq=True, wide=True),
         )
@@ -265,7 +272,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
             header="backward_wgmma.cuh",
             rows="multiattn::StreamK" if is_divided else None,
             exponents=True,
-            stream_k=is_divided,
+            lists=Division if is_divided else None,
             params=WgmmaBackwardParams,
             threads=self.threads,
             smem_bytes=self.smem_bytes(problem),

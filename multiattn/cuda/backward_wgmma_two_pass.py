@@ -10,9 +10,10 @@ from typing import Any
 from multiattn.cuda.backward_wgmma import STATISTICS, HopperBackwardConfig
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded
 from multiattn.cuda.naming import aggregate, aggregate_of
-from multiattn.cuda.source import PlannedLaunch, WgmmaBackwardParams
+from multiattn.cuda.source import Instance, PlannedLaunch, WgmmaBackwardParams
 from multiattn.cuda.wgmma import (
     BARRIER_BYTES,
+    DEPTH,
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
     packed_check,
@@ -24,7 +25,7 @@ from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.config import Config
-from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
+from multiattn.plan.limits import Check, between, failed, limit_checks, limited, one_of, size_checks
 from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.plan.support import Reason
 from multiattn.plan.waves import Walk
@@ -64,11 +65,8 @@ class TwoPassQueriesConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WgmmaTwoPassConfig(HopperBackwardConfig):
-    """Launch parameters of Hopper's backward in two kernels: of dk and dv, and of dq.
-
-    Each has two warpgroups that compute and one that loads.
-    """
+class HopperKeysConfig(HopperBackwardConfig):
+    """Launch parameters of Hopper's kernel of dk and dv: a warpgroup for each gradient, and one that loads."""
 
     tile_m: int = limited(one_of(WARPGROUP_ROWS))
     tile_n: int = limited(one_of(WARPGROUP_ROWS))
@@ -78,12 +76,12 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
     """Buffers of dO."""
     kv_in_registers: bool = False
     """K and V are read into registers once a tile, for scores and dP, or by wgmma from shared memory in each step."""
-    dq: TwoPassQueriesConfig = field(default_factory=TwoPassQueriesConfig)
-    """The config of the kernel of dq."""
+    kept_steps: int = limited(between(0, 8), default=0)
+    """Steps of scores and dP, 16 columns each, whose K and V are in registers all the same."""
 
     @property
     def threads(self) -> int:
-        """Threads of a block of either kernel."""
+        """Threads of a block of this kernel, and of that of dq."""
         return WARPGROUP_THREADS * (WARPGROUPS + 1)
 
     def smem_bytes(self, problem: Problem) -> int:
@@ -94,13 +92,71 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
         return rows * row_bytes(problem) + weights + statistics + BARRIER_BYTES
 
     def registers_at_least(self, problem: Problem) -> int:
-        """32-bit registers a thread needs in the kernel of dk and dv: a gradient, scores or dP, weights or dS, K or V.
+        """32-bit registers a thread needs: a gradient, scores or dP, weights or dS, K or V.
 
         In the kernel of dq there are scores and dP, and neither K nor V.
         """
-        gradient, kept = padded(problem.head_dim, 8) // 2, padded(problem.head_dim) // 4 * self.kv_in_registers
+        gradient, kept = padded(problem.head_dim, 8) // 2, DEPTH // 4 * self.steps_in_registers(problem)
         scores, operand = self.tile_m // 2, self.tile_m // 4
         return gradient + scores + operand + max(kept, scores)
+
+    def steps_in_registers(self, problem: Problem) -> int:
+        """Steps of scores and dP, `DEPTH` columns each, whose K and V are in registers."""
+        return padded(problem.head_dim, DEPTH) // DEPTH if self.kv_in_registers else self.kept_steps
+
+    def key_checks(self, problem: Problem) -> tuple[Check, ...]:
+        """Checks of registers, and of boxes of a packed batch."""
+        registers, head_dim = self.registers_at_least(problem), problem.head_dim
+        needed = f"{registers} registers for a gradient, scores, weights, K or V ({self})"
+        has_room = not self.kv_in_registers or head_dim <= KEPT_TO
+        return (
+            (registers <= REGISTERS_MAX, needed, f"up to {REGISTERS_MAX}"),
+            (has_room, f"kv_in_registers of D={head_dim}", f"D up to {KEPT_TO}"),
+            packed_check(problem),
+        )
+
+    def blocks(self, problem: Problem) -> int:
+        """Blocks of either kernel, at most."""
+        return max(key_tiles(problem, self.tile_n), query_tiles(problem, QUERY_TILE))
+
+    def keys_kernel(self, plan: Plan, name: str = "", **more: Any) -> Instance:
+        """The kernel, with more of what `pass_kernel` takes."""
+        steps = self.steps_in_registers(plan.problem)
+        stages = {"q_stages": self.q_stages, "dout_stages": self.dout_stages}
+        config = aggregate("TwoPassKeysConfig", **stages, kept_steps=steps)
+        sizes = f"s{self.q_stages}_{self.dout_stages}{f'_kept{steps}' if steps else ''}{name}"
+        return self.pass_kernel(plan, "keys", config, sizes, self.smem_bytes(plan.problem), **more)
+
+    def pass_kernel(self, plan: Plan, owns: str, config: str, sizes: str, smem: int, **more: Any) -> Instance:
+        """The kernel whose blocks own keys, or one whose blocks own queries."""
+        return wgmma_kernel(
+            plan,
+            f"TwoPass{owns.title()}Traits",
+            config,
+            entry=f"backward_wgmma_{owns}",
+            sizes=sizes,
+            header=f"backward_wgmma_two_pass_{owns}.cuh",
+            params=WgmmaBackwardParams,
+            threads=self.threads,
+            smem_bytes=smem,
+            wgmma_columns=(self.tile_m, plan.problem.head_dim),  # of scores and dP, and of gradients; tile_n is tile_m
+            **more,
+        )
+
+    def numbers(self, plan: Plan) -> dict[str, Any]:
+        """Tiles of all kernels."""
+        return self.sectioned_numbers(plan, QUERY_TILE, QUERY_TILE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WgmmaTwoPassConfig(HopperKeysConfig):
+    """Launch parameters of Hopper's backward in two kernels: of dk and dv, and of dq.
+
+    Each has two warpgroups that compute and one that loads.
+    """
+
+    dq: TwoPassQueriesConfig = field(default_factory=TwoPassQueriesConfig)
+    """The config of the kernel of dq."""
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The kernel of dq, and that of dk and dv."""
@@ -116,17 +172,9 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
         """Reasons of fields alone, or of the problem with them."""
         if wrong := failed((*limit_checks(self), *limit_checks(self.dq))):
             return wrong
-        registers, head_dim = self.registers_at_least(problem), problem.head_dim
-        needed = f"{registers} registers for a gradient, scores, weights, K or V ({self})"
-        has_room = not self.kv_in_registers or head_dim <= KEPT_TO
-        checks = (
-            (registers <= REGISTERS_MAX, needed, f"up to {REGISTERS_MAX}"),
-            (has_room, f"kv_in_registers of D={head_dim}", f"D up to {KEPT_TO}"),
-            packed_check(problem),
-        )
-        blocks = max(key_tiles(problem, self.tile_n), query_tiles(problem, self.dq.tile_m))
         memory = max(self.smem_bytes(problem), self.dq.smem_bytes(problem))
-        return (*self.why_not_boxes(problem), *failed((*checks, *size_checks(self, arch, memory, blocks))))
+        sizes = size_checks(self, arch, memory, self.blocks(problem))
+        return (*self.why_not_boxes(problem), *failed((*self.key_checks(problem), *sizes)))
 
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """Statistics, dq, then dk and dv."""
@@ -134,38 +182,15 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
         lists = ("multiattn::Packed",) if packed else ()
         name = f"_two_pass{'_packed' * packed}"
         dq = self.dq
-        queries = aggregate_of(dq, "k_stages", "v_stages", "dp_late")
-        names = ("q_stages", "dout_stages", "kv_in_registers")
-        keys = aggregate("TwoPassKeysConfig", **{name: getattr(self, name) for name in names})
-        names_q = f"s{dq.k_stages}_{dq.v_stages}{'_dplate' * dq.dp_late}"
-        names_kv = f"s{self.q_stages}_{self.dout_stages}{'_kvregisters' * self.kv_in_registers}"
+        config = aggregate_of(dq, "k_stages", "v_stages", "dp_late")
+        sizes = f"s{dq.k_stages}_{dq.v_stages}{'_dplate' * dq.dp_late}"
+        queries = self.pass_kernel(plan, "queries", config, sizes, dq.smem_bytes(problem))
+        of_queries, of_keys = query_tiles(problem, dq.tile_m), key_tiles(problem, self.tile_n)
         return (
             self.statistics(problem, QUERY_TILE, name, *lists, has_dq_sum=False),
-            self._pass(plan, "queries", queries, names_q, dq.smem_bytes(problem)),
-            self._pass(plan, "keys", keys, names_kv, self.smem_bytes(problem)),
+            PlannedLaunch(kernel=queries, blocks=of_queries, is_persistent=True),
+            PlannedLaunch(kernel=self.keys_kernel(plan), blocks=of_keys, is_persistent=True),
         )
-
-    def _pass(self, plan: Plan, owns: str, config: str, sizes: str, smem: int) -> PlannedLaunch:
-        """The kernel whose blocks own keys, or the one whose blocks own queries."""
-        problem = plan.problem
-        kernel = wgmma_kernel(
-            plan,
-            f"TwoPass{owns.title()}Traits",
-            config,
-            entry=f"backward_wgmma_{owns}",
-            sizes=sizes,
-            header=f"backward_wgmma_two_pass_{owns}.cuh",
-            params=WgmmaBackwardParams,
-            threads=self.threads,
-            smem_bytes=smem,
-            wgmma_columns=(self.tile_m, problem.head_dim),  # of scores and dP, and of gradients; tile_n is tile_m
-        )
-        blocks = key_tiles(problem, self.tile_n) if owns == "keys" else query_tiles(problem, self.dq.tile_m)
-        return PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=True)
-
-    def numbers(self, plan: Plan) -> dict[str, Any]:
-        """Tiles of all kernels."""
-        return self.sectioned_numbers(plan, QUERY_TILE, QUERY_TILE)
 
     @classmethod
     def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[WgmmaTwoPassConfig]:
@@ -173,12 +198,12 @@ class WgmmaTwoPassConfig(HopperBackwardConfig):
         if not arch.is_gpu:
             return
         plain = cls(tile_m=64, tile_n=64)
-        for (q_stages, dout_stages), kept in itertools.product(_KEY_BUFFERS, (False, True)):
+        for (q_stages, dout_stages), kept in itertools.product(KEY_BUFFERS, (False, True)):
             yield replace(plain, q_stages=q_stages, dout_stages=dout_stages, kv_in_registers=kept)
         ways = (False, True) if problem.reads_keys else (False,)
         for dp_late, (k_stages, v_stages) in itertools.product(ways, _QUERY_BUFFERS):
             yield replace(plain, dq=replace(plain.dq, k_stages=k_stages, v_stages=v_stages, dp_late=dp_late))
 
 
-_KEY_BUFFERS = ((2, 2), (3, 2), (3, 3), (4, 3))  # of Q and of dO, in the kernel of dk and dv
+KEY_BUFFERS = ((2, 2), (3, 2), (3, 3), (4, 3))  # of Q and of dO, in the kernel of dk and dv
 _QUERY_BUFFERS = ((2, 1), (2, 2), (3, 1), (3, 2))  # of K and of V, in that of dq

@@ -37,7 +37,7 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     if not launch.kernel.arch_features:
         abi.flag(constants, emitted or {}, "unaligned", problem.alignment % VECTOR_BYTES != 0)
     return abi.Binding(
-        arguments=(argument_of(launch.kernel, plan),),
+        arguments=(argument_of(launch, plan),),
         grid=(launch.grid(most_multiprocessors(plan.arch)), 1, 1),
         image=image,
         constants=constants,

@@ -22,8 +22,8 @@ def launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
 
 
 def kernels_of(plan: Plan) -> tuple[Instance, ...]:
-    """The kernels that `plan` launches."""
-    return tuple(launch.kernel for launch in launches_of(plan))
+    """The kernels that `plan` launches, once each."""
+    return tuple(dict.fromkeys(launch.kernel for launch in launches_of(plan)))
 
 
 def list_launch(packing: Batching, *, overlaps: bool = False) -> PlannedLaunch:

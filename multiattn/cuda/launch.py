@@ -34,7 +34,7 @@ def _prepare(plan: Plan, device: int, *, has_dlse: bool = False) -> DriverLaunch
         kernel = launch.kernel
         function = _load(kernel, plan.arch, device)
         grid = (launch.grid(_multiprocessors(device)), 1, 1)
-        argument = argument_of(kernel, plan, has_dlse=has_dlse)
+        argument = argument_of(launch, plan, has_dlse=has_dlse)
         binding = abi.Binding(arguments=(argument,), grid=grid, image=launch.image(), constants={})
         kernels.append(LoadedKernel(function=function, binding=binding, overlaps=kernel.overlaps))
     areas, size = pack_areas(areas_of(plan))

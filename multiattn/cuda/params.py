@@ -13,7 +13,7 @@ from typing import Any
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.cuda.family import areas_of, config_of
 from multiattn.cuda.score import NOTHING, lowered_of, slots_of
-from multiattn.cuda.source import Instance, ListParams, MaskLists, Strides
+from multiattn.cuda.source import ListParams, MaskLists, PlannedLaunch, Strides
 from multiattn.cuda.structs import TENSOR_MAP
 from multiattn.cuda.wgmma import tensor_maps
 from multiattn.packed import TILE_LISTS
@@ -69,10 +69,11 @@ def _arguments(plan: Plan) -> Mapping[str, Any]:
     return found
 
 
-def params_of(kernel: Instance, plan: Plan) -> ctypes.Structure:
-    """The parameter struct of a kernel of a Plan, but for pointers and tensor maps."""
-    numbers = _numbers_of_lists(plan) if kernel.params is ListParams else {**numbers_of(plan), **_arguments(plan)}
-    return _filled(kernel.whole_params, numbers)
+def params_of(launch: PlannedLaunch, plan: Plan) -> ctypes.Structure:
+    """The parameter struct of a launch of a Plan, but for pointers and tensor maps."""
+    if launch.kernel.params is ListParams:
+        return _filled(launch.kernel.whole_params, _numbers_of_lists(plan))
+    return _filled(launch.kernel.whole_params, {**numbers_of(plan), **_arguments(plan), **launch.numbers})
 
 
 def _filled(kind: type[ctypes.Structure], numbers: Mapping[str, Any], prefix: str = "") -> ctypes.Structure:
@@ -90,9 +91,9 @@ def _prefix_in(kind: type[ctypes.Structure], name: str) -> str:
     return f"{name}." if kind is MaskLists else ""
 
 
-def argument_of(kernel: Instance, plan: Plan, *, has_dlse: bool = False) -> Struct:
-    """The one argument of a kernel of a Plan, as `params_of`. Pointers to what a launch does not have stay null."""
-    problem, params, areas = plan.problem, params_of(kernel, plan), areas_of(plan)
+def argument_of(launch: PlannedLaunch, plan: Plan, *, has_dlse: bool = False) -> Struct:
+    """The one argument of a launch of a Plan, as `params_of`. Pointers to what a launch does not have stay null."""
+    problem, params, areas = plan.problem, params_of(launch, plan), areas_of(plan)
     names = {"next_tile": WORKSPACE, **_arguments(plan)}
     absent = {"delta", "dq_sum", "key_sums", WORKSPACE, *TILE_LISTS, *PARTIAL} - set(areas)
     absent |= set(CACHE_TENSORS) - set(problem.cache_tensors if problem.packing is None else CU_SEQLENS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from multiattn.block_mask import BlockSpec
@@ -27,7 +27,9 @@ ForwardParams, WgmmaParams = _STRUCTS["ForwardParams"], _STRUCTS["WgmmaParams"]
 SplitParams, SplitWgmmaParams = _STRUCTS["SplitParams"], _STRUCTS["SplitWgmmaParams"]
 BackwardParams, WgmmaBackwardParams = _STRUCTS["BackwardParams"], _STRUCTS["WgmmaBackwardParams"]
 MaskLists, TileLists, Division = (_STRUCTS[it] for it in ("MaskLists", "TileLists", "Division"))
-"""Parameters that come behind the others: with a block mask, of a packed batch, where tiles are divided."""
+StoredHeads = _STRUCTS["StoredHeads"]
+"""Parameters that come behind the others: with a block mask, of a packed batch, where tiles are divided, or dS is
+stored."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
@@ -67,13 +69,13 @@ class Instance:
     """The block mask whose lists it walks over."""
     packed: bool = False
     """Its tiles are those that the lists of a packed batch name."""
-    stream_k: bool = False
-    """Its tiles are divided among blocks."""
+    lists: type[ctypes.Structure] | None = None
+    """Parameters behind those of a kernel whose tiles are divided among blocks, or whose dS is stored."""
 
     @property
     def whole_params(self) -> type[ctypes.Structure]:
         """`params`, and what comes behind them."""
-        lists = MaskLists if self.blocks is not None else Division if self.stream_k else None
+        lists = self.lists if self.blocks is None else MaskLists
         tiles = TileLists if self.packed else None
         return with_aux(self.params, self.score, self.slots, lists, tiles)
 
@@ -92,6 +94,8 @@ class PlannedLaunch:
     """As many as there is work for."""
     is_persistent: bool = False
     """True where a block takes one piece of work after another: then a block per SM will do."""
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """Fields of its parameters that are the launch's own."""
 
     def grid(self, multiprocessors: int) -> int:
         """Blocks to launch on a device of so many SMs: whole clusters."""
@@ -136,7 +140,7 @@ def _params(kernel: Instance) -> str:
     behind = ["NoScore" if kernel.score is None else text_of(kernel.score, kernel.slots)[0]]
     behind += [] if kernel.blocks is None else [MaskLists.__name__]
     behind += [TileLists.__name__] if kernel.packed else []
-    behind += [Division.__name__] if kernel.stream_k else []
+    behind += [] if kernel.lists is None else [kernel.lists.__name__]
     made = f"WithAux<{', '.join((kernel.params.__name__, *behind))}>::Type"
     return f"namespace multiattn {{ using {name} = {made}; }}\n{check}"
 

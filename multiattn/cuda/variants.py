@@ -10,6 +10,7 @@ from multiattn.cuda import axes as points
 from multiattn.cuda.axes import Axes
 from multiattn.cuda.backward_mma import BackwardConfig
 from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
+from multiattn.cuda.backward_wgmma_stored import WgmmaStoredConfig
 from multiattn.cuda.backward_wgmma_two_pass import WgmmaTwoPassConfig
 from multiattn.cuda.decode_mma import CudaSplitConfig
 from multiattn.cuda.decode_wgmma import SplitWgmmaConfig
@@ -22,6 +23,7 @@ from multiattn.cuda.rules.hopper import (
     WGMMA_BACKWARD_RULES,
     WGMMA_ORDERED_RULES,
     WGMMA_RULES,
+    WGMMA_STORED_RULES,
     WGMMA_TWO_PASS_RULES,
 )
 from multiattn.layout import VECTOR_BYTES
@@ -141,6 +143,13 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         capability=_wgmma_capability(head_dim_max=128, scores=True),
         rules=WGMMA_BACKWARD_RULES,
         deterministic=False,
+    ),
+    _variant(
+        WgmmaStoredConfig,
+        name="wgmma_stored",
+        summary="Hopper: as wgmma_two_pass, but dS is stored, for some heads at a time, and dq is one product of it",
+        capability=_wgmma_capability(scores=True, packing=False),
+        rules=WGMMA_STORED_RULES,
     ),
     _variant(
         WgmmaBackwardConfig,

@@ -34,7 +34,14 @@ from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.config import Config
 from multiattn.plan.limits import AT_LEAST_1, Check, failed, limit_checks, limited
-from multiattn.plan.schedule import key_tiles, most_multiprocessors, one_width, query_tiles, two_widths
+from multiattn.plan.schedule import (
+    STORED_BYTES,
+    key_tiles,
+    most_multiprocessors,
+    one_width,
+    query_tiles,
+    two_widths,
+)
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.waves import Side, Walk
 from multiattn.problem import Problem
@@ -183,9 +190,6 @@ def settled(problem: Problem, arch: Arch, config: OnePassConfig) -> OnePassConfi
 
 
 # ---------------------------------------------------------------- memory
-
-STORED_BYTES = 1 << 30
-"""The most memory for ds. A launch has as many heads as it holds: 16 at N=4096 and 2 at N=16384."""
 
 
 def stored_areas(problem: Problem, config: StoredConfig) -> Mapping[str, Layout]:

@@ -16,6 +16,8 @@ COUNTER_BYTES = 16
 """Size of the tile counter of a dynamic scheduler: one int32, rounded as an allocator rounds it."""
 ROWS_MAX = 2**31 - 1 - 256
 """The most rows of a sequence: they are counted in 32 bits, and a tile may end beyond the last one."""
+STORED_BYTES = 1 << 30
+"""The most memory for dS where a backward stores it. A launch has as many heads as it holds: 2 at N=16384."""
 KV_BYTES_SIDE_BY_SIDE = 16 << 20
 """K and V of heads whose tiles run side by side: a part of L2 (40 MB on A100, 50 on H100). A guess, not measured."""
 

@@ -93,7 +93,7 @@ class CpuLauncher:
         self.counts = {it.kernel.name: self._run(it, addresses, has_dlse) for it in self._launches}
 
     def _run(self, launch: PlannedLaunch, addresses: Mapping[str, int], has_dlse: bool) -> Any:
-        argument = argument_of(launch.kernel, self._plan, has_dlse=has_dlse)
+        argument = argument_of(launch, self._plan, has_dlse=has_dlse)
         params = aligned(pack(argument, addresses, encode_map))
         kernel, blocks = launch.kernel, launch.grid(MULTIPROCESSORS)
         sizes = {"threads": kernel.threads, "smem_bytes": kernel.smem_bytes, "cluster": kernel.cluster}

@@ -355,8 +355,8 @@ void bulk_load(SharedAddress target, const void* source, int bytes, SharedAddres
 void bulk_add_if(bool predicate, float* target, SharedAddress source, int bytes) {
   if (predicate) hopper().store_run("bulk_add_if", target, source, bytes, true);
 }
-void bulk_store_if(bool predicate, float* target, SharedAddress source, int bytes) {
-  if (predicate) hopper().store_run("bulk_store_if", target, source, bytes, false);
+void bulk_store_if(bool predicate, void* target, SharedAddress source, int bytes) {
+  if (predicate) hopper().store_run("bulk_store_if", static_cast<float*>(target), source, bytes, false);
 }
 void tma_store_commit() { hopper().commit_stores(); }
 

@@ -69,7 +69,7 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void begin() {
     Shared::ring_k().await_full(k_);
     if constexpr (T::KEEPS_K)
-      if (!tile().is_none()) read_rows<TileKV>(kept_k_, Shared::k(k_.slot), own_row);
+      if (!tile().is_none()) read_rows<TileKV, T::DIM_STEPS>(kept_k_, Shared::k(k_.slot), own_row);
   }
 
   // Read again wherever it is asked for, as registers are scarce.
@@ -286,7 +286,7 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
   // sums[64, TILE_M] = the warpgroup's rows of K or V times those of Q or dO
   template <bool KEPT, bool ADDS>
   DEVICE void multiply(Scores& sums, const Fragment (&kept)[T::DIM_STEPS], SharedAddress keys, SharedAddress queries) {
-    multiply_rows<E, T::TILE_M, TileKV, TileQ, KEPT, ADDS>(sums, kept, keys + GROUP * T::WARPGROUP_KEYS * TileKV::ROW_BYTES, queries);
+    multiply_rows<E, T::TILE_M, TileKV, TileQ, KEPT ? T::DIM_STEPS : 0, ADDS>(sums, kept, keys + GROUP * T::WARPGROUP_KEYS * TileKV::ROW_BYTES, queries);
   }
 
   static DEVICE void clear(float (&gradient)[T::HEAD_DIM / 2]) {

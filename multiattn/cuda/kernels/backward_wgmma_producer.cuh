@@ -13,7 +13,7 @@ template <class T>
 DEVICE KeyTiles count_key_tiles(const typename T::Params& params) {
   int of_head = params.backward.tiles_kv;
   if constexpr (IS_PACKED<typename T::Blocked>) of_head = find_sequence(params.lists.key_list, 0).tiles;
-  return {of_head, of_head * params.backward.heads_kv_all};
+  return {of_head, of_head * heads_of_launch<T>(params).count};
 }
 
 // The tile of keys that has this place among all. Those of one place run side by side, and so do heads that share L2. Under a
@@ -21,7 +21,9 @@ DEVICE KeyTiles count_key_tiles(const typename T::Params& params) {
 template <class T>
 DEVICE KeyTile<T> key_tile(const typename T::Params& params, const KeyTiles& tiles, int index) {
   if (index >= tiles.all) return {NO_TILE, 0, 0, {}};
-  const auto [head_kv, place] = Place::of(index, tiles.of_head, params.backward.heads_kv_all, params.backward.sections_kv);
+  const HeadRange heads = heads_of_launch<T>(params);
+  const Place it = Place::of(index, tiles.of_head, heads.count, params.backward.sections_kv);
+  const int head_kv = heads.first + it.head, place = it.place;
   if constexpr (IS_PACKED<typename T::Blocked>) {
     const ListedTile listed = find_sequence(params.lists.key_list, place);
     return {listed.first_row, head_kv, listed.number, listed.sequence};
@@ -75,7 +77,7 @@ class BackwardProducer {
   // begun.
   DEVICE int next() const {
     const int begun = AWAITS_EARLIER ? 0 : static_cast<int>(block_count());
-    return begun + atomic_add_global(params_.next_tile, 1);
+    return begun + atomic_add_global(params_.next_tile, 1) - heads_of_launch<T>(params_).first * params_.backward.tiles_kv;
   }
 
   // The tile, as soon as there is a slot for its K.

@@ -5,6 +5,7 @@
 #include "multiattn/descriptor.cuh"
 #include "multiattn/mask.cuh"
 #include "multiattn/ragged.cuh"
+#include "multiattn/stored.cuh"
 #include "multiattn/stream_k.cuh"
 #include "wgmma_ring.cuh"
 

@@ -25,6 +25,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
   using PlaceQ = RingPlace<T::Q_STAGES>;
   using PlaceDout = RingPlace<T::DOUT_STAGES>;
   static constexpr bool IS_MODIFIED = OF_V && HAS_SCORE<typename T::Score>;  // it makes weights of an expression's scores
+  static constexpr bool STORES_DS = !OF_V && T::STORES_DS;
 
  public:
   DEVICE explicit GradientWarpgroup(const typename T::Params& params) : params_(params) {}
@@ -44,6 +45,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
       place_.advance();
       write();
     }
+    if constexpr (STORES_DS) tma_store_wait_read<0>();
   }
 
  private:
@@ -52,16 +54,14 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
     Shared::ring_k().await_full(place_);
     tile_ = load_key_tile<T>(Shared::tile_place(0));
     if (tile_.is_none()) return;
-    if constexpr (OF_V && T::KEEPS_KV) read_rows<TileKV>(kept_, Shared::k(0), warp_row_again);
+    if constexpr (OF_V && T::KEPT_STEPS > 0) read_rows<TileKV, T::KEPT_STEPS>(kept_, Shared::k(0), warp_row_again);
     if constexpr (!OF_V || T::KEEPS_KV) Shared::ring_k().release_apart(0);  // of dK: only the tile was read
   }
 
   DEVICE void await_v() {
     Shared::ring_v().await_full(place_);
-    if constexpr (T::KEEPS_KV) {
-      read_rows<TileKV>(kept_, Shared::v(), warp_row_again);
-      Shared::ring_v().release_apart(0);
-    }
+    if constexpr (T::KEPT_STEPS > 0) read_rows<TileKV, T::KEPT_STEPS>(kept_, Shared::v(), warp_row_again);
+    if constexpr (T::KEEPS_KV) Shared::ring_v().release_apart(0);
   }
 
   // K, or V, is used no more in this tile.
@@ -76,12 +76,15 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void walk(const Blocks& blocks, int steps) {
     block_ = blocks.begin;
     if constexpr (IS_MODIFIED) this->head = tile_.head_kv * params_.backward.group % params_.backward.heads_q;
+    if constexpr (STORES_DS)
+      ds_ = ds_image<T>(params_, tile_.head_kv * params_.backward.group, tile_.first_key / T::TILE_N, block_);
     make_products(steps_);
     weigh(blocks);
     pack();
     for (int left = steps - 1; left > 0; --left) step(blocks);
     add_gradient();
     release_keys();
+    if constexpr (STORES_DS) hand_over_ds();
     wgmma_wait<0>();
     release_gradient_input(steps_++);
   }
@@ -90,6 +93,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void step(const Blocks& blocks) {
     add_gradient();
     make_products(steps_ + 1);
+    if constexpr (STORES_DS) hand_over_ds();
     wgmma_wait<1>();
     release_gradient_input(steps_);
     advance(blocks);
@@ -99,6 +103,11 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
 
   DEVICE void advance(const Blocks& blocks) {
     ++steps_;
+    if constexpr (STORES_DS) {
+      const BackwardParams& backward = params_.backward;
+      const int64 of_head = static_cast<int64>(backward.tiles_kv) * (2 * backward.tiles_q_own);
+      ds_ += (block_ + 1 == blocks.end ? of_head - (blocks.end - 1 - blocks.begin) : 1) * DS_IMAGE_BYTES;
+    }
     if constexpr (IS_MODIFIED) this->head += block_ + 1 == blocks.end;
     if (++block_ == blocks.end) block_ = blocks.begin;  // of the next head
   }
@@ -187,6 +196,26 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
                         {operand_[i][0], operand_[i][1], operand_[i][2], operand_[i][3]});
       send_weights(place);
     }
+    if constexpr (STORES_DS) place_ds();
+  }
+
+  // dS^T to the buffer that the store before the last has read: 16 keys of each warp, which stores them for itself.
+  DEVICE void place_ds() const {
+    if (thread_index() % WARP == 0) tma_store_wait_read<T::DS_BUFFERS - 1>();
+    sync_warp();
+    const auto fragments = FragmentReader<typename T::TileDS::Panel>::down();
+    const SharedAddress rows = recomputed(Shared::ds_to_store(steps_ % T::DS_BUFFERS));
+#pragma unroll
+    for (int i = 0; i < T::QUERY_STEPS; ++i) stmatrix_x4(fragments.address(rows, warp_row_again(), i * 16), operand_[i]);
+  }
+  // While products are made, as the fence takes long.
+  DEVICE void hand_over_ds() const {
+    fence_async_shared();
+    sync_warp();  // all lanes have written
+    const int own = warp_row_again() * T::TileDS::ROW_BYTES;
+    bulk_store_if(thread_index() % WARP == 0, ds_ + own, Shared::ds_to_store(steps_ % T::DS_BUFFERS) + own,
+                  16 * T::TileDS::ROW_BYTES);
+    tma_store_commit();
   }
 
   static DEVICE void send_weights(const WeightsPlace& place) {
@@ -227,7 +256,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
   }
 
   DEVICE void multiply(SharedAddress keys, SharedAddress queries) {
-    multiply_rows<E, T::TILE_M, TileKV, TileQ, T::KEEPS_KV>(products_, kept_, keys, queries);
+    multiply_rows<E, T::TILE_M, TileKV, TileQ, T::KEPT_STEPS>(products_, kept_, keys, queries);
   }
 
   // dV[64, D] += P^T dO, or dK += dS^T Q, of this step
@@ -261,6 +290,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
   RingPlace<1> place_;  // of K and of V
   uint32 steps_ = 0;    // before this one, of all tiles
   int block_;           // that the products are of
+  char* ds_ = nullptr;  // where its dS^T is stored
   float products_[T::TILE_M / 2];     // scores, weights or dP^T [64, TILE_M]
   uint32 operand_[T::QUERY_STEPS][4];  // P^T or dS^T
   float gradient_[T::HEAD_DIM / 2];  // [64, HEAD_DIM]

@@ -11,21 +11,22 @@ namespace multiattn {
 struct TwoPassKeysConfig {
   int q_stages;     // tiles of Q in shared memory, with lse and delta of their queries
   int dout_stages;  // tiles of dO
-  bool kv_in_registers;  // once a tile
+  int kept_steps;   // of scores and dP, 16 columns each: K and V are read into registers once a tile
 };
 
 template <class Element, Features F, TwoPassKeysConfig C, class Score = NoScore, class Blocked = NoBlockMask>
 struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked> {
   static constexpr int K_STAGES = 1, Q_STAGES = C.q_stages, DOUT_STAGES = C.dout_stages;
-  static constexpr bool KEEPS_KV = C.kv_in_registers;
   static constexpr bool DESCENDS = false;  // walks begin with the first queries
   static constexpr int WARPGROUPS = 2;  // of a gradient each; one more loads
   static constexpr int GROUP_WARPS = 4;
   static constexpr int TILE_M = 64, TILE_N = 64;
   static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
   static constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;            // of a thread; the three have 504
-  static constexpr bool IS_CROWDED = KEEPS_KV && F.head_dim > 160;  // no room for weights before dP is there
   static constexpr int DIM_STEPS = (F.head_dim + 15) / 16, QUERY_STEPS = TILE_M / 16;  // of a wgmma
+  static constexpr int KEPT_STEPS = C.kept_steps;
+  static constexpr bool KEEPS_KV = KEPT_STEPS == DIM_STEPS;  // nobody reads the tiles again
+  static constexpr bool IS_CROWDED = KEEPS_KV && F.head_dim > 160;  // no room for weights before dP is there
 
   using TileQ = PanelTile<TILE_M, F.head_dim>;  // of Q and dO
   using TileKV = PanelTile<TILE_N, F.head_dim>;
@@ -33,27 +34,32 @@ struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked
   using RingQ = Ring<Q_STAGES>;
   using RingDout = Ring<DOUT_STAGES>;
   static constexpr int WEIGHT_STAGES = 2, WEIGHT_BYTES = TILE_M * TILE_N * 2;
+  static constexpr bool STORES_DS = IS_STORED<Blocked>;
+  using TileDS = PanelTile<TILE_N, TILE_M>;  // of dS^T: rows are keys
+  static constexpr int DS_BUFFERS = 2;
   using RingDS = Ring<WEIGHT_STAGES>;
   static constexpr bool ORDERED = false;
   static constexpr int SIDE_WARPS = 0;
   static constexpr int TURNS = 0, STATISTICS = 2, STATISTICS_BYTES = STATISTICS * TILE_M * 4;  // lse and delta
 
-  // Shared memory: K, V, stages of Q, of dO, of weights, of statistics, then barriers and what the tile of keys is.
+  // Shared memory: K, V, stages of Q, of dO, of weights, dS^T to be stored, statistics, then barriers and what the tile of keys is.
   static constexpr int V_AT = TileKV::BYTES, Q_AT = V_AT + TileKV::BYTES;
   static constexpr int DOUT_AT = Q_AT + Q_STAGES * TileQ::BYTES;
   static constexpr int WEIGHTS_AT = DOUT_AT + DOUT_STAGES * TileQ::BYTES;
-  static constexpr int STATISTICS_AT = WEIGHTS_AT + WEIGHT_STAGES * WEIGHT_BYTES;
+  static constexpr int DS_AT = WEIGHTS_AT + WEIGHT_STAGES * WEIGHT_BYTES;
+  static constexpr int STATISTICS_AT = DS_AT + STORES_DS * DS_BUFFERS * TileDS::BYTES;
   static constexpr int BARRIERS_AT = STATISTICS_AT + Q_STAGES * STATISTICS_BYTES;
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
   static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: multiples of 8 up to 256");
   static_assert(Q_STAGES >= 2 && DOUT_STAGES >= 2, "q_stages, dout_stages: 2 and more");
-  static_assert(!KEEPS_KV || F.head_dim <= 192, "kv_in_registers: head_dim up to 192");
+  static_assert(F.head_dim / 2 + 4 * KEPT_STEPS <= 168, "kept_steps: registers beside a gradient's");
 };
 
 template <class T>
 struct TwoPassKeysShared : BackwardShared<T> {
   static DEVICE SharedAddress weights(int slot) { return shared_base() + T::WEIGHTS_AT + slot * T::WEIGHT_BYTES; }
+  static DEVICE SharedAddress ds_to_store(int buffer) { return shared_base() + T::DS_AT + buffer * T::TileDS::BYTES; }
   static DEVICE auto ring_weights() { return BackwardShared<T>::ring_ds(); }
 
   static DEVICE void init() {

@@ -5,15 +5,16 @@
 
 namespace multiattn {
 
-// sums[64, N] = 64 rows of a tile times N rows of another, or += if ADDS. The first are in shared memory or, KEPT, in registers.
-template <class E, int N, class TileA, class TileB, bool KEPT, bool ADDS = false, int STEPS>
+// sums[64, N] = 64 rows of a tile times N rows of another, or += if ADDS. KEPT steps of the first are in registers, the others in
+// shared memory.
+template <class E, int N, class TileA, class TileB, int KEPT, bool ADDS = false, int STEPS>
 DEVICE void multiply_rows(float (&sums)[N / 2], const Fragment (&kept)[STEPS], SharedAddress left, SharedAddress right) {
   const Descriptor a(recomputed(left), 16), b(right, 16);
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
     const uint64 columns = b.at(i / 4 * TileB::PANEL_BYTES + i % 4 * 32);
-    if constexpr (KEPT)
+    if (i < KEPT)
       wgmma_rs<E, N>(sums, kept[i].reg, columns, ADDS || i > 0);
     else
       wgmma_ss<E, N>(sums, a.at(i / 4 * TileA::PANEL_BYTES + i % 4 * 32), columns, ADDS || i > 0);
@@ -39,12 +40,12 @@ DEVICE void pack_operand(uint32 (&packed)[STEPS][4], const float (&values)[8 * S
   for (int i = 0; i < 4 * STEPS; ++i) packed[i / 4][i % 4] = pack<E>(values[2 * i], values[2 * i + 1]);
 }
 
-// The warp's 16 rows of a tile from `row()` on, as operand A.
-template <class Tile, int STEPS, class Row>
+// The warp's 16 rows of a tile from `row()` on, as operand A of COUNT steps.
+template <class Tile, int COUNT, int STEPS, class Row>
 DEVICE void read_rows(Fragment (&kept)[STEPS], SharedAddress tile, Row row) {
   const auto reader = FragmentReader<typename Tile::Panel>::down();
 #pragma unroll
-  for (int i = 0; i < STEPS; ++i) kept[i] = reader.load(tile + i / 4 * Tile::PANEL_BYTES, row(), i % 4 * 16);
+  for (int i = 0; i < COUNT; ++i) kept[i] = reader.load(tile + i / 4 * Tile::PANEL_BYTES, row(), i % 4 * 16);
 }
 
 // A row of CHUNKS chunks, of which each lane of a quad has the pairs of columns `pair(chunk)`: they gather 16 bytes a lane.

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
+from multiattn.cuda.backward_wgmma_stored import StoredQueriesConfig, WgmmaStoredConfig
 from multiattn.cuda.backward_wgmma_two_pass import TwoPassQueriesConfig, WgmmaTwoPassConfig
 from multiattn.cuda.decode_mma import LONE_MAX
 from multiattn.cuda.decode_wgmma import SplitWgmmaConfig
@@ -124,20 +125,30 @@ WGMMA_BACKWARD_RULES: tuple[Rule[WgmmaBackwardConfig], ...] = (
         _H100 + "at D=96, N=2048 525 / 407 TFLOPS; dQ from registers 508 / 405, in halves 485 / 397",
         scored=False,
     ),
-    _rule((97, 128), _HALVES, _H100 + _LONG, seq_min=513, scored=False),
+    _rule((97, 128), _HALVES, _H100 + _LONG, seq_min=1025, scored=False),
+    _rule((97, 128), _HALVES, _H100 + _LONG, seq_min=513, scored=False, packed=True),
+    _rule((97, 120), _HALVES, _H100 + _LONG, seq_min=513, scored=False),
     _rule(
-        (97, 128),
+        (97, 120),
         _HALVES,
-        "H200 2026-11-29, N=512, H*D=2048 in bf16, full: 382 TFLOPS, two passes 364",
+        "H200 2026-11-29, at D=128, N=512, H*D=2048 in bf16, full: 382 TFLOPS, two passes 364",
         banded=False,
         seq_min=512,
         scored=False,
     ),
     _rule(
+        (121, 128),
+        _HALVES,
+        "H200 2026-11-29, N=1024, H*D=2048 in bf16, full: 502 TFLOPS, with dS stored 488",
+        banded=False,
+        seq_min=513,
+        scored=False,
+    ),
+    _rule(
         (97, 128),
         _HALVES,
-        "H200 2026-11-29: two passes are faster where the kernels around this one weigh most: N=512 causal 247 TFLOPS, "
-        "this one 234",
+        "H200 2026-11-29: others are faster where the kernels around this one weigh most: N=512 full 363 TFLOPS, with "
+        "dS stored 384; causal 237, with dS stored 276, in two passes 246",
         only_named=True,
         scored=False,
     ),
@@ -258,6 +269,42 @@ WGMMA_TWO_PASS_RULES: tuple[Rule[WgmmaTwoPassConfig], ...] = (
     *TWO_PASS_SCORED,
     Rule(arches=("cpu",), head_dim_max=192, config=_TWO_PASS_KEPT, why="emulated: as on sm90", only_named=True),
     Rule(arches=("cpu",), config=_TWO_PASS, why="emulated: as on sm90", only_named=True),
+)
+"""First match wins."""
+
+_STORED = WgmmaStoredConfig(tile_m=64, tile_n=64, kept_steps=4)
+_STORED_KEPT = replace(
+    _STORED, q_stages=3, dout_stages=3, kept_steps=0, kv_in_registers=True, dq=StoredQueriesConfig(stages=5)
+)
+_H200_STORED = "H200 2026-11-29, H*D=2048 in bf16, dS stored / two passes: "
+_NO_BIAS = COMPILED + "a bias spills up to 16 words in a loop, and goes to two passes"
+WGMMA_STORED_RULES: tuple[Rule[WgmmaStoredConfig], ...] = (
+    _rule(
+        (121, 128),
+        _STORED_KEPT,
+        _H200_STORED + "D=128 N=512 384 / 341 TFLOPS, causal 276 / 246. Beside tiles that add in order: N=4096 524 for "
+        "509, causal 511 for 450, N=16384 540 for 535, causal 544 for 510",
+        scored=False,
+    ),
+    _rule(
+        (129, 192),
+        _STORED_KEPT,
+        _H200_STORED
+        + "N=4096 full, N=16384 causal, N=1024 causal: D=192 669 / 523, 615 / 478, 421 / 357 TFLOPS, D=160 "
+        "533 / 502, 521 / 430, 372 / 324; ALiBi, softcap at D=160 N=4096 causal 494 / 409, 485 / 365",
+        reads_keys=False,
+    ),
+    _rule(
+        (193, 256),
+        _STORED,
+        _H200_STORED + "D=256 N=16384 604 / 477, causal 583 / 454 TFLOPS, N=4096 578 / 474, N=512 437 / 366, causal "
+        "291 / 243; no K and V in registers 594, 575, 574; N=4096 causal with ALiBi 563 / 408, softcap 569 / 391",
+        reads_keys=False,
+    ),
+    _rule((1, 192), _STORED_KEPT, "H200 2026-11-29: one pass is faster, at D=64 N=1024 full 451 for 302 TFLOPS, at D=96 435 for 379", only_named=True),
+    _rule((193, 256), replace(_STORED, kept_steps=0), _NO_BIAS, only_named=True),
+    Rule(arches=("cpu",), head_dim_max=192, config=_STORED_KEPT, why="emulated: as on sm90", only_named=True),
+    Rule(arches=("cpu",), config=_STORED, why="emulated: as on sm90", only_named=True),
 )
 """First match wins."""
 

@@ -160,4 +160,10 @@ struct Division {
   int32 range_steps;  // of each, but the last may have fewer
 };
 
+// Behind them where dS is stored, of some heads at a time.
+struct StoredHeads {
+  void* ds;                // workspace: dS^T of a tile of keys and one of queries, as `ds_image` says
+  int32 first_head, heads; // of keys, through the batch: those of the launch
+};
+
 }  // namespace multiattn

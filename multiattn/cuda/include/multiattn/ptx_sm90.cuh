@@ -197,7 +197,7 @@ DEVICE void bulk_add_if(bool predicate, float* target, SharedAddress source, int
       : "memory");
 }
 // Stores instead what `bulk_add_if` adds.
-DEVICE void bulk_store_if(bool predicate, float* target, SharedAddress source, int bytes) {
+DEVICE void bulk_store_if(bool predicate, void* target, SharedAddress source, int bytes) {
   asm volatile(
       "{.reg .pred chosen;\n"
       "setp.ne.b32 chosen, %0, 0;\n"

@@ -84,7 +84,7 @@ inline void tma_store(const TensorMap& map, SharedAddress source, int column, in
 }
 // Whole lines, as bulk_load.
 void bulk_add_if(bool predicate, float* target, SharedAddress source, int bytes);
-void bulk_store_if(bool predicate, float* target, SharedAddress source, int bytes);
+void bulk_store_if(bool predicate, void* target, SharedAddress source, int bytes);
 void tma_store_commit();
 template <int N>
 inline void tma_store_wait_read() {

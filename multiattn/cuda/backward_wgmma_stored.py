@@ -1,0 +1,127 @@
+"""The backward for Hopper with dS stored: a kernel for dk and dv, and one for dq; `backward_wgmma_stored.cuh`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from multiattn.cuda.backward_wgmma_two_pass import KEY_BUFFERS, QUERY_TILE, HopperKeysConfig
+from multiattn.cuda.family import ELEMENT_BYTES, NO_FLAGS
+from multiattn.cuda.naming import features_of, traits_type
+from multiattn.cuda.source import Instance, PlannedLaunch, StoredHeads, WgmmaBackwardParams
+from multiattn.cuda.wgmma import BARRIER_BYTES, WARPGROUP_ROWS, product_columns, row_bytes
+from multiattn.plan.arch import Arch
+from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.config import Config
+from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
+from multiattn.plan.schedule import STORED_BYTES
+from multiattn.plan.support import Reason
+from multiattn.plan.waves import Walk
+from multiattn.problem import Problem
+
+_DS_BUFFERS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredQueriesConfig(Config):
+    """Launch parameters of the kernel of dq."""
+
+    tile_m: int = limited(one_of(QUERY_TILE), default=QUERY_TILE)
+    tile_n: int = limited(one_of(WARPGROUP_ROWS), default=WARPGROUP_ROWS)
+    stages: int = limited(between(2, 8), default=4)
+    """Buffers of K, with dS of its keys."""
+
+    def smem_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory of a block, which the kernel asserts when compiled."""
+        return self.stages * self.tile_n * (row_bytes(problem) + self.tile_m * ELEMENT_BYTES) + BARRIER_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WgmmaStoredConfig(HopperKeysConfig):
+    """Launch parameters of Hopper's backward with dS stored.
+
+    The kernel of dk and dv, which stores it, and that of dq, one product, take turns: each has as many heads at a time
+    as `STORED_BYTES` have dS of.
+    """
+
+    dq: StoredQueriesConfig = field(default_factory=StoredQueriesConfig)
+    """The config of the kernel of dq."""
+
+    def smem_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory of a block of the kernel of dk and dv, which asserts it when compiled."""
+        return HopperKeysConfig.smem_bytes(self, problem) + _DS_BUFFERS * self.tile_m * self.tile_n * ELEMENT_BYTES
+
+    def walks(self, problem: Problem) -> tuple[Walk, ...]:
+        """That of dk and dv, and the kernel of dq."""
+        columns = product_columns(problem)
+        return self.walk("kv", columns, products=4, begin=5), self.dq.walk("q", columns, products=1, begin=5)
+
+    def head_bytes(self, problem: Problem) -> int:
+        """Bytes of dS of a head of keys: whole tiles of both kernels."""
+        rows = -(-problem.seq_q // QUERY_TILE) * QUERY_TILE * problem.group
+        return max(rows * -(-problem.seq_kv // self.tile_n) * self.tile_n * ELEMENT_BYTES, 1)
+
+    def rounds(self, problem: Problem) -> list[range]:
+        """The heads of keys of each turn, which count through the batch: nearly as many in each."""
+        heads = problem.batch * problem.heads_kv
+        turns = -(-heads // max(STORED_BYTES // self.head_bytes(problem), 1))
+        each = max(-(-heads // max(turns, 1)), 1)
+        return [range(first, min(first + each, heads)) for first in range(0, heads, each)]
+
+    def areas(self, problem: Problem) -> dict[str, int]:
+        """Statistics, the counters, and dS of the heads of a turn."""
+        most = max(map(len, self.rounds(problem)), default=0)
+        return {**HopperKeysConfig.areas(self, problem), "ds": most * self.head_bytes(problem)}
+
+    def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
+        """Reasons of fields alone, or of the problem with them."""
+        if wrong := failed((*limit_checks(self), *limit_checks(self.dq))):
+            return wrong
+        head_bytes = self.head_bytes(problem)
+        needed = f"{head_bytes >> 20} MiB for dS of one head of keys"
+        checks = ((head_bytes <= STORED_BYTES, needed, f"up to {STORED_BYTES >> 20} MiB"), *self.key_checks(problem))
+        memory = max(self.smem_bytes(problem), self.dq.smem_bytes(problem))
+        sizes = size_checks(self, arch, memory, self.blocks(problem))
+        return (*self.why_not_boxes(problem), *failed((*checks, *sizes)))
+
+    def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
+        """Statistics, then for some heads at a time dk and dv, and dq."""
+        problem = plan.problem
+        keys = self.keys_kernel(plan, "_stored", rows="multiattn::Stored", lists=StoredHeads)
+        stages = self.dq.stages
+        features = features_of(problem, "backward")
+        constants = (features, f"{stages}", "multiattn::NoScore", "multiattn::Stored")
+        queries = Instance(
+            name=f"backward_wgmma_stored_{problem.dtype}_d{problem.head_dim}_{problem.band.kind}_s{stages}",
+            header="backward_wgmma_stored.cuh",
+            entry="backward_wgmma_stored",
+            traits=traits_type("StoredQueriesTraits", problem, *constants),
+            params=WgmmaBackwardParams,
+            lists=StoredHeads,
+            threads=self.threads,
+            smem_bytes=self.dq.smem_bytes(problem),
+            wgmma_columns=(problem.head_dim,),
+            overlaps=True,
+            arch_features=True,
+        )
+        tiles_kv, tiles_q = -(-problem.seq_kv // self.tile_n), -(-problem.seq_q // QUERY_TILE) * problem.group
+        launches = [self.statistics(problem, QUERY_TILE, "_two_pass", has_dq_sum=False)]
+        for heads in self.rounds(problem):
+            numbers = {"first_head": heads.start, "heads": len(heads)}
+            for kernel, tiles in ((keys, tiles_kv), (queries, tiles_q)):
+                blocks = tiles * len(heads)
+                launches.append(PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=True, numbers=numbers))
+        return tuple(launches)
+
+    @classmethod
+    def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[WgmmaStoredConfig]:
+        """Each kernel is swept with the other one held: their times add up."""
+        if not arch.is_gpu:
+            return
+        plain = cls(tile_m=64, tile_n=64)
+        for (q_stages, dout_stages), kept in itertools.product(KEY_BUFFERS, (False, True)):
+            yield replace(plain, q_stages=q_stages, dout_stages=dout_stages, kv_in_registers=kept)
+        for stages in (2, 3, 5):
+            yield replace(plain, dq=replace(plain.dq, stages=stages))

@@ -1,0 +1,41 @@
+// Where dS of some heads at a time is stored for a kernel of its own that makes dQ.
+#pragma once
+#include "multiattn/sequence.cuh"
+
+namespace multiattn {
+
+// In the place of a block mask among a kernel's constants.
+struct Stored {};
+
+template <class Blocked>
+constexpr bool IS_STORED = false;
+template <>
+constexpr bool IS_STORED<Stored> = true;
+template <>
+constexpr bool HAS_LISTS<Stored> = false;  // a band alone says which tiles are seen
+template <>
+struct ListsOf<Stored> {
+  using Type = StoredHeads;
+};
+
+// The heads of keys of a launch: `count` of them from `first` on, which counts through the batch.
+struct HeadRange {
+  int first, count;
+};
+template <class T>
+DEVICE HeadRange heads_of_launch(const typename T::Params& params) {
+  if constexpr (IS_STORED<typename T::Blocked>) return {params.lists.first_head, params.lists.heads};
+  return {0, params.backward.heads_kv_all};
+}
+
+// dS^T of 64 keys and 64 queries as shared memory has it, 8 KiB. Those of neighbouring queries are neighbours, in whole tiles of the
+// kernel of dQ.
+constexpr int DS_IMAGE_BYTES = 64 * 64 * 2;
+template <class T>
+DEVICE char* ds_image(const typename T::Params& params, int head, int keys, int queries) {
+  const BackwardParams& backward = params.backward;
+  const int64 row = static_cast<int64>(head - params.lists.first_head * backward.group) * backward.tiles_kv + keys;
+  return static_cast<char*>(params.lists.ds) + (row * (2 * backward.tiles_q_own) + queries) * DS_IMAGE_BYTES;
+}
+
+}  // namespace multiattn
