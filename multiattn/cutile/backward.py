@@ -116,6 +116,10 @@ class OnePassConfig(PassConfig):
         """Rows of the tiles that a packed batch's list of queries has."""
         return self.tile_m
 
+    def of_one_launch(self, problem: Problem) -> Problem:
+        """The problem with as many heads as a launch has."""
+        return problem
+
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The one kernel with products."""
         return (self.with_products(problem, "kv", 5, self.parts),)
@@ -145,6 +149,11 @@ class StoredConfig(TwoPassConfig):
     """Without a mask: a tile of keys begins this many blocks of queries further than the tile before it, and comes back
     to the first. With 0 tiles of a head are at the same queries at all times, and so at the same part of ds."""
 
+    def of_one_launch(self, problem: Problem) -> Problem:
+        """With the heads that there is memory for; all, where it has none."""
+        heads = heads_at_a_time(problem, self)
+        return replace(problem, batch=1, heads_q=heads * problem.group, heads_kv=heads) if heads else problem
+
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """Both kernels, of which that of dq has one product."""
         return self.with_products(problem, "kv", 4, self.parts), self.dq.with_products(problem, "q", 1)
@@ -155,6 +164,7 @@ class StoredConfig(TwoPassConfig):
 SHARES_GAIN, SHARE_COST = 1.05, 0.02
 """Shares must promise so much by waves. Each one more costs so much beside: its dk and dv are written and read in fp32.
 H200, 2026-11-29, no mask, D=128 N=4096 64/8, where a share gains nothing: 2, 4 and 8 took 1.6, 10 and 22 % longer."""
+LEAST_WAVES = 1.9
 WALK_MIN = 8
 """The fewest blocks of queries that a share walks over. A guess, not measured."""
 
@@ -163,9 +173,11 @@ def settled(problem: Problem, arch: Arch, config: OnePassConfig) -> OnePassConfi
     """The config with shares where heads of keys are too few for all SMs to be busy to the end.
 
     Without a mask blocks come in waves, and the model of waves decides. H200, 2026-11-29: 5 shares at D=64 N=7777 25/5,
-    2.3 waves, 1.207 of one. Under the diagonal blocks must be twice those that run at a time, as the longest walk
-    decides. 2 shares at D=128 N=4096 64/8, 1.9 times as many, 1.59 of one (4 1.60, 8 1.48); 5 shares at D=64 N=7777
-    25/5, 2.3 times, 1.002. Between these it is a guess. Other arches, packed batches and block masks were not timed.
+    2.3 waves, 1.207 of one. Under the diagonal blocks must be nearly twice those that run at a time, as the longest
+    walk decides. 2 shares at D=128 N=4096 64/8, 1.9 times as many, 1.59 of one (4 1.60, 8 1.48); 5 shares at D=64 N=7777
+    25/5, 2.3 times, 1.002. Between these it is a guess. Where ds is stored the blocks of one launch count: D=128
+    N=8192 64/8 has one head of keys at a time: 1, 2, 4 shares 328, 489, 474 TFLOPS, causal 181, 298, 467, 8 478. Other
+    arches, packed batches and block masks were not timed.
     """
     divisors = [it for it in range(2, problem.group + 1) if problem.group % it == 0]
     steps = -(-problem.seq_q // config.tile_m)
@@ -179,8 +191,9 @@ def settled(problem: Problem, arch: Arch, config: OnePassConfig) -> OnePassConfi
     ):
         return config
     sms = most_multiprocessors(arch)
+    problem = config.of_one_launch(problem)
     if problem.is_banded and not problem.is_two_sided:
-        tiles, least = key_tiles(problem, config.tile_n), 2 * sms * config.blocks_per_sm
+        tiles, least = key_tiles(problem, config.tile_n), LEAST_WAVES * sms * config.blocks_per_sm
         shares = next((it for it in (1, *divisors) if tiles * it >= least), divisors[-1])
         return replace(config, shares=shares) if shares > 1 else config
     walk, *_ = config.walks(problem)
