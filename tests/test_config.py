@@ -157,6 +157,7 @@ def test_a_rule_covers_what_it_would_shadow():
             "rows_max": 16,
             "lone_max": 100,
             "queries_min": 5,
+            "queries_max": 99,
             "keys_min": 5,
             "seq_min": 100,
             "seq_max": 200,
