@@ -10,7 +10,7 @@ from gradient_checks import check, make_tensors, run
 
 from multiattn.cuda import BACKEND, backward_wgmma, backward_wgmma_stored, stream_k
 from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
-from multiattn.cuda.backward_wgmma_stored import WgmmaStoredConfig
+from multiattn.cuda.backward_wgmma_stored import StoredQueriesConfig, WgmmaStoredConfig
 from multiattn.cuda.backward_wgmma_two_pass import WgmmaTwoPassConfig
 from multiattn.cuda.cpu import host
 from multiattn.cuda.cpu.host import CpuLauncher
@@ -400,7 +400,8 @@ def test_ds_is_stored_of_as_many_heads_as_there_is_memory_for(sizes, heads, mib)
     assert areas_of(plan)["ds"] >> 20 == mib
     _, *launches = launches_of(plan)
     assert [it.numbers["heads"] for it in launches] == [it for it in heads for _ in range(2)]
-    assert sum(it.blocks for it in launches[1::2]) == batch * heads_q * -(-seq // 128)
+    assert sum(it.blocks for it in launches[1::2]) == batch * heads_q * (-(-seq // 256) * 2)
+    assert {it.kernel.cluster for it in launches[1::2]} == {2}
     refused = plan.config.why_not(square(1, 1, 24_000, 1, head_dim=256), SM90)
     assert any("for dS of one head" in it.got for it in refused)
 
@@ -415,6 +416,8 @@ def test_ds_is_stored_of_as_many_heads_as_there_is_memory_for(sizes, heads, mib)
         pytest.param((1, 3, 3, 300, 70, 136), {"causal": True}, id="queries_that_see_no_key"),
         pytest.param((1, 3, 3, 330, 400, 136), {"window": (70, 10)}, id="window"),
         pytest.param((3, 2, 1, 20, 700, 136), {"window": (50, 0)}, id="keys_that_no_query_sees"),
+        pytest.param((1, 5, 5, 260, 200, 192), {}, id="an_odd_number_of_tiles_in_clusters"),
+        pytest.param((1, 6, 3, 100, 200, 136), {}, id="one_tile_in_clusters"),
     ],
 )
 def test_heads_take_turns_where_ds_is_stored(sizes, options, blocks, monkeypatch):
@@ -423,7 +426,7 @@ def test_heads_take_turns_where_ds_is_stored(sizes, options, blocks, monkeypatch
     names = "batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim"
     given = dict(zip(names, sizes, strict=True))
     q, k, v, dout = make_tensors(**given)
-    config = WgmmaStoredConfig(tile_m=64, tile_n=64)
+    config = WgmmaStoredConfig(tile_m=64, tile_n=64, dq=StoredQueriesConfig(cluster=2))
     problem = Problem.of(q, k, v, **options)
     monkeypatch.setattr(backward_wgmma_stored, "STORED_BYTES", 2 * config.head_bytes(problem))
     assert len(config.rounds(problem)) > 1

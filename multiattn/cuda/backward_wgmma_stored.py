@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from multiattn.cuda.backward_wgmma_two_pass import KEY_BUFFERS, QUERY_TILE, HopperKeysConfig
-from multiattn.cuda.family import ELEMENT_BYTES, NO_FLAGS
-from multiattn.cuda.naming import features_of, traits_type
+from multiattn.cuda.family import ELEMENT_BYTES, NO_FLAGS, padded
+from multiattn.cuda.naming import aggregate, features_of, traits_type
 from multiattn.cuda.source import Instance, PlannedLaunch, StoredHeads, WgmmaBackwardParams
 from multiattn.cuda.wgmma import BARRIER_BYTES, WARPGROUP_ROWS, product_columns, row_bytes
 from multiattn.plan.arch import Arch
@@ -32,6 +32,16 @@ class StoredQueriesConfig(Config):
     tile_n: int = limited(one_of(WARPGROUP_ROWS), default=WARPGROUP_ROWS)
     stages: int = limited(between(2, 8), default=4)
     """Buffers of K, with dS of its keys."""
+    cluster: int = limited(one_of(1, 2), default=1)
+    """Blocks of a cluster, which share K: TMA reads it once for both. Of problems with a mask each block is alone."""
+
+    def blocks(self, problem: Problem, heads: int) -> int:
+        """Blocks of so many query heads: whole clusters."""
+        return padded(-(-problem.seq_q // self.tile_m), self.cluster_of(problem)) * heads
+
+    def cluster_of(self, problem: Problem) -> int:
+        """The blocks of a cluster."""
+        return 1 if problem.is_banded else self.cluster
 
     def smem_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block, which the kernel asserts when compiled."""
@@ -90,11 +100,12 @@ class WgmmaStoredConfig(HopperKeysConfig):
         """Statistics, then for some heads at a time dk and dv, and dq."""
         problem = plan.problem
         keys = self.keys_kernel(plan, "_stored", rows="multiattn::Stored", lists=StoredHeads)
-        stages = self.dq.stages
-        features = features_of(problem, "backward")
-        constants = (features, f"{stages}", "multiattn::NoScore", "multiattn::Stored")
+        stages, cluster = self.dq.stages, self.dq.cluster_of(problem)
+        config = aggregate("StoredQueriesConfig", stages=stages, cluster=cluster)
+        constants = (features_of(problem, "backward"), config, "multiattn::NoScore", "multiattn::Stored")
+        shape = f"{problem.band.kind}_s{stages}{'_cluster' * (cluster > 1)}"
         queries = Instance(
-            name=f"backward_wgmma_stored_{problem.dtype}_d{problem.head_dim}_{problem.band.kind}_s{stages}",
+            name=f"backward_wgmma_stored_{problem.dtype}_d{problem.head_dim}_{shape}",
             header="backward_wgmma_stored.cuh",
             entry="backward_wgmma_stored",
             traits=traits_type("StoredQueriesTraits", problem, *constants),
@@ -103,15 +114,16 @@ class WgmmaStoredConfig(HopperKeysConfig):
             threads=self.threads,
             smem_bytes=self.dq.smem_bytes(problem),
             wgmma_columns=(problem.head_dim,),
+            cluster=cluster,
             overlaps=True,
             arch_features=True,
         )
-        tiles_kv, tiles_q = -(-problem.seq_kv // self.tile_n), -(-problem.seq_q // QUERY_TILE) * problem.group
+        tiles_kv = -(-problem.seq_kv // self.tile_n)
         launches = [self.statistics(problem, QUERY_TILE, "_two_pass", has_dq_sum=False)]
         for heads in self.rounds(problem):
             numbers = {"first_head": heads.start, "heads": len(heads)}
-            for kernel, tiles in ((keys, tiles_kv), (queries, tiles_q)):
-                blocks = tiles * len(heads)
+            of_queries = self.dq.blocks(problem, len(heads) * problem.group)
+            for kernel, blocks in ((keys, tiles_kv * len(heads)), (queries, of_queries)):
                 launches.append(PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=True, numbers=numbers))
         return tuple(launches)
 
@@ -123,5 +135,5 @@ class WgmmaStoredConfig(HopperKeysConfig):
         plain = cls(tile_m=64, tile_n=64)
         for (q_stages, dout_stages), kept in itertools.product(KEY_BUFFERS, (False, True)):
             yield replace(plain, q_stages=q_stages, dout_stages=dout_stages, kv_in_registers=kept)
-        for stages in (2, 3, 5):
-            yield replace(plain, dq=replace(plain.dq, stages=stages))
+        for stages, cluster in itertools.product((2, 3, 5), (1, 2)):
+            yield replace(plain, dq=replace(plain.dq, stages=stages, cluster=cluster))

@@ -174,10 +174,10 @@ def settled(problem: Problem, arch: Arch, config: OnePassConfig) -> OnePassConfi
 
     Without a mask blocks come in waves, and the model of waves decides. H200, 2026-11-29: 5 shares at D=64 N=7777 25/5,
     2.3 waves, 1.207 of one. Under the diagonal blocks must be nearly twice those that run at a time, as the longest
-    walk decides. 2 shares at D=128 N=4096 64/8, 1.9 times as many, 1.59 of one (4 1.60, 8 1.48); 5 shares at D=64 N=7777
-    25/5, 2.3 times, 1.002. Between these it is a guess. Where ds is stored the blocks of one launch count: D=128
-    N=8192 64/8 has one head of keys at a time: 1, 2, 4 shares 328, 489, 474 TFLOPS, causal 181, 298, 467, 8 478. Other
-    arches, packed batches and block masks were not timed.
+    walk decides. 2 shares at D=128 N=4096 64/8, 1.9 times as many, 1.59 of one (4 1.60, 8 1.48); 5 shares at D=64
+    N=7777 25/5, 2.3 times, 1.002. Between these it is a guess. Where ds is stored the blocks of one launch count:
+    D=128 N=8192 64/8 has one head of keys at a time: 1, 2, 4 shares 328, 489, 474 TFLOPS, causal 181, 298, 467, 8 478.
+    Other arches, packed batches and block masks were not timed.
     """
     divisors = [it for it in range(2, problem.group + 1) if problem.group % it == 0]
     steps = -(-problem.seq_q // config.tile_m)

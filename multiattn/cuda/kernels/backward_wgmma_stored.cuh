@@ -1,15 +1,21 @@
 // The gradient of q from dS that the kernel of k and v has stored, for sm90: dQ = dS K, one product.
 //
 // A block owns 128 queries of a query head, 64 a warpgroup, and walks over the keys that they see, 64 at a time. A third
-// warpgroup loads K, and dS^T as it lies in memory.
+// warpgroup loads K, and dS^T as it lies in memory. Two blocks of a cluster have tiles next to one another: each loads half of
+// K, for both.
 #pragma once
 #include "backward_wgmma_two_pass_queries.cuh"
 
 namespace multiattn {
 
-template <class Element, Features F, int STAGES_, class Score, class Blocked>
+struct StoredQueriesConfig {
+  int stages;   // blocks of keys in shared memory, with their dS^T
+  int cluster;  // blocks that share K
+};
+
+template <class Element, Features F, StoredQueriesConfig C, class Score, class Blocked>
 struct StoredQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked> {
-  static constexpr int STAGES = STAGES_;  // blocks of keys in shared memory, with their dS^T
+  static constexpr int STAGES = C.stages, CLUSTER = C.cluster;
   static constexpr int WARPGROUPS = 2;    // of 64 queries each; one more loads
   static constexpr int GROUP_WARPS = 4;
   static constexpr int TILE_M = 64, BLOCK_ROWS = TILE_M * WARPGROUPS, TILE_N = 64;
@@ -29,11 +35,12 @@ struct StoredQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static_assert(IS_STORED<Blocked> && TileDS::BYTES == DS_IMAGE_BYTES, "dS^T as it is stored");
   static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: multiples of 8 up to 256");
   static_assert(STAGES >= 2 && STAGES <= 8, "stages: 2 to 8");
+  static_assert(CLUSTER == 1 || F.band == Band::FULL, "cluster: its tiles see the same keys");
 };
 
 template <class T>
 struct StoredQueriesShared {
-  using Steps = Ring<T::STAGES>;
+  using Steps = Ring<T::STAGES, T::CLUSTER>;
   using Tiles = Ring<T::TILES>;
   static DEVICE SharedAddress k(int slot) { return shared_base() + slot * T::TileKV::BYTES; }
   static DEVICE SharedAddress ds(int slot) { return shared_base() + T::DS_AT + slot * T::DS_BYTES; }
@@ -63,11 +70,17 @@ class StoredQueriesProducer {
     await_earlier_grids();  // dS and the counter are touched only after this
     const int earlier = heads_of_launch<T>(params_).first * params_.backward.group * params_.backward.tiles_q_own;
     QueryTile<T> tile = query_tile<T>(params_, static_cast<int>(block_index()));
+    int index = static_cast<int>(block_index());
     for (begin(tile); tile.blocks != NO_TILE; begin(tile)) {
       load(tile);
-      const int asked = atomic_add_global(params_.next_tile + 1, 1) - earlier;
-      tile = query_tile<T>(params_, static_cast<int>(block_count()) + asked);
+      if constexpr (T::CLUSTER > 1)
+        index += static_cast<int>(block_count());  // its blocks take their tiles together
+      else
+        index = static_cast<int>(block_count()) + atomic_add_global(params_.next_tile + 1, 1) - earlier;
+      tile = query_tile<T>(params_, index);
     }
+    // Shared memory must be there for the other block until it has released every slot.
+    for (int slot = 0; T::CLUSTER > 1 && slot < T::STAGES; ++slot, step_.advance()) Shared::ring().await_empty(step_);
   }
 
  private:
@@ -84,11 +97,25 @@ class StoredQueriesProducer {
     for (int block = blocks.begin; block < blocks.end; ++block) {
       Shared::ring().await_empty(step_);
       const SharedAddress barrier = Shared::ring().full(step_.slot);
-      load_boxes<typename T::TileKV>(Shared::k(step_.slot), params_.map_k, barrier, block * T::TILE_N, head_kv,
-                                     keys_of(tile), T::DS_BYTES);
-      bulk_load(Shared::ds(step_.slot), ds_image<T>(params_, tile.head, block, tile.first_query / T::TILE_M), T::DS_BYTES,
-                barrier);
+      load_k(barrier, block * T::TILE_N, head_kv, tile);
+      const int queries = min(tile.first_query, (params_.backward.tiles_q_own - 1) * T::BLOCK_ROWS);  // if it is there
+      bulk_load(Shared::ds(step_.slot), ds_image<T>(params_, tile.head, block, queries / T::TILE_M), T::DS_BYTES, barrier);
       step_.advance();
+    }
+  }
+
+  // Of a cluster each block loads some panels, for both.
+  DEVICE void load_k(SharedAddress barrier, int first_key, int head_kv, const QueryTile<T>& tile) const {
+    using TileKV = typename T::TileKV;
+    const SharedAddress target = Shared::k(step_.slot);
+    if constexpr (T::CLUSTER == 1) {
+      load_boxes<TileKV>(target, params_.map_k, barrier, first_key, head_kv, keys_of(tile), T::DS_BYTES);
+    } else {
+      mbarrier_arrive_expect(barrier, TileKV::BYTES + T::DS_BYTES);
+#pragma unroll 1
+      for (int panel = cluster_rank(); panel < TileKV::PANELS; panel += T::CLUSTER)
+        tma_load_to_all<T::CLUSTER>(target + panel * TileKV::PANEL_BYTES, params_.map_k, barrier,
+                                    panel * TileKV::PANEL_COLUMNS, first_key, head_kv, tile.number);
     }
   }
 

@@ -16,7 +16,7 @@ struct TwoPassKeysConfig {
 
 template <class Element, Features F, TwoPassKeysConfig C, class Score = NoScore, class Blocked = NoBlockMask>
 struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked> {
-  static constexpr int K_STAGES = 1, Q_STAGES = C.q_stages, DOUT_STAGES = C.dout_stages;
+  static constexpr int CLUSTER = 1, K_STAGES = 1, Q_STAGES = C.q_stages, DOUT_STAGES = C.dout_stages;
   static constexpr bool DESCENDS = false;  // walks begin with the first queries
   static constexpr int WARPGROUPS = 2;  // of a gradient each; one more loads
   static constexpr int GROUP_WARPS = 4;
@@ -82,7 +82,7 @@ struct TwoPassQueriesConfig {
 
 template <class Element, Features F, TwoPassQueriesConfig C, class Score = NoScore, class Blocked = NoBlockMask>
 struct TwoPassQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked> {
-  static constexpr int K_STAGES = C.k_stages, V_STAGES = C.v_stages;
+  static constexpr int CLUSTER = 1, K_STAGES = C.k_stages, V_STAGES = C.v_stages;
   static constexpr bool DP_LATE = C.dp_late;
   static constexpr int WARPGROUPS = 2;  // of 64 queries each; one more loads
   static constexpr int GROUP_WARPS = 4;
@@ -140,6 +140,7 @@ struct TwoPassQueriesShared {
 template <class T, class Shared, class First, class Second, class Producer>
 DEVICE void run_pass(const typename T::Params& params) {
   const int warpgroup = begin_block<Shared>(params, T::WARPGROUPS * WARPGROUP);
+  if constexpr (T::CLUSTER > 1) meet_cluster();
   if (warpgroup == 0) {
     raise_registers<T::CONSUMER_REGISTERS>();
     First(params).run();

@@ -272,9 +272,9 @@ WGMMA_TWO_PASS_RULES: tuple[Rule[WgmmaTwoPassConfig], ...] = (
 )
 """First match wins."""
 
-_STORED = WgmmaStoredConfig(tile_m=64, tile_n=64, kept_steps=4)
+_STORED = WgmmaStoredConfig(tile_m=64, tile_n=64, kept_steps=4, dq=StoredQueriesConfig(cluster=2))
 _STORED_KEPT = replace(
-    _STORED, q_stages=3, dout_stages=3, kept_steps=0, kv_in_registers=True, dq=StoredQueriesConfig(stages=5)
+    _STORED, q_stages=3, dout_stages=3, kept_steps=0, kv_in_registers=True, dq=StoredQueriesConfig(stages=5, cluster=2)
 )
 _H200_STORED = "H200 2026-11-29, H*D=2048 in bf16, dS stored / two passes: "
 _NO_BIAS = COMPILED + "a bias spills up to 16 words in a loop, and goes to two passes"
@@ -301,7 +301,12 @@ WGMMA_STORED_RULES: tuple[Rule[WgmmaStoredConfig], ...] = (
         "291 / 243; no K and V in registers 594, 575, 574; N=4096 causal with ALiBi 563 / 408, softcap 569 / 391",
         reads_keys=False,
     ),
-    _rule((1, 192), _STORED_KEPT, "H200 2026-11-29: one pass is faster, at D=64 N=1024 full 451 for 302 TFLOPS, at D=96 435 for 379", only_named=True),
+    _rule(
+        (1, 192),
+        _STORED_KEPT,
+        "H200 2026-11-29: one pass is faster, at D=64 N=1024 full 451 for 302 TFLOPS, at D=96 435 for 379",
+        only_named=True,
+    ),
     _rule((193, 256), replace(_STORED, kept_steps=0), _NO_BIAS, only_named=True),
     Rule(arches=("cpu",), head_dim_max=192, config=_STORED_KEPT, why="emulated: as on sm90", only_named=True),
     Rule(arches=("cpu",), config=_STORED, why="emulated: as on sm90", only_named=True),
