@@ -10,6 +10,7 @@ import torch
 import multiattn
 from bench.results import RESULTS, newest
 from multiattn import Problem
+from multiattn.operands import Operands, Options, with_score
 from multiattn.plan import measured
 from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import get, make_plan
@@ -169,12 +170,15 @@ def test_scores_and_windows_follow_cells_of_their_kind():
 
 
 def test_a_kind_of_score_without_a_cell_follows_the_other():
-    """The backward with ALiBi, H200, causal, N=16k: CUDA 510 TFLOPS at D=64, Triton 448; plain, Triton is ahead."""
-    q = torch.empty(1, 32, 16384, 64, dtype=torch.bfloat16, device="cpu")
-    asked = {"causal": True, "arch": "sm90", "direction": "backward"}
-    assert multiattn.explain(q, q, q, **asked).backend == "triton"
-    assert not any(it.score == "alibi" and it.direction == "backward" for it in measured_cells())
-    assert multiattn.explain(q, q, q, alibi_slopes=torch.ones(32), **asked).backend == "cuda"
+    """The backward of ALiBi, of which softcap tells more than plain scores do, and its own cells most."""
+    q = torch.empty(1, 32, 4096, 64, dtype=torch.bfloat16)
+    options = with_score(Operands(q, q, q), Options(), None, torch.ones(32), None, None)
+    problem = Problem.of_operands(*options)
+    plain = cell(direction="backward", triton=3.0, cuda=2.0)
+    softcap = replace(plain, score="softcap", tflops=(("cuda", 3.0), ("triton", 2.0)))
+    alibi = replace(plain, score="alibi", tflops=(("cutile", 3.0), ("triton", 2.0)))
+    for cells, best in (((plain,), "triton"), ((plain, softcap), "cuda"), ((plain, softcap, alibi), "cutile")):
+        assert preferred_order(problem, SM90, "backward", cells)[0][0] == best
 
 
 def test_a_backend_without_waves_leaves_the_order_to_the_nearest_cell():
