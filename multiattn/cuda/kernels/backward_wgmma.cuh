@@ -341,7 +341,7 @@ DEVICE void backward_wgmma(const typename T::Params& params) {
       const uint32 warp = uniform(thread_index() % WARPGROUP / WARP);
       if (warp > 0 && warp <= T::SIDE_WARPS) {
         if constexpr (T::ORDERED) DqAdder<T>(params, warp - 1).run();
-        else SumClearer<T>(params).run();
+        else clear_sums<T>(params);
       }
     }
   }

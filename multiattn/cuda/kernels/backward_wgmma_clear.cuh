@@ -7,29 +7,18 @@ namespace multiattn {
 // Each tile empties an equal part of the sums of a head of the next section. A kernel before this one would write them to memory,
 // from where the first additions would read them.
 template <class T>
-class SumClearer {
+DEVICE void clear_sums(const typename T::Params& params) {
   using Shared = BackwardShared<T>;
-
- public:
-  DEVICE explicit SumClearer(const typename T::Params& params) : params_(params) {}
-
-  // Tile after tile.
-  DEVICE void run() {
-    while (true) {
-      Shared::ring_k().await_full(k_);
-      const KeyTile<T> tile = load_key_tile<T>(Shared::tile_place(k_.slot));
-      Shared::ring_k().release_apart(k_.slot);
-      k_.advance();
-      if (tile.is_none()) break;
-      clear(tile);
-    }
-  }
-
- private:
-  DEVICE void clear(const KeyTile<T>& tile) const {
-    const BackwardParams& backward = params_.backward;
-    const int head_kv = tile.head_kv + heads_cleared_before<T>(params_);
-    if (head_kv >= backward.heads_kv_all || tile.first_step > 0) return;
+  const BackwardParams& backward = params.backward;
+  RingPlace<T::K_STAGES> k;
+  while (true) {
+    Shared::ring_k().await_full(k);
+    const KeyTile<T> tile = load_key_tile<T>(Shared::tile_place(k.slot));
+    Shared::ring_k().release_apart(k.slot);
+    k.advance();
+    if (tile.is_none()) return;
+    const int head_kv = tile.head_kv + heads_cleared_before<T>(params);
+    if (head_kv >= backward.heads_kv_all || tile.first_step > 0) continue;
     const int fragments = backward.group * T::Sum::row_fragments(backward) * T::DIM_STEPS;
     const int of_tile = (fragments + backward.tiles_kv - 1) / backward.tiles_kv;
     const int first = tile.first_key / T::TILE_N * of_tile, end = min(first + of_tile, fragments);
@@ -40,11 +29,8 @@ class SumClearer {
       store_global_16(sums + WARP * 4, Chunk{});
     }
     sync_warp();  // all lanes have
-    release_add_global_if(lane == 0, cleared_parts<T>(params_, head_kv), 1);
+    release_add_global_if(lane == 0, cleared_parts<T>(params, head_kv), 1);
   }
-
-  const typename T::Params& params_;
-  RingPlace<T::K_STAGES> k_;
-};
+}
 
 }  // namespace multiattn

@@ -14,14 +14,9 @@ struct StoredQueriesConfig {
 };
 
 template <class Element, Features F, StoredQueriesConfig C, class Score, class Blocked>
-struct StoredQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked> {
+struct StoredQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked>, PassSizes {
   static constexpr int STAGES = C.stages, CLUSTER = C.cluster;
-  static constexpr int WARPGROUPS = 2;    // of 64 queries each; one more loads
-  static constexpr int GROUP_WARPS = 4;
-  static constexpr int TILE_M = 64, BLOCK_ROWS = TILE_M * WARPGROUPS, TILE_N = 64;
-  static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
-  static constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;  // of a thread; the three have 504
-  static constexpr int KEY_STEPS = TILE_N / 16;                            // of a wgmma
+  static constexpr int KEY_STEPS = TILE_N / 16;  // of a wgmma
 
   using TileKV = PanelTile<TILE_N, F.head_dim>;
   using TileDS = PanelTile<TILE_N, TILE_M>;  // of dS^T: rows are keys
@@ -147,7 +142,7 @@ class StoredQueryWarpgroup {
       skip(own.begin - loaded.begin);
       walk(own.end - own.begin);
       skip(loaded.end - own.end);
-      write();
+      write_dq<T>(params_, tile_, first_query(), dq_);
     }
   }
 
@@ -193,16 +188,6 @@ class StoredQueryWarpgroup {
     for (int i = 0; i < T::KEY_STEPS; ++i)
       wgmma_ss_mn<E, T::HEAD_DIM>(dq_, ds.at(i * 16 * TileDS::ROW_BYTES), k.at(i * 16 * TileKV::ROW_BYTES), true);
     wgmma_commit();
-  }
-
-  // The gradient of the warp's queries.
-  DEVICE void write() const {
-    const BackwardParams& backward = params_.backward;
-    const int first = first_query() + warp_row_again();
-    const int64 stride = backward.strides_out.seq;
-    const QuerySequence<SequenceOf<T>> queries{backward, tile_.head, tile_.sequence};
-    write_rows<T>(queries.dq() + first * stride, stride, count_queries(backward, tile_.sequence) - first, dq_,
-                  backward.grad_factor);
   }
 
   DEVICE int first_query() const { return tile_.first_query + GROUP * T::TILE_M; }

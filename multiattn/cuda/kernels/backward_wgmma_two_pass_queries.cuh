@@ -43,6 +43,18 @@ DEVICE Blocks key_blocks(const typename T::Params& params, const QueryTile<T>& t
   return mask.template keys<T::TILE_N>(first_query, rows);
 }
 
+// dQ of the warp's queries, of those that a warpgroup has from `first_query` on.
+template <class T>
+DEVICE void write_dq(const typename T::Params& params, const QueryTile<T>& tile, int first_query,
+                     const float (&dq)[T::HEAD_DIM / 2]) {
+  const BackwardParams& backward = params.backward;
+  const int first = first_query + warp_row_again();
+  const int64 stride = backward.strides_out.seq;
+  const QuerySequence<SequenceOf<T>> queries{backward, tile.head, tile.sequence};
+  write_rows<T>(queries.dq() + first * stride, stride, count_queries(backward, tile.sequence) - first, dq,
+                backward.grad_factor);
+}
+
 // Tiles of Q and dO, and for each of them its blocks of K and V.
 template <class T>
 class TwoPassQueriesProducer {
@@ -147,7 +159,7 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
         release_queries();
       for (int block = own.end; block < loaded.end; ++block) skip();
       q_.advance();
-      write();
+      write_dq<T>(params_, tile_, first_of_group(), dq_);
     }
   }
 
@@ -314,16 +326,6 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
   // dQ[64, D] += dS K, of this step
   DEVICE void add_dq() {
     add_product<E, T::HEAD_DIM, TileKV>(dq_, operand_, Shared::k(PlaceK::of(steps_).slot));
-  }
-
-  // The gradient of the warp's queries.
-  DEVICE void write() const {
-    const BackwardParams& backward = params_.backward;
-    const int first = first_of_group() + warp_row_again();
-    const int64 stride = backward.strides_out.seq;
-    const QuerySequence<SequenceOf<T>> queries{backward, tile_.head, tile_.sequence};
-    write_rows<T>(queries.dq() + first * stride, stride, count_queries(backward, tile_.sequence) - first, dq_,
-                  backward.grad_factor);
   }
 
   DEVICE int first_of_group() const { return tile_.first_query + GROUP * T::TILE_M; }

@@ -6,6 +6,14 @@
 
 namespace multiattn {
 
+// Of a kernel of one pass: two warpgroups compute, one more loads.
+struct PassSizes {
+  static constexpr int WARPGROUPS = 2, GROUP_WARPS = 4, THREADS = WARPGROUP * (WARPGROUPS + 1), CLUSTER = 1;
+  static constexpr int TILE_M = 64, TILE_N = 64, BLOCK_ROWS = TILE_M * WARPGROUPS;  // of a block that owns queries
+  static constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;           // of a thread; the three have 504
+  static constexpr int TURNS = 0, STATISTICS = 2, STATISTICS_BYTES = STATISTICS * TILE_M * 4;  // lse and delta
+};
+
 // ---- dK and dV
 
 struct TwoPassKeysConfig {
@@ -15,14 +23,9 @@ struct TwoPassKeysConfig {
 };
 
 template <class Element, Features F, TwoPassKeysConfig C, class Score = NoScore, class Blocked = NoBlockMask>
-struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked> {
-  static constexpr int CLUSTER = 1, K_STAGES = 1, Q_STAGES = C.q_stages, DOUT_STAGES = C.dout_stages;
+struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked>, PassSizes {
+  static constexpr int K_STAGES = 1, Q_STAGES = C.q_stages, DOUT_STAGES = C.dout_stages;
   static constexpr bool DESCENDS = false;  // walks begin with the first queries
-  static constexpr int WARPGROUPS = 2;  // of a gradient each; one more loads
-  static constexpr int GROUP_WARPS = 4;
-  static constexpr int TILE_M = 64, TILE_N = 64;
-  static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
-  static constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;            // of a thread; the three have 504
   static constexpr int DIM_STEPS = (F.head_dim + 15) / 16, QUERY_STEPS = TILE_M / 16;  // of a wgmma
   static constexpr int KEPT_STEPS = C.kept_steps;
   static constexpr bool KEEPS_KV = KEPT_STEPS == DIM_STEPS;  // nobody reads the tiles again
@@ -40,7 +43,6 @@ struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked
   using RingDS = Ring<WEIGHT_STAGES>;
   static constexpr bool ORDERED = false;
   static constexpr int SIDE_WARPS = 0;
-  static constexpr int TURNS = 0, STATISTICS = 2, STATISTICS_BYTES = STATISTICS * TILE_M * 4;  // lse and delta
 
   // Shared memory: K, V, stages of Q, of dO, of weights, dS^T to be stored, statistics, then barriers and what the tile of keys is.
   static constexpr int V_AT = TileKV::BYTES, Q_AT = V_AT + TileKV::BYTES;
@@ -81,14 +83,9 @@ struct TwoPassQueriesConfig {
 };
 
 template <class Element, Features F, TwoPassQueriesConfig C, class Score = NoScore, class Blocked = NoBlockMask>
-struct TwoPassQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked> {
-  static constexpr int CLUSTER = 1, K_STAGES = C.k_stages, V_STAGES = C.v_stages;
+struct TwoPassQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked>, PassSizes {
+  static constexpr int K_STAGES = C.k_stages, V_STAGES = C.v_stages;
   static constexpr bool DP_LATE = C.dp_late;
-  static constexpr int WARPGROUPS = 2;  // of 64 queries each; one more loads
-  static constexpr int GROUP_WARPS = 4;
-  static constexpr int TILE_M = 64, TURNS = 0, STATISTICS = 2;  // queries of a warpgroup, and of a tile of statistics; numbers of each
-  static constexpr int BLOCK_ROWS = TILE_M * WARPGROUPS, TILE_N = 64;
-  static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
   // A thread's; the three warpgroups have 504.
   static constexpr int CONSUMER_REGISTERS = F.head_dim > 224 ? 240 : 232, PRODUCER_REGISTERS = F.head_dim > 224 ? 24 : 40;
   static constexpr bool IS_CROWDED = HAS_SCORE<Score> && F.head_dim > 224;           // no register to spare
