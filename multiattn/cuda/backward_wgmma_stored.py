@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from multiattn.cuda.backward_wgmma_two_pass import KEY_BUFFERS, QUERY_TILE, HopperKeysConfig
-from multiattn.cuda.family import ELEMENT_BYTES, NO_FLAGS, padded
+from multiattn.cuda.backward_wgmma_two_pass import QUERY_TILE, HopperKeysConfig
+from multiattn.cuda.family import ELEMENT_BYTES, padded
 from multiattn.cuda.naming import aggregate, features_of, traits_type
 from multiattn.cuda.source import Instance, PlannedLaunch, StoredHeads, WgmmaBackwardParams
 from multiattn.cuda.wgmma import BARRIER_BYTES, WARPGROUP_ROWS, product_columns, row_bytes
-from multiattn.plan.arch import Arch
-from multiattn.plan.backend import Plan, Variant
+from multiattn.plan.backend import Plan
 from multiattn.plan.config import Config
-from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
+from multiattn.plan.limits import Check, between, limited, one_of
 from multiattn.plan.schedule import STORED_BYTES
-from multiattn.plan.support import Reason
 from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
 
@@ -47,6 +44,11 @@ class StoredQueriesConfig(Config):
         """Dynamic shared memory of a block, which the kernel asserts when compiled."""
         return self.stages * self.tile_n * (row_bytes(problem) + self.tile_m * ELEMENT_BYTES) + BARRIER_BYTES
 
+    def candidates(self, problem: Problem) -> Iterator[StoredQueriesConfig]:
+        """Other buffers that a sweep tries, and clusters."""
+        tried = itertools.product((2, 3, 4, 5), (1, 2))
+        return (replace(self, stages=stages, cluster=cluster) for stages, cluster in tried)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WgmmaStoredConfig(HopperKeysConfig):
@@ -57,7 +59,6 @@ class WgmmaStoredConfig(HopperKeysConfig):
     """
 
     dq: StoredQueriesConfig = field(default_factory=StoredQueriesConfig)
-    """The config of the kernel of dq."""
 
     def smem_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block of the kernel of dk and dv, which asserts it when compiled."""
@@ -85,16 +86,12 @@ class WgmmaStoredConfig(HopperKeysConfig):
         most = max(map(len, self.rounds(problem)), default=0)
         return {**HopperKeysConfig.areas(self, problem), "ds": most * self.head_bytes(problem)}
 
-    def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
-        """Reasons of fields alone, or of the problem with them."""
-        if wrong := failed((*limit_checks(self), *limit_checks(self.dq))):
-            return wrong
+    def key_checks(self, problem: Problem) -> tuple[Check, ...]:
+        """First whether dS of a head is stored."""
         head_bytes = self.head_bytes(problem)
         needed = f"{head_bytes >> 20} MiB for dS of one head of keys"
-        checks = ((head_bytes <= STORED_BYTES, needed, f"up to {STORED_BYTES >> 20} MiB"), *self.key_checks(problem))
-        memory = max(self.smem_bytes(problem), self.dq.smem_bytes(problem))
-        sizes = size_checks(self, arch, memory, self.blocks(problem))
-        return (*self.why_not_boxes(problem), *failed((*checks, *sizes)))
+        fits = (head_bytes <= STORED_BYTES, needed, f"up to {STORED_BYTES >> 20} MiB")
+        return (fits, *HopperKeysConfig.key_checks(self, problem))
 
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """Statistics, then for some heads at a time dk and dv, and dq."""
@@ -126,14 +123,3 @@ class WgmmaStoredConfig(HopperKeysConfig):
             for kernel, blocks in ((keys, tiles_kv * len(heads)), (queries, of_queries)):
                 launches.append(PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=True, numbers=numbers))
         return tuple(launches)
-
-    @classmethod
-    def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[WgmmaStoredConfig]:
-        """Each kernel is swept with the other one held: their times add up."""
-        if not arch.is_gpu:
-            return
-        plain = cls(tile_m=64, tile_n=64)
-        for (q_stages, dout_stages), kept in itertools.product(KEY_BUFFERS, (False, True)):
-            yield replace(plain, q_stages=q_stages, dout_stages=dout_stages, kv_in_registers=kept)
-        for stages, cluster in itertools.product((2, 3, 5), (1, 2)):
-            yield replace(plain, dq=replace(plain.dq, stages=stages, cluster=cluster))

@@ -63,6 +63,12 @@ class TwoPassQueriesConfig(Config):
         rows = 2 * self.tile_m + (self.k_stages + self.v_stages) * self.tile_n
         return rows * row_bytes(problem) + BARRIER_BYTES
 
+    def candidates(self, problem: Problem) -> Iterator[TwoPassQueriesConfig]:
+        """Other buffers that a sweep tries, and where dP is made."""
+        ways = (False, True) if problem.reads_keys else (False,)
+        for dp_late, (k_stages, v_stages) in itertools.product(ways, _QUERY_BUFFERS):
+            yield replace(self, k_stages=k_stages, v_stages=v_stages, dp_late=dp_late)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HopperKeysConfig(HopperBackwardConfig):
@@ -78,6 +84,8 @@ class HopperKeysConfig(HopperBackwardConfig):
     """K and V are read into registers once a tile, for scores and dP, or by wgmma from shared memory in each step."""
     kept_steps: int = limited(between(0, 8), default=0)
     """Steps of scores and dP, 16 columns each, whose K and V are in registers all the same."""
+    dq: Any = None
+    """The config of the kernel of dq."""
 
     @property
     def threads(self) -> int:
@@ -115,9 +123,14 @@ class HopperKeysConfig(HopperBackwardConfig):
             packed_check(problem),
         )
 
-    def blocks(self, problem: Problem) -> int:
-        """Blocks of either kernel, at most."""
-        return max(key_tiles(problem, self.tile_n), query_tiles(problem, QUERY_TILE))
+    def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
+        """Reasons of fields alone, or of the problem with them."""
+        if wrong := failed((*limit_checks(self), *limit_checks(self.dq))):
+            return wrong
+        memory = max(self.smem_bytes(problem), self.dq.smem_bytes(problem))
+        blocks = max(key_tiles(problem, self.tile_n), query_tiles(problem, QUERY_TILE))
+        sizes = size_checks(self, arch, memory, blocks)
+        return (*self.why_not_boxes(problem), *failed((*self.key_checks(problem), *sizes)))
 
     def keys_kernel(self, plan: Plan, name: str = "", **more: Any) -> Instance:
         """The kernel, with more of what `pass_kernel` takes."""
@@ -147,6 +160,16 @@ class HopperKeysConfig(HopperBackwardConfig):
         """Tiles of all kernels."""
         return self.sectioned_numbers(plan, QUERY_TILE, QUERY_TILE)
 
+    @classmethod
+    def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[HopperKeysConfig]:
+        """Each kernel is swept with the other one held: their times add up."""
+        if not arch.is_gpu:
+            return
+        plain = cls(tile_m=64, tile_n=64)
+        for (q_stages, dout_stages), kept in itertools.product(_KEY_BUFFERS, (False, True)):
+            yield replace(plain, q_stages=q_stages, dout_stages=dout_stages, kv_in_registers=kept)
+        yield from (replace(plain, dq=it) for it in plain.dq.candidates(problem))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WgmmaTwoPassConfig(HopperKeysConfig):
@@ -156,7 +179,6 @@ class WgmmaTwoPassConfig(HopperKeysConfig):
     """
 
     dq: TwoPassQueriesConfig = field(default_factory=TwoPassQueriesConfig)
-    """The config of the kernel of dq."""
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The kernel of dq, and that of dk and dv."""
@@ -167,14 +189,6 @@ class WgmmaTwoPassConfig(HopperKeysConfig):
         """Tiles of the kernel of dq, and of that of dk and dv."""
         queries, keys = TILE_LISTS
         return {queries: self.dq.tile_m, keys: self.tile_n}
-
-    def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
-        """Reasons of fields alone, or of the problem with them."""
-        if wrong := failed((*limit_checks(self), *limit_checks(self.dq))):
-            return wrong
-        memory = max(self.smem_bytes(problem), self.dq.smem_bytes(problem))
-        sizes = size_checks(self, arch, memory, self.blocks(problem))
-        return (*self.why_not_boxes(problem), *failed((*self.key_checks(problem), *sizes)))
 
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """Statistics, dq, then dk and dv."""
@@ -192,18 +206,6 @@ class WgmmaTwoPassConfig(HopperKeysConfig):
             PlannedLaunch(kernel=self.keys_kernel(plan), blocks=of_keys, is_persistent=True),
         )
 
-    @classmethod
-    def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[WgmmaTwoPassConfig]:
-        """Each kernel is swept with the other one held: their times add up."""
-        if not arch.is_gpu:
-            return
-        plain = cls(tile_m=64, tile_n=64)
-        for (q_stages, dout_stages), kept in itertools.product(KEY_BUFFERS, (False, True)):
-            yield replace(plain, q_stages=q_stages, dout_stages=dout_stages, kv_in_registers=kept)
-        ways = (False, True) if problem.reads_keys else (False,)
-        for dp_late, (k_stages, v_stages) in itertools.product(ways, _QUERY_BUFFERS):
-            yield replace(plain, dq=replace(plain.dq, k_stages=k_stages, v_stages=v_stages, dp_late=dp_late))
 
-
-KEY_BUFFERS = ((2, 2), (3, 2), (3, 3), (4, 3))  # of Q and of dO, in the kernel of dk and dv
+_KEY_BUFFERS = ((2, 2), (3, 2), (3, 3), (4, 3))  # of Q and of dO, in the kernel of dk and dv
 _QUERY_BUFFERS = ((2, 1), (2, 2), (3, 1), (3, 2))  # of K and of V, in that of dq
