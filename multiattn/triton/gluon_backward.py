@@ -177,15 +177,8 @@ def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
 
 def _row_constants(problem: Problem, has_sums: bool) -> Constant:
     wide, narrow = pieces_of(problem.head_dim) if has_sums else (0, 0)
-    return Constant(
-        value=StatisticsConstants(
-            **widths(problem),
-            wide=wide,
-            narrow=narrow,
-            packed=problem.packing is not None,
-            overlaps=True,
-        )
-    )
+    packed = problem.packing is not None
+    return Constant(value=StatisticsConstants(**widths(problem), wide=wide, narrow=narrow, packed=packed))
 
 
 def _row_table(problem: Problem, kernel: str, rows: dict[str, Parameter]) -> KernelTable:

@@ -8,17 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from multiattn.triton.kernels.decode import admit_next_launch, await_launch_before
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-LAUNCH_DEPENDENTS = tl.constexpr("griddepcontrol.launch_dependents; // $0")
-WAIT = tl.constexpr("griddepcontrol.wait; // $0")
-
-
-@triton.jit
-def _follow_launch_before(C: tl.constexpr):
-    """The launch after this one may begin, and all that the one before it wrote is there."""
-    if C.overlaps:
-        tl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], tl.int32, is_pure=False, pack=1)
-        tl.inline_asm_elementwise(WAIT, "=r", [], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -77,7 +69,8 @@ def prepare_statistics(
     A query that is not there, or sees no key, gets an lse of inf: its weights are 0. Of 16 queries those that a thread
     of the kernel of gradients wants, two in two neighbouring accumulators of 8 columns, are together.
     """
-    _follow_launch_before(C)
+    admit_next_launch()
+    await_launch_before()
     tile, at, batch_head, first_row, length, start, has_place = _place(tiles, heads_q, seq_q, query_list, sequences, C)
     if counter is not None:
         if tl.program_id(0) == 0:
@@ -136,7 +129,8 @@ def round_dq(
     C: tl.constexpr,  # multiattn.triton.kernels.constants.StatisticsConstants
 ):
     """dq of 64 queries from their sums."""
-    _follow_launch_before(C)
+    admit_next_launch()
+    await_launch_before()
     tile, at, batch_head, first_row, length, start, has_place = _place(tiles, heads_q, seq_q, query_list, sequences, C)
     if C.packed:
         if tile < 0:

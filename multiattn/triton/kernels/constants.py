@@ -96,11 +96,7 @@ class TileConstants:
     """Sequences are packed one after another, and tiles are those of a list, of which a program takes an entry."""
     ragged: bool = False
     """Listed tiles may have keys beyond the end that have to be hidden."""
-
-    @property
-    def out_vector(self) -> int:
-        """As `OUT_VECTOR`."""
-        return OUT_VECTOR
+    out_vector = OUT_VECTOR
 
     @property
     def has_gradients(self) -> bool:
@@ -195,11 +191,7 @@ class MergeConstants:
     packed_queries: bool = False
     overlaps: bool = False
     """The kernel may begin before the one of the parts ends, and waits for it."""
-
-    @property
-    def out_vector(self) -> int:
-        """As `OUT_VECTOR`."""
-        return OUT_VECTOR
+    out_vector = OUT_VECTOR
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,5 +207,3 @@ class StatisticsConstants:
     """In the second."""
     packed: bool = False
     """Sequences are packed one after another, and tiles are those of a list, and one that is of no queries."""
-    overlaps: bool = False
-    """The kernel may begin before the one before it ends, and waits for it."""

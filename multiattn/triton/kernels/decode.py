@@ -43,7 +43,7 @@ def attention_of_parts(
 ):
     """Attention of tile_m rows over one part of their keys: out and lse, or a part of both."""
     if C.overlaps:
-        _let_merge_start()
+        admit_next_launch()
     tile, head_kv, split, sequence = _my_part(sizes, C)
     start_q, len_q, len_kv = _my_sequence(sequence, sizes, seqlens_kv, cu_seqlens_q, C)
     group = sizes.group
@@ -296,7 +296,7 @@ def merge_splits(
 ):
     """Some columns of some lines: each the sum of its parts, weighted by their sums of weights. All parts at once."""
     if C.overlaps:
-        _wait_for_parts()
+        await_launch_before()
     blocks = (C.head_dim_v + C.columns - 1) // C.columns
     program = tl.program_id(0)
     lines = _lines(sizes, C)
@@ -337,12 +337,12 @@ def merge_splits(
 
 
 @triton.jit
-def _let_merge_start():
+def admit_next_launch():
     """Let the next kernel begin as soon as every program of this one has: it waits for the end of all by itself."""
     tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def _wait_for_parts():
+def await_launch_before():
     """Wait for the end of the kernel before, and see what it wrote."""
     tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
