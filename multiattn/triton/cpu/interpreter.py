@@ -113,7 +113,7 @@ def run(kernel: KernelInterface[Any], grid: int, *args: Any, **kwargs: Any) -> N
         function = _as_python(kernel)
         named = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         constexprs = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
-        builder.extents = [_extent(value) for value in _flat(named.values()) if _is_memory(value)]
+        builder.extents = [_extent(value) for value in flat(named.values()) if _is_memory(value)]
         converted = {
             name: with_functions(value, _as_python) if name in constexprs else _to_argument(value)
             for name, value in named.items()
@@ -238,10 +238,11 @@ def _widen(handle: Any) -> Any:
     return handle
 
 
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
+def flat(values: Iterable[Any]) -> Iterator[Any]:
+    """The arguments of a kernel, and those in tuples."""
     for value in values:
         if isinstance(value, tuple):
-            yield from _flat(value)
+            yield from flat(value)
         else:
             yield value
 

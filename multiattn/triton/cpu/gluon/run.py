@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from multiattn.triton.cpu.gluon.machine import Machine, runs
 from multiattn.triton.cpu.gluon.source import as_python
 from multiattn.triton.cpu.gluon.tensors import MappedTensor, Memory
 from multiattn.triton.cpu.gluon.values import Value, lift
-from multiattn.triton.cpu.interpreter import exclusive_language, with_functions
+from multiattn.triton.cpu.interpreter import exclusive_language, flat, with_functions
 
 
 def run(kernel: Any, grid: int, *args: Any, num_warps: int = 4, seed: int | None = None, **kwargs: Any) -> None:
@@ -45,7 +44,8 @@ def run(kernel: Any, grid: int, *args: Any, num_warps: int = 4, seed: int | None
         with one_thread(), interpreting(f"the Gluon kernel {kernel.fn.__name__}", grid) as work:
             for program in work.over(range(grid)):
                 machine = Machine(program, grid, num_warps, seed)
-                machine.memories += _memories(values.values())
+                given_values = (it for it in flat(values.values()) if isinstance(it, Value))
+                machine.memories += [it.memory for it in given_values if it.memory is not None]
                 _run_program(machine, function, values)
 
 
@@ -55,15 +55,6 @@ def _run_program(machine: Machine, function: Any, values: dict[str, Any]) -> Non
         machine.current.check_done()
         if machine.in_flight:
             raise GluonError(f"program {machine.program} ends with {len(machine.in_flight)} loads by TMA under way")
-
-
-def _memories(values: Iterable[Any]) -> Iterator[Memory]:
-    """The tensors that pointers among the arguments point to."""
-    for value in values:
-        if isinstance(value, tuple):
-            yield from _memories(value)
-        elif isinstance(value, Value) and value.memory is not None:
-            yield value.memory
 
 
 def _argument(value: Any) -> Any:
