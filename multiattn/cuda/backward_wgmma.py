@@ -256,10 +256,11 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         kept += "_stream_k" * is_divided
         columns = self.dq_columns(problem)
         kept_fields = ("k_in_registers", "early_scores", "dq_by_tma")
+        score = problem.score
         named = {
             "ordered": self.ordered,
             "clears_ahead": self.clears_ahead(problem),
-            "keeps_sloped": _keeps_sloped(problem),
+            "keeps_sloped": score is not None and lower(score.program).slope is not ONE,
         }
         extra = {name: True for name, is_so in named.items() if is_so}
         config = aggregate_of(self, "k_stages", "q_stages", "dout_stages", *kept_fields, dq_columns=columns, **extra)
@@ -317,11 +318,6 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
             stages: dict[str, Any] = {"k_stages": k_stages, "q_stages": q_stages, "dout_stages": dout_stages}
             kept = {"early_scores": early_scores, "k_in_registers": k_in_registers}
             yield replace(plain, **stages, **kept, dq_by_tma=by_tma)
-
-
-def _keeps_sloped(problem: Problem) -> bool:
-    """True if weights times the slope of an expression are kept beside weights: it is not 1."""
-    return problem.score is not None and lower(problem.score.program).slope is not ONE
 
 
 _BUFFERS = ((2, 2), (3, 2), (3, 3), (4, 3))  # of Q and of dO

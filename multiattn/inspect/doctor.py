@@ -38,11 +38,6 @@ class FoundDevice:
     is_measured: bool
     """A run on a GPU of this name is on record, the user's own or ours, by which ``backend="auto"`` goes."""
 
-    @property
-    def is_known(self) -> bool:
-        """True for an arch that kernels may be made for."""
-        return self.arch in ARCHS
-
     def __str__(self) -> str:
         return f"{self.device}: {self.title}, {self.arch}"
 
@@ -62,7 +57,7 @@ class Findings:
     @property
     def known(self) -> tuple[FoundDevice, ...]:
         """The GPUs that kernels may be made for."""
-        return tuple(it for it in self.devices if it.is_known)
+        return tuple(it for it in self.devices if it.arch in ARCHS)
 
     def able(self, what: str) -> list[str]:
         """The backends that can do it."""

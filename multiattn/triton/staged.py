@@ -44,7 +44,7 @@ class Stages(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def stages_of(score: Node) -> Stages:
     """The stages of a lowered score."""
-    once = _largest(score, lambda it: _loads(it) and not inputs_of(it) & {"raw", "kv"})
+    once = _largest(score, lambda it: any(part.op == "load" for part in walk(it)) and not inputs_of(it) & {"raw", "kv"})
     names = {it: make("derived", it.dtype, (), f"kept{place}") for place, it in enumerate(once)}
     score = replace(score, names)
     ahead = _largest(score, lambda it: it.op == "load" and "raw" not in inputs_of(it))
@@ -75,10 +75,6 @@ def _adds_distance(node: Node) -> bool:
     if node.op in ("add", "sub", "neg"):
         return all(map(_adds_distance, node.args))
     return node.op in DISTANCES or "kv" not in inputs_of(node)
-
-
-def _loads(root: Node) -> bool:
-    return any(it.op == "load" for it in walk(root))
 
 
 def _largest(root: Node, wanted: Callable[[Node], bool]) -> tuple[Node, ...]:
