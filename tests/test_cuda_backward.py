@@ -434,6 +434,22 @@ def test_heads_take_turns_where_ds_is_stored(sizes, options, blocks, monkeypatch
 
 
 @on_cpu
+@pytest.mark.parametrize(
+    ("head_dim", "kept"),
+    [
+        pytest.param(136, {"kept_steps": 4}, id="some_steps"),
+        pytest.param(176, {"kv_in_registers": True}, id="all_steps_and_weights_late"),
+    ],
+)
+def test_a_block_keeps_k_and_v_of_some_steps_in_registers(head_dim, kept, monkeypatch):
+    """The others are read until the last step: K and V of the block's next tile come after that."""
+    monkeypatch.setattr(host, "MULTIPROCESSORS", 1)
+    q, k, v, dout = make_tensors(heads_q=2, heads_kv=2, seq_q=200, seq_kv=130, head_dim=head_dim)
+    config = WgmmaStoredConfig(tile_m=64, tile_n=64, **kept)
+    check(plan_of(Problem.of(q, k, v), STORED, config, arch=CPU), q, k, v, dout)
+
+
+@on_cpu
 def test_dq_has_the_same_bits_however_many_blocks_add_to_it(monkeypatch):
     q, k, v, dout = make_tensors(heads_q=2, heads_kv=2, seq_q=200, seq_kv=700)
     plan = plan_of(Problem.of(q, k, v), ORDERED, replace(EARLY, ordered=True, dq_by_tma=True), arch=CPU)
