@@ -312,6 +312,7 @@ ROWS = {
     ("cuda", "backward", "wgmma_two_pass"): ({"tile_m": 64, "tile_n": 64}, (
         (256, {"kv_in_registers": True}, "", "up to 208"),
         (200, {"kv_in_registers": True}, "", "D up to 192"),
+        (16, {"kept_steps": 4}, "kept_steps=4 of D=16", "up to 1"),
         (256, {"q_stages": 3}, "bytes", SMEM),
         (256, {"dq": TwoPassQueriesConfig(v_stages=2)}, "bytes", SMEM),
         (64, {"dq": TwoPassQueriesConfig(k_stages=1)}, "k_stages=1", "2 to 8"),

@@ -117,8 +117,10 @@ class HopperKeysConfig(HopperBackwardConfig):
         registers, head_dim = self.registers_at_least(problem), problem.head_dim
         needed = f"{registers} registers for a gradient, scores, weights, K or V ({self})"
         has_room = not self.kv_in_registers or head_dim <= KEPT_TO
+        steps = padded(head_dim, DEPTH) // DEPTH
         return (
             (registers <= REGISTERS_MAX, needed, f"up to {REGISTERS_MAX}"),
+            (self.kept_steps <= steps, f"kept_steps={self.kept_steps} of D={head_dim}", f"up to {steps}"),
             (has_room, f"kv_in_registers of D={head_dim}", f"D up to {KEPT_TO}"),
             packed_check(problem),
         )

@@ -55,6 +55,7 @@ struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked
 
   static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: multiples of 8 up to 256");
   static_assert(Q_STAGES >= 2 && DOUT_STAGES >= 2, "q_stages, dout_stages: 2 and more");
+  static_assert(KEPT_STEPS <= DIM_STEPS, "kept_steps: at most those of head_dim");
   static_assert(F.head_dim / 2 + 4 * KEPT_STEPS <= 168, "kept_steps: registers beside a gradient's");
 };
 
