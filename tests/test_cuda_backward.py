@@ -189,7 +189,7 @@ def modified(head_dim, *, wants_gradient=False):
     ],
 )
 def test_who_takes_what(problem, deterministic, variant):
-    """Who stores dS takes wide heads and, at D=128, short sequences and callers who want the same bits each time."""
+    """Stored dS is for wide heads and, at D=128, for short sequences and calls that want the same bits each time."""
     assert plan_of(problem, deterministic=deterministic).variant == variant
 
 
@@ -435,18 +435,19 @@ def test_heads_take_turns_where_ds_is_stored(sizes, options, blocks, monkeypatch
 
 @on_cpu
 @pytest.mark.parametrize(
-    ("head_dim", "kept"),
+    ("head_dim", "kept", "steps"),
     [
-        pytest.param(136, {"kept_steps": 4}, id="some_steps"),
-        pytest.param(176, {"kv_in_registers": True}, id="all_steps_and_weights_late"),
+        pytest.param(136, {"kept_steps": 4}, 4, id="some_steps"),
+        pytest.param(176, {"kv_in_registers": True}, 11, id="all_steps_and_weights_late"),
     ],
 )
-def test_a_block_keeps_k_and_v_of_some_steps_in_registers(head_dim, kept, monkeypatch):
+def test_a_block_keeps_k_and_v_of_some_steps_in_registers(head_dim, kept, steps, monkeypatch):
     """The others are read until the last step: K and V of the block's next tile come after that."""
     monkeypatch.setattr(host, "MULTIPROCESSORS", 1)
     q, k, v, dout = make_tensors(heads_q=2, heads_kv=2, seq_q=200, seq_kv=130, head_dim=head_dim)
-    config = WgmmaStoredConfig(tile_m=64, tile_n=64, **kept)
-    check(plan_of(Problem.of(q, k, v), STORED, config, arch=CPU), q, k, v, dout)
+    plan = plan_of(Problem.of(q, k, v), STORED, WgmmaStoredConfig(tile_m=64, tile_n=64, **kept), arch=CPU)
+    assert f"_kept{steps}_" in kernels_of(plan)[1].name
+    check(plan, q, k, v, dout)
 
 
 @on_cpu
