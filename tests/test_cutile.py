@@ -488,3 +488,12 @@ def test_a_fork_waits_for_compilations(monkeypatch):
             order.append("compiled")
         forking.result()
     assert order == ["compiled", "fork"]
+
+
+@pytest.mark.parametrize(("heads_q", "heads_kv", "seq", "head_dim"), [(12, 4, 3333, 256), (16, 16, 6000, 40)])
+def test_few_heads_under_a_mask_run_together_for_callers_who_name_the_variant(heads_q, heads_kv, seq, head_dim):
+    sizes = {"batch": 1, "heads_q": heads_q, "heads_kv": heads_kv, "seq_q": seq, "seq_kv": seq, "head_dim": head_dim}
+    problem = Problem.contiguous(**sizes, causal=True)
+    best = make_plan(BACKEND, problem, SM90, probe=False)
+    assert best.config.heads_together == 16
+    assert make_plan(BACKEND, problem, SM90, variant=best.variant, probe=False).config == best.config

@@ -233,12 +233,12 @@ class Rule(Generic[C]):
         lambda it: it.of_all_heads(it.problem.heads_q, it.problem.seq_q),
         lambda rule: f"for {rule.queries_min} queries of all heads and more",
     )
-    """The least queries of all heads, as `queries_max` is the most. Callers that name the variant may have fewer; so it
-    is with `keys_min`."""
+    """The least queries of all heads. Callers that name the variant may have fewer; so it is with `keys_min`."""
     queries_max: int | None = _most(
-        lambda it: it.of_all_heads(it.problem.heads_q, it.problem.seq_q),
+        lambda it: it.problem.batch * it.problem.heads_q * it.problem.seq_q,
         lambda rule: f"for up to {rule.queries_max} queries of all heads",
     )
+    """The most queries of all heads, whoever asks: the variant has another rule for more."""
     keys_min: int = _least(
         lambda it: it.of_all_heads(it.problem.heads_kv, it.problem.seq_kv),
         lambda rule: f"for {rule.keys_min} keys of all heads and more",
