@@ -8,7 +8,7 @@ import pytest
 import torch
 from cuda_runs import CONFIG, with_nvrtc
 
-from multiattn.cuda import BACKEND, launch
+from multiattn.cuda import BACKEND, compile, launch
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.backward_mma import dq_sum_bytes
 from multiattn.cuda.instances import launches_of
@@ -156,3 +156,12 @@ def test_heads_share_l2_in_whole_groups():
                                      head_dim=128)  # fmt: skip
         plan = plan_of(problem)
         assert params_of(launches_of(plan)[-1], plan).heads_per_section == expected
+
+
+def test_kernels_that_take_turns_are_exported_once(monkeypatch):
+    problem = Problem.contiguous(batch=1, heads_q=8, seq_q=16384, head_dim=256)
+    plan = plan_of(problem, "wgmma_stored", direction="backward")
+    assert len(launches_of(plan)) == 1 + 2 * 4
+    monkeypatch.setattr(compile, "_compile", lambda source, target: b"")
+    exported = [it.kernel for it in compile.export_plan(plan, ())]
+    assert len(exported) == len(set(exported)) == 3

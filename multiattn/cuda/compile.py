@@ -46,15 +46,15 @@ def compile_ahead(plan: Plan) -> None:
 
 
 def export_plan(plan: Plan, kinds: Sequence[str]) -> tuple[Exported, ...]:
-    """A Plan's kernels as a launch has them, compiled afresh to run elsewhere; of `kinds` there is ``ptx``.
+    """A Plan's kernels as a launch has them, once each, compiled afresh to run elsewhere; of `kinds` there is ``ptx``.
 
     NVRTC's own error passes through. Kernels that are launched
     together (of a packed batch, or with parts to merge) and those of a cache have no Binding: a loader runs a launch of
     one. ValueError where the Binding of a forward kernel is not what its cubin takes.
     """
-    made, launches = [], launches_of(plan)
+    made, launches = [], {it.kernel: it for it in launches_of(plan)}  # some are launched again and again
     is_alone = len(launches) == 1 and plan.problem.cache is None
-    for launch in launches:
+    for launch in launches.values():
         kernel = launch.kernel
         begin = time.perf_counter()
         cubin = _compile(translation_unit([kernel]), kernel.target(plan.arch))
