@@ -158,6 +158,7 @@ def test_a_rule_covers_what_it_would_shadow():
             "lone_max": 100,
             "queries_min": 5,
             "queries_max": 99,
+            "busy_min": 0.5,
             "keys_min": 5,
             "seq_min": 100,
             "seq_max": 200,

@@ -176,6 +176,9 @@ def modified(head_dim, *, wants_gradient=False):
     [
         *((problem_of(192), it, STORED) for it in (False, True)),
         (square(1, 1, 24_000, 1, head_dim=256), False, TWO),  # of which there is no memory for dS
+        (square(8, 8, 17_000, 1, head_dim=256), False, TWO),  # of two heads; one has 2.02 waves of tiles
+        (square(32, 1, 4096, 8, head_dim=256), False, TWO),  # of two heads of keys; one has 64 tiles
+        (square(64, 8, 8192, 1, head_dim=256), False, STORED),
         *((square(4, 2, 512, 2, causal=it), False, STORED) for it in (False, True)),
         *((square(4, 2, 1024, 2, causal=it), False, STORED if it else ONE) for it in (False, True)),
         *((square(4, 2, 512, 2, head_dim=120, causal=it), False, TWO if it else ONE) for it in (False, True)),

@@ -11,11 +11,12 @@ from multiattn.cuda.family import ELEMENT_BYTES, padded
 from multiattn.cuda.naming import aggregate, features_of, traits_type
 from multiattn.cuda.source import Instance, PlannedLaunch, StoredHeads, WgmmaBackwardParams
 from multiattn.cuda.wgmma import BARRIER_BYTES, WARPGROUP_ROWS, product_columns, row_bytes
+from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan
 from multiattn.plan.config import Config
 from multiattn.plan.limits import Check, between, limited, one_of
-from multiattn.plan.schedule import STORED_BYTES
-from multiattn.plan.waves import Walk
+from multiattn.plan.schedule import STORED_BYTES, most_multiprocessors
+from multiattn.plan.waves import Walk, efficiency
 from multiattn.problem import Problem
 
 _DS_BUFFERS = 2
@@ -80,6 +81,13 @@ class WgmmaStoredConfig(HopperKeysConfig):
         turns = -(-heads // max(STORED_BYTES // self.head_bytes(problem), 1))
         each = max(-(-heads // max(turns, 1)), 1)
         return [range(first, min(first + each, heads)) for first in range(0, heads, each)]
+
+    def busy(self, problem: Problem, arch: Arch) -> float:
+        """By waves of the first turn."""
+        turn, *others = self.rounds(problem)
+        launch = replace(problem, batch=1, heads_q=len(turn) * problem.group, heads_kv=len(turn))
+        of_turn, of_all = (efficiency(it, self.walks(it), most_multiprocessors(arch)) for it in (launch, problem))
+        return of_turn / of_all if others and of_all else 1.0
 
     def areas(self, problem: Problem) -> dict[str, int]:
         """Statistics, the counters, and dS of the heads of a turn."""

@@ -165,6 +165,7 @@ SHARES_GAIN, SHARE_COST = 1.05, 0.02
 """Shares must promise so much by waves. Each one more costs so much beside: its dk and dv are written and read in fp32.
 H200, 2026-11-29, no mask, D=128 N=4096 64/8, where a share gains nothing: 2, 4 and 8 took 1.6, 10 and 22 % longer."""
 LEAST_WAVES = 1.9
+"""Blocks to those that run at a time, under the diagonal. By `settled`'s figures; between 1.9 and 2.3 a guess."""
 WALK_MIN = 8
 """The fewest blocks of queries that a share walks over. A guess, not measured."""
 

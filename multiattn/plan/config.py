@@ -37,6 +37,10 @@ class Config:
         """The kernels that take most of a launch's time; none where nobody has said what they are."""
         return ()
 
+    def busy(self, problem: Problem, arch: Arch) -> float:
+        """How busy SMs are where heads take turns, as a share of what they are where all run at a time."""
+        return 1.0
+
     def walk(self, owns: Side, *pieces: float, **more: Any) -> Walk:
         """A kernel with these tiles."""
         rows, step = (self.tile_m, self.tile_n) if owns == "q" else (self.tile_n, self.tile_m)
@@ -243,6 +247,11 @@ class Rule(Generic[C]):
         lambda it: it.of_all_heads(it.problem.heads_kv, it.problem.seq_kv),
         lambda rule: f"for {rule.keys_min} keys of all heads and more",
     )
+    busy_min: float = _least(
+        lambda it: 1.0 if it.named else it.rule.config.busy(it.problem, it.arch),
+        lambda rule: f"for turns of heads that keep SMs busy for {rule.busy_min:.0%} of the time that all heads would",
+    )
+    """The least `Config.busy`. Callers that name the variant may have less."""
     dtype: str | None = _only(lambda it: it.features.dtype, lambda rule: f"for {rule.dtype}")
     seq_min: int = _least(lambda it: it.unless_divided(length_of(it.problem)), lambda rule: rule.lengths)
     """The least `length_of` a problem, as `seq_max` is the most; None is no limit."""

@@ -99,7 +99,7 @@ class StoredQueriesProducer {
     }
   }
 
-  // Of a cluster each block loads some panels, for both.
+  // Each block of a cluster loads some panels, for both.
   DEVICE void load_k(SharedAddress barrier, int first_key, int head_kv, const QueryTile<T>& tile) const {
     using TileKV = typename T::TileKV;
     const SharedAddress target = Shared::k(step_.slot);

@@ -6,7 +6,7 @@
 
 namespace multiattn {
 
-// Of a kernel of one pass: two warpgroups compute, one more loads.
+// Sizes of a kernel of one pass: two warpgroups compute, one more loads.
 struct PassSizes {
   static constexpr int WARPGROUPS = 2, GROUP_WARPS = 4, THREADS = WARPGROUP * (WARPGROUPS + 1), CLUSTER = 1;
   static constexpr int TILE_M = 64, TILE_N = 64, BLOCK_ROWS = TILE_M * WARPGROUPS;  // of a block that owns queries
@@ -56,7 +56,7 @@ struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked
   static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: multiples of 8 up to 256");
   static_assert(Q_STAGES >= 2 && DOUT_STAGES >= 2, "q_stages, dout_stages: 2 and more");
   static_assert(KEPT_STEPS <= DIM_STEPS, "kept_steps: at most those of head_dim");
-  static_assert(F.head_dim / 2 + 4 * KEPT_STEPS <= 168, "kept_steps: registers beside a gradient's");
+  static_assert(F.head_dim / 2 + 4 * KEPT_STEPS <= 160, "kept_steps: registers beside a gradient's");
 };
 
 template <class T>
