@@ -13,11 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINES = {
-    "multiattn": 55_640,
-    "tests": 29_500,
+    "multiattn": 56_170,
+    "tests": 29_600,
     "parity": 5_480,
     "bench": 9_500,
-    "docs": 4_720,
+    "docs": 4_750,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""
