@@ -84,10 +84,12 @@ class WgmmaStoredConfig(HopperKeysConfig):
 
     def busy(self, problem: Problem, arch: Arch) -> float:
         """By waves of the first turn."""
-        turn, *others = self.rounds(problem)
-        launch = replace(problem, batch=1, heads_q=len(turn) * problem.group, heads_kv=len(turn))
+        turns = self.rounds(problem)
+        if len(turns) < 2:
+            return 1.0
+        launch = replace(problem, batch=1, heads_q=len(turns[0]) * problem.group, heads_kv=len(turns[0]))
         of_turn, of_all = (efficiency(it, self.walks(it), most_multiprocessors(arch)) for it in (launch, problem))
-        return of_turn / of_all if others and of_all else 1.0
+        return of_turn / of_all if of_all else 1.0
 
     def areas(self, problem: Problem) -> dict[str, int]:
         """Statistics, the counters, and dS of the heads of a turn."""
