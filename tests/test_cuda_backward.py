@@ -420,7 +420,7 @@ def test_ds_is_stored_of_as_many_heads_as_there_is_memory_for(sizes, heads, mib)
         pytest.param((1, 3, 3, 330, 400, 136), {"window": (70, 10)}, id="window"),
         pytest.param((3, 2, 1, 20, 700, 136), {"window": (50, 0)}, id="keys_that_no_query_sees"),
         pytest.param((1, 5, 5, 260, 200, 192), {}, id="an_odd_number_of_tiles_in_clusters"),
-        pytest.param((1, 6, 3, 100, 200, 136), {}, id="one_tile_in_clusters"),
+        pytest.param((1, 6, 3, 100, 200, 192), {}, id="one_tile_in_clusters"),
     ],
 )
 def test_heads_take_turns_where_ds_is_stored(sizes, options, blocks, monkeypatch):

@@ -93,7 +93,7 @@ class StoredQueriesProducer {
       Shared::ring().await_empty(step_);
       const SharedAddress barrier = Shared::ring().full(step_.slot);
       load_k(barrier, block * T::TILE_N, head_kv, tile);
-      // Of a tile that only makes a cluster whole there is no dS: that of the last one is loaded, and not used.
+      // A tile that only makes a cluster whole has no dS: that of the last one is loaded, and not used.
       const int queries = min(tile.first_query, (params_.backward.tiles_q_own - 1) * T::BLOCK_ROWS);
       bulk_load(Shared::ds(step_.slot), ds_image<T>(params_, tile.head, block, queries / T::TILE_M), T::DS_BYTES, barrier);
       step_.advance();
