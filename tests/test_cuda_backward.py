@@ -394,6 +394,7 @@ def test_sums_of_later_heads_are_emptied_by_tiles_of_earlier_ones(section, sizes
         pytest.param((4, 8, 8, 4096), [32], 1024, id="all_at_once"),
         pytest.param((1, 12, 4, 8192), [2, 2], 768, id="groups_stay_together"),
         pytest.param((5, 1, 1, 16000), [2, 2, 1], 976, id="nearly_as_many_in_each"),
+        pytest.param((1, 8, 8, 17000), [1] * 8, 552, id="few_tiles_for_callers_who_name_it"),
     ],
 )
 def test_ds_is_stored_of_as_many_heads_as_there_is_memory_for(sizes, heads, mib):
@@ -404,7 +405,7 @@ def test_ds_is_stored_of_as_many_heads_as_there_is_memory_for(sizes, heads, mib)
     _, *launches = launches_of(plan)
     assert [it.numbers["heads"] for it in launches] == [it for it in heads for _ in range(2)]
     assert sum(it.blocks for it in launches[1::2]) == batch * heads_q * (-(-seq // 256) * 2)
-    assert {it.kernel.cluster for it in launches[1::2]} == {2}
+    assert ({it.kernel.cluster for it in launches[1::2]}, plan.config.kept_steps) == ({2}, 4)  # as the rule has it
     refused = plan.config.why_not(square(1, 1, 24_000, 1, head_dim=256), SM90)
     assert any("for dS of one head" in it.got for it in refused)
 
@@ -427,8 +428,7 @@ def test_heads_take_turns_where_ds_is_stored(sizes, options, blocks, monkeypatch
     """Two heads at a time, or one. Workspaces are full of NaN before: what was not stored is not read."""
     monkeypatch.setattr(host, "MULTIPROCESSORS", blocks)
     names = "batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim"
-    given = dict(zip(names, sizes, strict=True))
-    q, k, v, dout = make_tensors(**given)
+    q, k, v, dout = make_tensors(**dict(zip(names, sizes, strict=True)))
     config = WgmmaStoredConfig(tile_m=64, tile_n=64, dq=StoredQueriesConfig(cluster=2))
     problem = Problem.of(q, k, v, **options)
     monkeypatch.setattr(backward_wgmma_stored, "STORED_BYTES", 2 * config.head_bytes(problem))
