@@ -100,7 +100,7 @@ def fmha(
     Args:
         q: ``[B, Hq, Sq, D]``, fp16 or bf16, any strides with unit stride on D.
         k: ``[B, Hkv, Skv, D]`` with ``Hq % Hkv == 0`` (GQA, MQA). Same dtype and device as q.
-        v: Same shape, dtype and device as k.
+        v: ``[B, Hkv, Skv, Dv]``, same dtype and device as k. Dv need not be D. k and v may be views of one tensor.
         causal: Hide the keys after each query, aligned at the bottom right: query i sees key j when
             ``j <= i + Skv - Sq``.
         window: A pair (left, right) of ints from 0 on, or None. With ``d = Skv - Sq``, query i sees the keys from
@@ -135,10 +135,10 @@ def fmha(
             `torch.use_deterministic_algorithms`.
 
     Returns:
-        The output, ``[B, Hq, Sq, D]`` in the dtype of q; in memory it is ``[B, S, H, D]`` where q is. With `return_lse`
-        also lse, fp32 ``[B, Hq, Sq]``: the natural log of the sum of exp of the final scores, sink included. A row that
-        sees no key has ``out = 0`` and ``lse = -inf`` (with a sink: ``lse = sink``), and gives zero gradients. Both
-        results are differentiable.
+        The output, ``[B, Hq, Sq, Dv]`` in the dtype of q; in memory it is ``[B, S, H, Dv]`` where q is. With
+        `return_lse` also lse, fp32 ``[B, Hq, Sq]``: the natural log of the sum of exp of the final scores, sink
+        included. A row that sees no key has ``out = 0`` and ``lse = -inf`` (with a sink: ``lse = sink``), and gives
+        zero gradients. Both results are differentiable.
 
     Raises:
         TypeError, ValueError: An input is wrong for every backend.

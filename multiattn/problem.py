@@ -48,6 +48,8 @@ class Problem:
     seq_q: int
     seq_kv: int
     head_dim: int
+    head_dim_v: int
+    """The width of v and of out."""
     dtype: str
     band: Band
     scale: float
@@ -80,7 +82,7 @@ class Problem:
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> Problem:
-        """Check q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` and sinks ``[Hq]``, and describe them.
+        """Describe q ``[B, Hq, Sq, D]``, k ``[B, Hkv, Skv, D]``, v ``[B, Hkv, Skv, Dv]`` and sinks ``[Hq]``.
 
         Raises:
             TypeError, ValueError: An input is wrong for every backend; the message says what came and what is accepted.
@@ -122,6 +124,7 @@ class Problem:
             seq_q=seq_q,
             seq_kv=seq_kv if batching is None or batching.page is None else seq_kv * batching.max_pages,
             head_dim=head_dim,
+            head_dim_v=v.shape[3],
             dtype=DTYPE_NAMES[q.dtype],
             band=options.band,
             scale=options.scale,
@@ -143,6 +146,7 @@ class Problem:
         heads_q: int,
         seq_q: int,
         head_dim: int,
+        head_dim_v: int | None = None,
         heads_kv: int | None = None,
         seq_kv: int | None = None,
         dtype: str = "bf16",
@@ -160,20 +164,24 @@ class Problem:
         """
         heads_kv = heads_q if heads_kv is None else heads_kv
         seq_kv = seq_q if seq_kv is None else seq_kv
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
         if dtype not in DTYPES:
             raise ValueError(f"dtype: got {dtype!r}; allowed {', '.join(DTYPES)}")
-        shape_q, shape_kv = (batch, heads_q, seq_q, head_dim), (batch, heads_kv, seq_kv, head_dim)
-        check_shapes(shape_q, shape_kv, shape_kv)
-        strides_q, strides_kv = contiguous_strides(shape_q), contiguous_strides(shape_kv)
+        shape_q, rows = (batch, heads_q, seq_q, head_dim), (batch, heads_kv, seq_kv)
+        check_shapes(shape_q, (*rows, head_dim), (*rows, head_dim_v))
+        strides_q = contiguous_strides(shape_q)
         if batching is not None:
             if batching.kind == "packed" and batch != 1:
                 raise ValueError(f"batch: got {batch}; allowed 1 in a packed batch, whose sequences are in `batching`")
             strides_q = packed_strides(heads_q, head_dim) if batching.has_packed_queries else strides_q
-            strides_kv = (
-                packed_strides(heads_kv, head_dim)
-                if batching.kind == "packed"
-                else contiguous_strides(batching.cache_shape(heads_kv, seq_kv, head_dim))
-            )
+
+        def strides_of_kv(width: int) -> Strides:
+            if batching is None:
+                return contiguous_strides((*rows, width))
+            if batching.kind == "packed":
+                return packed_strides(heads_kv, width)
+            return contiguous_strides(batching.cache_shape(heads_kv, seq_kv, width))
+
         return cls(
             batch=batch,
             heads_q=heads_q,
@@ -181,14 +189,15 @@ class Problem:
             seq_q=seq_q,
             seq_kv=seq_kv,
             head_dim=head_dim,
+            head_dim_v=head_dim_v,
             dtype=dtype,
             band=band_of(causal, window) if band is None else band,
             scale=check_scale(scale, head_dim),
             strides_q=strides_q,
-            strides_k=strides_kv,
-            strides_v=strides_kv,
+            strides_k=strides_of_kv(head_dim),
+            strides_v=strides_of_kv(head_dim_v),
             has_sinks=has_sinks,
-            alignment=math.gcd(VECTOR_BYTES, head_dim * DTYPES[dtype].itemsize),
+            alignment=math.gcd(VECTOR_BYTES, *(width * DTYPES[dtype].itemsize for width in (head_dim, head_dim_v))),
             batching=batching,
         )
 
@@ -240,9 +249,10 @@ class Problem:
         return DTYPES[self.dtype]
 
     @property
-    def head_dim_v(self) -> int:
-        """The width of v and of out."""
-        return self.head_dim
+    def widths(self) -> str:
+        """``D=128``, or ``D=192 Dv=128`` where v has a width of its own."""
+        of_v = "" if self.head_dim_v == self.head_dim else f" Dv={self.head_dim_v}"
+        return f"D={self.head_dim}{of_v}"
 
     @property
     def shape_q(self) -> Shape:
@@ -432,7 +442,7 @@ class Problem:
         q, kv = "T" if is_packed else "S", "T" if self.packing is not None else "S"
         batch = f"{'packed ' if is_packed else ''}B={self.sequences if is_packed else self.batch}"
         heads, lengths = f"Hq={self.heads_q} Hkv={self.heads_kv}", f"{q}q={self.seq_q} {kv}kv={self.seq_kv}"
-        return f"{batch} {heads} {lengths} D={self.head_dim} {self.dtype} {self.mask}{self.features}"
+        return f"{batch} {heads} {lengths} {self.widths} {self.dtype} {self.mask}{self.features}"
 
 
 @functools.lru_cache(maxsize=64)

@@ -47,7 +47,7 @@ def reference(
     Args:
         q: ``[B, Hq, Sq, D]``, floating point.
         k: ``[B, Hkv, Skv, D]``, with ``Hq % Hkv == 0``.
-        v: Like k.
+        v: ``[B, Hkv, Skv, Dv]``; Dv need not be D.
         causal: Aligned at the bottom right: query i sees key j when ``j <= i + Skv - Sq``.
         window, softcap, alibi_slopes, bias, sinks, score_mod, block_mask: As for `multiattn.fmha`.
         scale: A finite number. None is ``1/sqrt(D)``.
@@ -55,7 +55,7 @@ def reference(
             dtype gives the rounding that a naive implementation commits.
 
     Returns:
-        out ``[B, Hq, Sq, D]`` and lse ``[B, Hq, Sq]``. A row that sees no key has ``out = 0`` and ``lse = -inf``, or
+        out ``[B, Hq, Sq, Dv]`` and lse ``[B, Hq, Sq]``. A row that sees no key has ``out = 0`` and ``lse = -inf``, or
         its sink. Only visible keys count: a NaN or inf in a masked key's row of k or v reaches nothing.
 
     Raises:
@@ -185,14 +185,14 @@ def reference_backward(
 
     Args:
         q, k, v, compute_dtype, and all from causal to block_mask: As for `reference`.
-        out: The output of a forward of any backend, ``[B, Hq, Sq, D]``.
+        out: The output of a forward of any backend, ``[B, Hq, Sq, Dv]``.
         lse: The log-sum-exp of the same forward, ``[B, Hq, Sq]``.
         dout: The gradient of out, like it.
         dlse: The gradient of lse, like it. None is zero.
 
     Returns:
-        dq like q, dk and dv like k, in `compute_dtype`. dk and dv of a key/value head are summed over its group. A row
-        that sees no key has ``dq = 0`` and adds nothing to dk and dv. With sinks, dsinks ``[Hq]`` follows:
+        dq, dk and dv like q, k and v, in `compute_dtype`. dk and dv of a key/value head are summed over its group. A
+        row that sees no key has ``dq = 0`` and adds nothing to dk and dv. With sinks, dsinks ``[Hq]`` follows:
         ``-sum(exp(sink - lse) * delta)`` over batch entries and queries. Then come the gradients of those of
         alibi_slopes, bias and the tensors that `score_mod` captures that require one, in this order.
     """
@@ -403,6 +403,7 @@ _VARIANT = Variant(
         head_dim_multiple=1,
         head_dim_max=1 << 16,
         masks=KINDS,
+        values=True,
         sinks=True,
         scores=True,
         block_masks=1,

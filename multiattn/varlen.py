@@ -75,7 +75,7 @@ def fmha_varlen(
     Args:
         q: ``[Tq, Hq, D]``, fp16 or bf16, any strides with unit stride on D.
         k: ``[Tkv, Hkv, D]`` with ``Hq % Hkv == 0`` (GQA, MQA). Same dtype and device as q.
-        v: Same shape, dtype and device as k.
+        v: ``[Tkv, Hkv, Dv]``, same dtype and device as k. Dv need not be D.
         cu_seqlens_q: int32 ``[B + 1]`` on the device of q. Sequence b has the rows ``cu_seqlens_q[b]`` to
             ``cu_seqlens_q[b + 1]`` of q. The values start with 0, never fall, and end with Tq or before; a sequence may
             be empty. On a CPU they are checked. On a GPU only the device reads them, so they may change under a CUDA
@@ -93,7 +93,7 @@ def fmha_varlen(
         backend: As for `multiattn.fmha`.
 
     Returns:
-        The output, ``[Tq, Hq, D]`` in the dtype of q, contiguous. With `return_lse` also lse, fp32 ``[Hq, Tq]``. A row
+        The output, ``[Tq, Hq, Dv]`` in the dtype of q, contiguous. With `return_lse` also lse, fp32 ``[Hq, Tq]``. A row
         that sees no key has ``out = 0`` and ``lse = -inf`` (with a sink: ``lse = sink``), and gives zero gradients. The
         same holds for rows of no sequence: ``Tq`` may be more than ``cu_seqlens_q[-1]``.
 
@@ -127,7 +127,7 @@ def fmha_varlen_backward(
 
     Args:
         q, k, v, and all from cu_seqlens_q to max_seqlen_kv, causal to dropout_seed: As in the call of `fmha_varlen`.
-        out: The output of a forward of any backend, ``[Tq, Hq, D]``.
+        out: The output of a forward of any backend, ``[Tq, Hq, Dv]``.
         lse: The log-sum-exp of the same forward, fp32 ``[Hq, Tq]``.
         dout: The gradient of out, like it.
         dlse: The gradient of lse, like it. None if nothing depends on lse.

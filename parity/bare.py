@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import multiattn
+from multiattn.layout import shape_of_out
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import detect
 from multiattn.plan.backend import (
@@ -97,7 +98,7 @@ def rule_plans(backend: str, device: torch.device) -> list[Plan]:
                 for causal in (False, True) if rule.banded is None else (rule.banded,):
                     plan = _plan_rule(registered, variant, rule, direction, device, causal=causal)
                     if plan is not None:
-                        found[direction, variant.name, plan.problem.head_dim, causal, str(plan.config)] = plan
+                        found[direction, variant.name, plan.problem.widths, causal, str(plan.config)] = plan
     return list(found.values())
 
 
@@ -109,7 +110,8 @@ def _plan_rule(
     if arch.name not in rule.arches:
         return None
     for head_dim in range(rule.head_dim_max, rule.head_dim_min - 1, -1):
-        problem = Problem.of(*_views(head_dim, device), causal=causal)
+        head_dim_v = min(head_dim, rule.head_dim_v_max or head_dim)
+        problem = Problem.of(*_views(head_dim, head_dim_v, device), causal=causal)
         if rule.whole_sectors not in (None, has_whole_sectors(head_dim, problem.torch_dtype.itemsize)):
             continue
         plan = plan_variant(backend, variant, problem, arch, rule.config, direction=direction)
@@ -118,16 +120,18 @@ def _plan_rule(
     return None
 
 
-def _views(head_dim: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _views(head_dim: int, head_dim_v: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """q, k and v as transposed views of ``[1, S, H, D]``, bf16."""
-    shapes = ((1, LENGTH, heads, head_dim) for heads in (HEADS_Q, HEADS_KV, HEADS_KV))
+    sizes = ((HEADS_Q, head_dim), (HEADS_KV, head_dim), (HEADS_KV, head_dim_v))
+    shapes = ((1, LENGTH, heads, width) for heads, width in sizes)
     return tuple(torch.rand(shape, device=device, dtype=torch.bfloat16).transpose(1, 2) for shape in shapes)
 
 
 def launch_rule(plan: Plan, device: torch.device) -> None:
     """Launch exactly this Plan on tensors of its own."""
-    q, k, v = _views(plan.problem.head_dim, device)
-    out = torch.empty_strided(q.shape, (*plan.problem.strides_out, 1), dtype=q.dtype, device=device)
+    q, k, v = _views(plan.problem.head_dim, plan.problem.head_dim_v, device)
+    shape = shape_of_out(q.shape, v.shape)
+    out = torch.empty_strided(shape, (*plan.problem.strides_out, 1), dtype=q.dtype, device=device)
     lse = torch.zeros(q.shape[:3], dtype=torch.float32, device=device)
     if plan.direction == "forward":
         launch(plan, q, k, v, out, lse)

@@ -32,8 +32,8 @@ def draw_cache(case: Case, cache: CacheCase, device: torch.device) -> tuple[tupl
     memory_of_q, q = poisoned_view(
         case.torch_dtype, case.layout, (case.batch, case.heads_q, case.seq_q, case.head_dim), device
     )
-    memory_of_caches, k, v = _caches(case, cache, (entries, case.heads_kv, rows, case.head_dim), device)
-    generator = generator_of(case.seed, max(q.numel(), k.numel()), device)
+    memory_of_caches, k, v = _caches(case, cache, (entries, case.heads_kv, rows), device)
+    generator = generator_of(case.seed, max(q.numel(), k.numel(), v.numel()), device)
     for view in (q, k, v):
         view.copy_(torch.randn(view.shape, generator=generator, device=generator.device))
     if case.values in ("ascending", "descending"):  # as `parity.tensors` has it: 8 a key, after the scale
@@ -90,22 +90,31 @@ def _keys_of_rows(case: Case, cache: CacheCase, table: torch.Tensor | None) -> t
 
 
 def _caches(
-    case: Case, cache: CacheCase, shape: tuple[int, int, int, int], device: torch.device
+    case: Case, cache: CacheCase, shape: tuple[int, int, int], device: torch.device
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
     """Poisoned memory, and k and v in it."""
-    entries, heads, rows, head_dim = shape
-    row = head_dim * (2 if cache.joint == "rows" else 1) + cache.row_pad
-    entry = rows * heads * row
-    step = entry * (2 if cache.joint == "entries" else 1)
-    strides = (step, row, heads * row, 1) if cache.order == "nhd" else (step, rows * row, row, 1)
-    begin = GUARD + cache.offset
-    memory = poisoned(cache.offset + entries * step, case.torch_dtype, device)
-    k = memory.as_strided(shape, strides, begin)
+    (entries, heads, rows), width, width_v = shape, case.head_dim, case.width_v
+
+    def views(row: int, *columns: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+        """Memory of rows of so many elements, and a view of each of these columns: their first, and how many."""
+        row += cache.row_pad
+        entry = rows * heads * row
+        step = entry * (2 if cache.joint == "entries" else 1)
+        strides = (step, row, heads * row, 1) if cache.order == "nhd" else (step, rows * row, row, 1)
+        memory = poisoned(cache.offset + entries * step, case.torch_dtype, device)
+        begins = [GUARD + cache.offset + begin for begin, _ in columns]
+        if cache.joint == "entries":
+            begins[1] += entry
+        pairs = zip(columns, begins, strict=True)
+        return memory, *(memory.as_strided((*shape, wide), strides, begin) for (_, wide), begin in pairs)
+
     if cache.joint == "none":
-        other = poisoned(cache.offset + entries * step, case.torch_dtype, device)
-        return (memory, other), k, other.as_strided(shape, strides, begin)
-    behind = entry if cache.joint == "entries" else head_dim
-    return (memory,), k, memory.as_strided(shape, strides, begin + behind)
+        memory, k = views(width, (0, width))
+        other, v = views(width_v, (0, width_v))
+        return (memory, other), k, v
+    row = width + width_v if cache.joint == "rows" else max(width, width_v)
+    memory, k, v = views(row, (0, width), (width if cache.joint == "rows" else 0, width_v))
+    return (memory,), k, v
 
 
 def _numbers(values: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

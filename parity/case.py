@@ -78,8 +78,8 @@ class CacheCase:
     """Keys of a page; None: each sequence has an entry of its own."""
     order: Literal["nhd", "hnd"] = "nhd"
     """Keys and heads of a page, or of an entry, as they are in memory."""
-    joint: Literal["none", "entries", "rows"] = "none"
-    """K and V are views of one tensor: the halves of each entry, or of each row."""
+    joint: Literal["none", "entries", "rows", "latent"] = "none"
+    """K and V are views of one tensor: the halves of each entry, or of each row; or V is the first columns of K."""
     offset: int = 0
     """Elements between a 16-byte boundary and the first element."""
     row_pad: int = 0
@@ -115,6 +115,8 @@ class Case:
     seq_q: int = 113
     seq_kv: int = 203
     head_dim: int = 64
+    head_dim_v: int | None = None
+    """The width of v and out; None is head_dim."""
     dtype: DType = "bf16"
     causal: bool = False
     window: Window | None = None
@@ -185,6 +187,16 @@ class Case:
         return self.seed % 2 == 0
 
     @property
+    def width_v(self) -> int:
+        """The width of v and out."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def widths(self) -> str:
+        """``D=128``, or ``D=192 Dv=128`` where v has a width of its own."""
+        return f"D={self.head_dim}" + (f" Dv={self.width_v}" if self.width_v != self.head_dim else "")
+
+    @property
     def turn(self) -> int:
         """Whose turn it is, modulo how many take turns on the cases: bits of the seed that nothing else hangs on."""
         return self.seed >> 16
@@ -196,8 +208,8 @@ class Case:
             return "cache: fmha_kvcache has no gradient"
         if self.values in PLANTED:
             return f"values {self.values}: backward does not keep apart NaN and inf that are values of its inputs"
-        if self.head_dim > BACKWARD_HEAD_DIM_MAX:
-            return f"head_dim {self.head_dim}: no backend has a backward above {BACKWARD_HEAD_DIM_MAX}"
+        if (width := max(self.head_dim, self.width_v)) > BACKWARD_HEAD_DIM_MAX:
+            return f"head_dim {width}: no backend has a backward above {BACKWARD_HEAD_DIM_MAX}"
         return ""
 
     @property

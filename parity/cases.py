@@ -16,6 +16,7 @@ from parity.case import Broadcast, Case, DType, Memory, Size, Values
 from parity.mask_cases import sinks, windows
 from parity.score_cases import scores
 from parity.varlen_cases import packed_batches
+from parity.width_cases import widths
 
 HUGE_GIB = 112
 """GPU memory below which the huge cases are not part of the suite: by a count, the backward of huge_q holds q, dout, a
@@ -419,6 +420,7 @@ def _huge() -> Iterator[Case]:
 CASES: tuple[Case, ...] = (
     *_head_dims(),
     *_wide_heads(),
+    *widths(),
     *_lengths(),
     *_heads(),
     *_layouts(),

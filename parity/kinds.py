@@ -20,7 +20,7 @@ def is_slow(case: Case) -> bool:
 def elements_of(case: Case) -> int:
     """The cost of interpreting a case, about."""
     batch, queries, keys = case.lengths
-    return batch * case.heads_q * queries * keys * case.head_dim
+    return batch * case.heads_q * queries * keys * max(case.head_dim, case.width_v)
 
 
 def kinds_of(case: Case) -> frozenset[str]:
@@ -39,6 +39,8 @@ def code_kinds_of(case: Case) -> Iterator[str]:
             yield "scores of shared heads"
     if case.packed is not None:
         yield "packed"
+    if case.width_v != case.head_dim:
+        yield "v wider than q" if case.width_v > case.head_dim else "v narrower than q"
     if case.head_dim & (case.head_dim - 1):
         yield "padded head_dim"
     if case.layout.offset % 8 or case.layout.row_pad % 8:

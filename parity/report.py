@@ -269,7 +269,7 @@ def describe_case(case: Case) -> str:
     is_packed = case.packed is not None or (case.cache is not None and case.cache.queries is not None)
     entries = f"{'packed ' * is_packed}B={case.lengths[0]}"
     parts = [
-        f"{entries} Hq={case.heads_q} Hkv={case.heads_kv} Sq={case.seq_q} Skv={case.seq_kv} D={case.head_dim}",
+        f"{entries} Hq={case.heads_q} Hkv={case.heads_kv} Sq={case.seq_q} Skv={case.seq_kv} {case.widths}",
         case.dtype,
         "causal" if case.causal else "full",
     ]

@@ -257,7 +257,9 @@ def spread(cases: Iterable[Case]) -> list[Case]:
     """
     kinds: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
-        kinds.setdefault((case.head_dim, case.dtype, case.causal, case.layout, case.size), []).append(case)
+        kinds.setdefault((case.head_dim, case.width_v, case.dtype, case.causal, case.layout, case.size), []).append(
+            case
+        )
     rounds = itertools.zip_longest(*kinds.values())
     return [case for turn in rounds for case in turn if case is not None]
 

@@ -104,7 +104,7 @@ class Outputs:
     @classmethod
     def of(cls, problem: Problem, device: torch.device) -> Outputs:
         """Fresh outputs for a problem."""
-        shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
+        shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
         out_memory, out = _poisoned_output(shape, problem.strides_out, problem.torch_dtype, device)
         lse_memory, lse = _poisoned_rows(shape, device)
         return cls(out=out, lse=lse, memory=(out_memory, lse_memory))
@@ -144,7 +144,7 @@ class Upstream(Watched):
     @classmethod
     def of(cls, case: Case, problem: Problem, device: torch.device) -> Upstream:
         """The inputs of `case`, drawn by its seed; the same for every call."""
-        shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
+        shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
         generator = generator_of(case.seed + 1, torch.Size(shape).numel(), device)
         dout_memory, dout = _poisoned_output(shape, problem.strides_out, problem.torch_dtype, device)
         dout.copy_(torch.randn(shape, generator=generator, device=generator.device))
@@ -181,14 +181,14 @@ class Gradients:
     def of(cls, problem: Problem, device: torch.device) -> Gradients:
         """Fresh gradients for a problem."""
         shape_q = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim)
-        shape_kv = (problem.batch, problem.heads_kv, problem.seq_kv, problem.head_dim)
+        rows_kv = (problem.batch, problem.heads_kv, problem.seq_kv)
         memory, (dq, dk, dv) = zip(
             *(
                 _poisoned_output(shape, strides, problem.torch_dtype, device)
                 for shape, strides in (
                     (shape_q, problem.strides_dq),
-                    (shape_kv, problem.strides_dk),
-                    (shape_kv, problem.strides_dv),
+                    ((*rows_kv, problem.head_dim), problem.strides_dk),
+                    ((*rows_kv, problem.head_dim_v), problem.strides_dv),
                 )
             ),
             strict=True,
@@ -249,8 +249,8 @@ def _shapes(case: Case) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
     """Shapes of q, k and v in memory: a dimension that is broadcast has one element."""
     batch_kv = 1 if case.layout.broadcast == "batch" else case.batch
     heads_kv = 1 if case.layout.broadcast == "heads" else case.heads_kv
-    shape_kv = (batch_kv, heads_kv, case.seq_kv, case.head_dim)
-    return (case.batch, case.heads_q, case.seq_q, case.head_dim), shape_kv, shape_kv
+    rows_kv = (batch_kv, heads_kv, case.seq_kv)
+    return (case.batch, case.heads_q, case.seq_q, case.head_dim), (*rows_kv, case.head_dim), (*rows_kv, case.width_v)
 
 
 def _layout_of_v(layout: Memory) -> Memory:
@@ -286,6 +286,8 @@ def _qkv(case: Case, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Va
 def _packed_views(case: Case, device: torch.device) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     if case.seq_q != case.seq_kv:
         raise ValueError(f"{case.name}: packed q, k and v share one sequence; got {case.seq_q} and {case.seq_kv}")
+    if case.width_v != case.head_dim:
+        raise ValueError(f"{case.name}: packed q, k and v share one width; got {case.head_dim} and {case.width_v}")
     heads = (case.heads_q, case.heads_kv, case.heads_kv)
     shape = (case.batch, case.seq_q, sum(heads), case.head_dim)
     memory = poisoned(shape[0] * shape[1] * shape[2] * shape[3], case.torch_dtype, device)

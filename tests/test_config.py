@@ -151,7 +151,14 @@ def test_a_rule_covers_what_it_would_shadow():
         **dict.fromkeys(
             ("whole_sectors", "ragged", "banded", "scored", "reads_keys", "packed", "cached", "mapped"), True
         ),
-        **{"arches": ("sm90",), "head_dim_min": 65, "head_dim_max": 128, "page_multiple": 16, "dtype": "bf16"},
+        **{
+            "arches": ("sm90",),
+            "head_dim_min": 65,
+            "head_dim_max": 128,
+            "head_dim_v_max": 64,
+            "page_multiple": 16,
+            "dtype": "bf16",
+        },
         **{
             "rows_min": 2,
             "rows_max": 16,

@@ -261,7 +261,7 @@ WRONG = {
         (paged, {"v_cache": lambda v: v[0]}, "v_cache must be [pages, Hkv, page, D]; got shape"),
         (dense, {"v_cache": strided_on_d}, "v_cache must have unit stride on D; got strides (5120, 2560, 1"),
         (dense, {"k_cache": lambda k: k.to("meta")}, "must be on one device; got cpu, meta, cpu"),
-        (dense, {"v_cache": lambda v: v[:, :, :-1]}, "must have one shape; got | v_cache=(3, 2, 39, 64)"),
+        (dense, {"v_cache": lambda v: v[:, :, :-1]}, "must have one shape but for | v_cache=(3, 2, 39, 64)"),
         (dense, {"q": lambda q: q[..., :32]}, "must share head_dim; got q=(3, 4, 1, 32), k_cache=(3, 2"),
         (dense, {"q": lambda q: q[:, :0]}, "heads and head_dim must be at least 1; got q=(3, 0, 1, 64)"),
         (dense, {"q": lambda q: q[:, :3]}, "must be a multiple of | got q=(3, 3, 1, 64) | k_cache.transpose(1, 2)"),

@@ -10,7 +10,7 @@ from multiattn.run.log import logged
 
 LINE = (
     r"multiattn launch: backend=reference direction=(?P<direction>\w+) variant=eager arch=cpu B=1 Hq=4 Hkv=2 Sq=5 "
-    r"Skv=7 D=8 dtype=fp64 mask=causal deterministic=yes workspace=0 config\[\] rule\[.+\]"
+    r"Skv=7 D=8 Dv=8 dtype=fp64 mask=causal deterministic=yes workspace=0 config\[\] rule\[.+\]"
 )
 
 

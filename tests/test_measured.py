@@ -64,8 +64,8 @@ def test_auto_follows_packed_cells_for_packed_batches_alone():
     cells = [cell(head_dim=128, triton=3.0, cuda=2.0), cell(head_dim=256, cutile=4.0)]
     cells.append(cell(head_dim=128, seq_kv=16384, packed=True, cutile=1.0, cuda=2.0))
     packed = contiguous(128, heads_q=8, batching=Batching.packed(5))
-    far = replace(packed, head_dim=256)
-    problems = (packed, replace(packed, batching=None), replace(packed, head_dim=96), far)
+    far = replace(packed, head_dim=256, head_dim_v=256)
+    problems = (packed, replace(packed, batching=None), replace(packed, head_dim=96, head_dim_v=96), far)
     best = [preferred_order(it, SM90, cells=cells)[0][0] for it in problems]
     assert best == ["cuda", "triton", "cuda", "cutile"]
 
@@ -185,7 +185,9 @@ def test_a_backend_without_waves_leaves_the_order_to_the_nearest_cell():
     wide = contiguous(320, heads_q=8, seq_q=4096)
     assert predict("cuda", wide, SM90, "forward", DENSE) is None
     assert all("which is" in why and "predicted" not in why for _, why in preferred_order(wide, SM90))
-    assert predict("cuda", replace(wide, head_dim=60), SM90, "forward", DENSE) == 0.0, "it cannot run this one"
+    assert predict("cuda", replace(wide, head_dim=60, head_dim_v=60), SM90, "forward", DENSE) == 0.0, (
+        "it cannot run this one"
+    )
 
 
 # ---------------------------------------------------------------- the model
@@ -205,7 +207,7 @@ def test_waves_and_tiles_leave_the_rest():
     assert share(contiguous(batch=1, heads_q=66, seq_q=128)) == 0.5
     assert share(contiguous(batch=1, heads_q=66, seq_q=128), parts=2) == 1.0
     assert share(replace(even, seq_q=1000, seq_kv=1000)) == pytest.approx(1000 / 1024 * 1000 / (1000 + 24 / 4))
-    assert share(replace(even, head_dim=40)) == 40 / 64
+    assert share(replace(even, head_dim=40, head_dim_v=40)) == 40 / 64
     assert share(even, pieces=(64.0, 0)) == 1.0
     assert share(even, pieces=(32.0, 32.0)) == 64 / 72
     assert share(even, begin=4) == pytest.approx(16 / 20)

@@ -278,6 +278,7 @@ class Kernel:
             ("arch", here, self.plan.arch.name),
             ("dtype", problem.dtype, allowed.dtype),
             ("head_dim", problem.head_dim, allowed.head_dim),
+            ("head_dim_v", problem.head_dim_v, allowed.head_dim_v),
             ("sinks", problem.has_sinks, allowed.has_sinks),
         )
         if wrong := [f"{what}: got {got}; allowed {ours}" for what, got, ours in found if got != ours]:

@@ -6,6 +6,7 @@ A rule carries its evidence. There is no catch-all row: an arch without a rule i
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -176,10 +177,17 @@ class Rule(Generic[C]):
     )
     config: C
     why: str
-    head_dim_min: int = _least(lambda it: it.features.head_dim, lambda rule: rule.head_dims, default=1)
-    head_dim_max: int = _most(lambda it: it.features.head_dim, lambda rule: rule.head_dims, default=256)
+    head_dim_min: int = _least(lambda it: it.features.width, lambda rule: rule.head_dims, default=1)
+    """The least that the wider of head_dim and head_dim_v may be, as `head_dim_max` is the most."""
+    head_dim_max: int = _most(lambda it: it.features.width, lambda rule: rule.head_dims, default=256)
+    head_dim_v_max: int | None = _most(
+        lambda it: it.features.head_dim_v, lambda rule: f"for values of up to {rule.head_dim_v_max} columns"
+    )
+    """The most that head_dim_v may be; None is no limit but `head_dim_max`."""
     whole_sectors: bool | None = _only(
-        lambda it: has_whole_sectors(it.features.head_dim, it.problem.torch_dtype.itemsize),
+        lambda it: has_whole_sectors(
+            math.gcd(it.features.head_dim, it.features.head_dim_v), it.problem.torch_dtype.itemsize
+        ),
         lambda rule: (
             f"for rows {'of' if rule.whole_sectors else 'other than'} a whole number of {SECTOR_BYTES}-byte sectors"
         ),

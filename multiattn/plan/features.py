@@ -41,6 +41,11 @@ class Features:
     aligned: bool = True
     """Every row of q, k and v starts at a multiple of 16 bytes."""
 
+    @property
+    def width(self) -> int:
+        """The wider of head_dim and head_dim_v."""
+        return max(self.head_dim, self.head_dim_v)
+
     @classmethod
     @functools.lru_cache(maxsize=1024)
     def of(cls, problem: Problem) -> Features:

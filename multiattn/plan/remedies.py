@@ -32,19 +32,23 @@ def for_arch(arch: Arch) -> str:
 
 def for_head_dim(problem: Problem, multiple: int, most: int) -> str:
     """Advice on a head_dim: zeros behind it change no score if the scale stays what it is."""
-    dim = problem.head_dim
-    padded = -(-dim // multiple) * multiple
-    if padded > most:
+    dim, dim_v = problem.head_dim, problem.head_dim_v
+    padded, padded_v = (-(-width // multiple) * multiple for width in (dim, dim_v))
+    if max(padded, padded_v) > most:
         return 'name a backend that takes wider heads, which `multiattn explain` lists, or backend="reference"'
     is_usual = math.isclose(problem.scale, 1 / math.sqrt(dim))
-    scale = f"{dim}**-0.5" if is_usual else repr(problem.scale)
-    pad = f"torch.nn.functional.pad(x, (0, {padded - dim}))"
-    return f"pad q, k and v with zeros to D={padded} by {pad}, give scale={scale}, and take out[..., :{dim}]"
+    scale = f"give scale={f'{dim}**-0.5' if is_usual else repr(problem.scale)}"
+    pad, cut = "with zeros to {}={} by torch.nn.functional.pad(x, (0, {}))", f"take out[..., :{dim_v}]"
+    if dim == dim_v:
+        return f"pad q, k and v {pad.format('D', padded, padded - dim)}, {scale}, and {cut}"
+    of_qk = f"pad q and k {pad.format('D', padded, padded - dim)}, {scale}" if padded > dim else ""
+    of_v = f"pad v {pad.format('Dv', padded_v, padded_v - dim_v)}, {cut}" if padded_v > dim_v else ""
+    return "; ".join(filter(None, (of_qk, of_v)))
 
 
 def for_alignment(problem: Problem, multiple: int) -> str:
     """Advice on addresses and strides: a copy has good ones, unless the rows themselves are too short."""
-    row = problem.head_dim * DTYPES[problem.dtype].itemsize
+    row = math.gcd(problem.head_dim, problem.head_dim_v) * DTYPES[problem.dtype].itemsize
     if row % multiple:
         return (
             f"pad head_dim to a multiple of {multiple // DTYPES[problem.dtype].itemsize} elements, or leave variant out"

@@ -20,8 +20,8 @@ from multiattn.problem import Problem
 class Reason:
     """One reason why not: the subject, what came, what is accepted, and what to do.
 
-    `code` is a stable key: of a Problem (head_dim, dtype, seq, mask, sinks, cache, page, strides, alignment), or one of
-    arch, direction, variant, config, deterministic, module, driver, compiler, gpu, host.
+    `code` is a stable key: of a Problem (head_dim, head_dim_v, dtype, seq, mask, sinks, cache, page, strides,
+    alignment), or one of arch, direction, variant, config, deterministic, module, driver, compiler, gpu, host.
     """
 
     code: str
@@ -72,6 +72,10 @@ class Capability:
     """A block mask may be given, in blocks of multiples of this; 0: none."""
     zero_strides: bool = True
     """A dimension may be broadcast (stride 0, as `expand` makes it)."""
+    values: bool = _has_code_for(
+        "head_dim_v", lambda it: None if it.head_dim_v == it.head_dim else it.widths, "the head_dim of q and k"
+    )
+    """v may have a width of its own."""
     sinks: bool = _has_code_for("sinks", lambda it: "one for each head" if it.has_sinks else None)
     """Heads may have a sink."""
     scores: bool = _has_code_for("score", lambda it: _program(it) if it.has_score else None)
@@ -113,7 +117,7 @@ class Capability:
         if any(width % self.head_dim_multiple or width > self.head_dim_max for width in widths):
             allowed = f"multiples of {self.head_dim_multiple} up to {self.head_dim_max}"
             hint = remedies.for_head_dim(problem, self.head_dim_multiple, self.head_dim_max)
-            refuse("head_dim", str(problem.head_dim), allowed, hint)
+            refuse("head_dim", problem.widths.removeprefix("D="), allowed, hint)
         if max(problem.seq_q, problem.seq_kv) > self.seq_max:
             got = f"Sq={problem.seq_q} Skv={problem.seq_kv}"
             refuse("seq", got, f"lengths up to {self.seq_max}", remedies.LENGTH)

@@ -54,6 +54,7 @@ def plan_line(plan: Plan) -> str:
         "Sq": problem.seq_q,
         "Skv": problem.seq_kv,
         "D": problem.head_dim,
+        "Dv": problem.head_dim_v,
         "dtype": problem.dtype,
         "mask": problem.mask,
         "deterministic": "yes" if variant_of(plan).deterministic else "no",

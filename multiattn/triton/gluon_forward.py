@@ -294,7 +294,7 @@ def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[Gluo
     widest = class_of(problem.head_dim)
     if widest is None:
         return
-    problem = replace(problem, head_dim=widest)
+    problem = replace(problem, head_dim=widest, head_dim_v=widest)
     found: list[GluonConfig | None] = []
     for (tile_m, tile_n, q_slots), pingpong in itertools.product(_TILES[widest], (False, True)):
         config = GluonConfig(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=pingpong, lazy_max=True)

@@ -113,16 +113,17 @@ def check_shapes(q: Shape, k: Shape, v: Shape) -> None:
         if min(shape) < 0:
             raise ValueError(f"sizes must not be negative; got {shapes}")
     batch, heads_q, _, head_dim = q
-    if k != v:
-        raise ValueError(f"k and v must have one shape, [B, Hkv, Skv, D]; got {shapes}; {_of_one_shape(k, v)}")
+    if k[:3] != v[:3]:
+        hint = _of_one_shape(k, v)
+        raise ValueError(f"k and v must have one shape but for the last dimension; got {shapes}; {hint}")
     if k[0] != batch:
         hint = "expand the smaller one, as by k.expand(B, -1, -1, -1)"
         raise ValueError(f"q, k and v must share the batch size; got {shapes}; {hint}")
     if k[3] != head_dim:
         hint = "D comes last, so a transposed k is given as k.transpose(-2, -1)" if k[2] == head_dim else _PAD
-        raise ValueError(f"q, k and v must share head_dim; got {shapes}; {hint}")
+        raise ValueError(f"q and k must share head_dim; got {shapes}; {hint}")
     heads_kv = k[1]
-    if head_dim < 1 or heads_q < 1 or heads_kv < 1:
+    if min(head_dim, v[3], heads_q, heads_kv) < 1:
         raise ValueError(f"heads and head_dim must be at least 1; got {shapes}; with no heads there is nothing to call")
     if heads_q % heads_kv:
         raise ValueError(
@@ -140,9 +141,8 @@ def _of_one_shape(k: Shape, v: Shape) -> str:
         "take both from one batch",
         "repeat the heads of the one that has fewer, as by .repeat_interleave(n, dim=1)",
         "cut both to the same keys",
-        "pad the narrower one with zeros on D, and cut out",
     )
-    return next(way for way, left, right in zip(ways, k, v, strict=True) if left != right)
+    return next(way for way, left, right in zip(ways, k, v, strict=False) if left != right)
 
 
 def _of_rank(name: str, rank: int) -> str:

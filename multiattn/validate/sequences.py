@@ -189,14 +189,14 @@ def _check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"q, k_cache and v_cache must be on one device; got {got}")
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"device: got {q.device}; allowed cpu, cuda and meta; move the tensors by .cuda() or .cpu()")
-    if k.shape != v.shape:
+    if k.shape[:-1] != v.shape[:-1]:
         got = f"{_shapes(q, k, v)}; cut both to the same entries"
-        raise ValueError(f"k_cache and v_cache must have one shape; got {got}")
+        raise ValueError(f"k_cache and v_cache must have one shape but for the last dimension; got {got}")
     heads_q, heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[-1]
     if k.shape[-1] != head_dim:
         got = f"{_shapes(q, k, v)}; pad q with zeros, and give scale"
-        raise ValueError(f"q, k_cache and v_cache must share head_dim; got {got}")
-    if head_dim < 1 or heads_q < 1 or heads_kv < 1:
+        raise ValueError(f"q and k_cache must share head_dim; got {got}")
+    if min(head_dim, v.shape[-1], heads_q, heads_kv) < 1:
         raise ValueError(f"heads and head_dim must be at least 1; got {_shapes(q, k, v)}")
     if heads_q % heads_kv:
         got = f"{_shapes(q, k, v)}; a cache [.., S, Hkv, D] is given as a view, k_cache.transpose(1, 2)"
