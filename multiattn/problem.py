@@ -59,6 +59,9 @@ class Problem:
     alignment: int = VECTOR_BYTES
     has_sinks: bool = False
     """Each query head has one more column, a logit without a value."""
+    v_in_k: bool = False
+    """v is a view of the first columns of k, row for row: a forward may read k alone. A backward may not, as hooks of
+    saved tensors give it what they like."""
     score: ScoreSpec | None = None
     """The modification of every score."""
     blocks: BlockSpec | None = None
@@ -99,9 +102,18 @@ class Problem:
         strides_of_kv = strides_of if plain.packing is None else strides_of_packed
         strides_q, strides_k, strides_v = strides_of_q(q), strides_of_kv(k), strides_of_kv(v)
         addresses = [tensor.data_ptr() for tensor in (q, k, v)]
+        if v_in_k := _is_v_in_k(k, v):
+            strides_v = strides_k  # they may differ in dimensions of one element
         offsets = [stride * q.element_size() for stride in (*strides_q, *strides_k, *strides_v)]
         alignment = math.gcd(VECTOR_BYTES, *addresses, *offsets)
-        return replace(plain, strides_q=strides_q, strides_k=strides_k, strides_v=strides_v, alignment=alignment)
+        return replace(
+            plain,
+            strides_q=strides_q,
+            strides_k=strides_k,
+            strides_v=strides_v,
+            alignment=alignment,
+            v_in_k=v_in_k,
+        )
 
     @classmethod
     def of_any(cls, operands: Operands, options: Options) -> Problem:
@@ -155,12 +167,14 @@ class Problem:
         band: Band | None = None,
         scale: float | None = None,
         has_sinks: bool = False,
+        v_in_k: bool = False,
         batching: Batching | None = None,
     ) -> Problem:
         """The problem of contiguous ``[B, H, S, D]`` tensors of these sizes, made without any tensor.
 
         `band` is a mask that is known to be one, in place of `causal` and `window`. Of a packed batch they are packed
         tensors, ``[1, H, T, D]``. With a cache k and v are one, contiguous, and `seq_kv` the most keys of a sequence.
+        With `v_in_k` v is a view of the first columns of k.
         """
         heads_kv = heads_q if heads_kv is None else heads_kv
         seq_kv = seq_q if seq_kv is None else seq_kv
@@ -169,6 +183,8 @@ class Problem:
             raise ValueError(f"dtype: got {dtype!r}; allowed {', '.join(DTYPES)}")
         shape_q, rows = (batch, heads_q, seq_q, head_dim), (batch, heads_kv, seq_kv)
         check_shapes(shape_q, (*rows, head_dim), (*rows, head_dim_v))
+        if v_in_k and head_dim_v > head_dim:
+            raise ValueError(f"head_dim_v: got {head_dim_v}; allowed up to the {head_dim} columns of k, with v in k")
         strides_q = contiguous_strides(shape_q)
         if batching is not None:
             if batching.kind == "packed" and batch != 1:
@@ -182,6 +198,7 @@ class Problem:
                 return packed_strides(heads_kv, width)
             return contiguous_strides(batching.cache_shape(heads_kv, seq_kv, width))
 
+        row_v = head_dim if v_in_k else head_dim_v
         return cls(
             batch=batch,
             heads_q=heads_q,
@@ -195,9 +212,10 @@ class Problem:
             scale=check_scale(scale, head_dim),
             strides_q=strides_q,
             strides_k=strides_of_kv(head_dim),
-            strides_v=strides_of_kv(head_dim_v),
+            strides_v=strides_of_kv(row_v),
             has_sinks=has_sinks,
-            alignment=math.gcd(VECTOR_BYTES, *(width * DTYPES[dtype].itemsize for width in (head_dim, head_dim_v))),
+            v_in_k=v_in_k,
+            alignment=math.gcd(VECTOR_BYTES, *(row * DTYPES[dtype].itemsize for row in (head_dim, row_v))),
             batching=batching,
         )
 
@@ -432,7 +450,7 @@ class Problem:
     @property
     def features(self) -> str:
         """Features beside the mask, each with a space before it: ``" sinks score=7c3b3fcc"``."""
-        told = " sinks" if self.has_sinks else ""
+        told = f"{' v in k' * self.v_in_k}{' sinks' * self.has_sinks}"
         told += f" score={self.score.program.digest[:8]}" if self.score is not None else ""
         told += f" blocks={self.blocks.queries}x{self.blocks.keys}" if self.blocks is not None else ""
         return told + (f" cache: {self.cache}" if self.cache is not None else "")
@@ -443,6 +461,14 @@ class Problem:
         batch = f"{'packed ' if is_packed else ''}B={self.sequences if is_packed else self.batch}"
         heads, lengths = f"Hq={self.heads_q} Hkv={self.heads_kv}", f"{q}q={self.seq_q} {kv}kv={self.seq_kv}"
         return f"{batch} {heads} {lengths} {self.widths} {self.dtype} {self.mask}{self.features}"
+
+
+def _is_v_in_k(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """True if each row of v is the beginning of the row of k at the same place."""
+    if k.data_ptr() != v.data_ptr() or not v.data_ptr() or v.shape[3] > k.shape[3]:
+        return False
+    dimensions = zip(k.shape[:3], k.stride(), v.stride(), strict=False)
+    return all(size == 1 or of_k == of_v for size, of_k, of_v in dimensions)
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ import hashlib
 import platform
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -244,6 +244,7 @@ class Kernel:
         numbers = self._check_score(scalars, captured)
         given = Operands(q, k, v, sinks=sinks, captured=tuple(captured))
         problem = Problem.of_operands(given, options_of(self.plan.problem)._replace(scale=scale, scalars=numbers))
+        problem = replace(problem, v_in_k=problem.v_in_k and self.plan.problem.v_in_k)  # any code reads v where it is
         self._check(problem, q.device)
         if torch.is_grad_enabled() and given.requires_grad:
             raise ValueError("gradients: got tensors that require them; allowed a call in torch.no_grad()")
@@ -279,6 +280,7 @@ class Kernel:
             ("dtype", problem.dtype, allowed.dtype),
             ("head_dim", problem.head_dim, allowed.head_dim),
             ("head_dim_v", problem.head_dim_v, allowed.head_dim_v),
+            ("v_in_k", problem.v_in_k, allowed.v_in_k),
             ("sinks", problem.has_sinks, allowed.has_sinks),
         )
         if wrong := [f"{what}: got {got}; allowed {ours}" for what, got, ours in found if got != ours]:

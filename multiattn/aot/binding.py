@@ -51,7 +51,7 @@ def _problems(problem: Problem) -> Iterator[Problem]:
     """The problem itself, then longer and shorter sequences, more heads and more batch entries, another scale."""
     yield problem
     for batch, heads, seq_q, seq_kv in ((1, 1, 1, 1), (3, 2, 1000, 333), (2, 1, 256, 4096), (16, 4, 4096, 4096)):
-        kept = {name: getattr(problem, name) for name in ("heads_kv", "head_dim", "head_dim_v", "dtype")}
+        kept = {name: getattr(problem, name) for name in ("heads_kv", "head_dim", "head_dim_v", "dtype", "v_in_k")}
         plain = Problem.contiguous(batch=batch, heads_q=heads * problem.heads_q, seq_q=seq_q, seq_kv=seq_kv, **kept)
         changed: dict[str, Any] = {name: getattr(plain, name) for name in _SIZES}
         yield replace(problem, scale=2 * problem.scale, **changed)

@@ -21,6 +21,7 @@ def walking_kernel(
     sizes: str,
     rows: str | None = None,
     exponents: bool = False,
+    reads_v_in_k: bool = False,
     **more: Any,
 ) -> Instance:
     """A kernel that walks over scores. What changes them ends its name, and is the last of its constants.
@@ -33,14 +34,17 @@ def walking_kernel(
         sizes: how it goes on behind dtype, head_dim and mask.
         rows: the C++ type of what its rows are, or how its tiles are divided; None: queries of one head, whole tiles.
         exponents: it has those of an expression's scores; see `LoweredScore`.
+        reads_v_in_k: it reads k alone where v is in k: then that is in its name and constants, too.
         more: further fields of the Instance.
     """
     problem, score, slots = plan.problem, lowered_of(plan, exponents=exponents), slots_of(plan)
     last = _score_types(problem, score, slots, rows)
+    in_k = reads_v_in_k and problem.v_in_k
+    suffix = f"{'_v_in_k' * in_k}{_suffix_of(plan, score, slots)}"
     return Instance(
-        name=f"{entry}_{problem.dtype}_d{problem.head_dim}_{problem.band.kind}_{sizes}{_suffix_of(plan, score, slots)}",
+        name=f"{entry}_{problem.dtype}_d{problem.head_dim}_{problem.band.kind}_{sizes}{suffix}",
         entry=entry,
-        traits=traits_type(traits, problem, features_of(problem, plan.direction), *config, *last),
+        traits=traits_type(traits, problem, features_of(problem, plan.direction, v_in_k=in_k), *config, *last),
         score=score,
         slots=slots,
         blocks=problem.blocks,
@@ -49,8 +53,8 @@ def walking_kernel(
     )
 
 
-def features_of(problem: Problem, direction: Direction) -> str:
-    """The C++ value of a problem's features. A backward's kernels know of no sinks."""
+def features_of(problem: Problem, direction: Direction, *, v_in_k: bool = False) -> str:
+    """The C++ value of a problem's features. A backward's kernels know of no sinks, and most of no v in k."""
     its = Features.of(problem)
     return aggregate(
         "Features",
@@ -59,6 +63,7 @@ def features_of(problem: Problem, direction: Direction) -> str:
         band=enumerator("Band", its.mask),
         sinks=its.sinks and direction == "forward",
         aligned=its.aligned,
+        **({"v_in_k": True} if v_in_k else {}),
     )
 
 

@@ -40,6 +40,9 @@ class Features:
     """Queries are those of sequences one after another."""
     aligned: bool = True
     """Every row of q, k and v starts at a multiple of 16 bytes."""
+    v_in_k: bool = False
+    """v is the first columns of k. Only a kernel that then reads k alone may have it in its name and constants: for
+    all others it is no feature, and must not have them compiled twice."""
 
     @property
     def width(self) -> int:
@@ -63,4 +66,5 @@ class Features:
             keys="dense" if problem.batching is None else problem.batching.kind,
             packed_queries=problem.has_packed_queries,
             aligned=problem.alignment % VECTOR_BYTES == 0,
+            v_in_k=problem.v_in_k,
         )

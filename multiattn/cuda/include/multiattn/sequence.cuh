@@ -64,6 +64,7 @@ struct Features {
   Band band;
   bool sinks = false;   // each head has one more key, without a value
   bool aligned = true;  // every row of q, k and v starts at a multiple of 16 bytes
+  bool v_in_k = false;  // v is the first columns of k, and the kernel reads k alone
 };
 
 // The constants of every kernel that walks over scores.
@@ -72,7 +73,7 @@ struct Walks {
   using Element = Element_;
   static constexpr int HEAD_DIM = F.head_dim, HEAD_DIM_V = F.head_dim_v;
   static constexpr Band BAND = F.band;
-  static constexpr bool HAS_SINKS = F.sinks, ALIGNED = F.aligned;
+  static constexpr bool HAS_SINKS = F.sinks, ALIGNED = F.aligned, V_IN_K = F.v_in_k;
   using Score = Score_;      // what changes scores
   using Blocked = Blocked_;  // what lists the tiles that are seen, or those that there are; or what rows are
   using Params = typename WithAux<PlainParams, Score, typename ListsOf<Blocked>::Type>::Type;
