@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, NO_FLAGS, FamilyConfig, padded, tiles_of
-from multiattn.cuda.naming import aggregate, traits_type, walking_kernel
+from multiattn.cuda.naming import aggregate, traits_type, walking_kernel, widths_of
 from multiattn.cuda.score import sends_raw
 from multiattn.cuda.source import BackwardParams, Instance, PlannedLaunch
 from multiattn.packed import TILE_LISTS
@@ -214,10 +214,11 @@ def rows_launch(entry: str, problem: Problem, *, adds_dq: bool, wide: bool) -> P
     packed, overlaps = problem.packing is not None, entry == "convert_sums"
     lists = ("multiattn::Packed",) if packed else ()
     order = ("_wide" if wide else "_narrow") if adds_dq else ""
-    sizes = {"head_dim": problem.head_dim, "threads": ROW_THREADS, "tile_rows": ROW_TILE}
+    sizes = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
+    sizes |= {"threads": ROW_THREADS, "tile_rows": ROW_TILE}
     config = aggregate("RowConfig", **sizes, has_dq_sum=adds_dq, wide=wide)
     kernel = Instance(
-        name=f"{entry}_{problem.dtype}_d{problem.head_dim}{order}{'_packed' * packed}",
+        name=f"{entry}_{problem.dtype}_{widths_of(problem)}{order}{'_packed' * packed}",
         header="backward_wgmma_rows.cuh" if overlaps else "backward_rows.cuh",
         entry=entry,
         traits=traits_type("RowTraits", problem, config, *lists),

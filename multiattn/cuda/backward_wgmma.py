@@ -12,19 +12,19 @@ from typing import Any
 from multiattn.cuda import stream_k
 from multiattn.cuda.backward_mma import ROW_THREADS, ROW_TILE, backward_numbers, dq_sum_bytes, rows_launch
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded, tiles_of
-from multiattn.cuda.naming import aggregate, aggregate_of, traits_type
+from multiattn.cuda.naming import aggregate, aggregate_of, traits_type, widths_of
 from multiattn.cuda.source import Division, Instance, PlannedLaunch, WgmmaBackwardParams
 from multiattn.cuda.stream_k import Divided, steps_of_tiles
 from multiattn.cuda.wgmma import (
     BARRIER_BYTES,
     BOX_COLUMNS,
+    DEPTH,
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
     WgmmaFamilyConfig,
     packed_check,
-    product_columns,
-    row_bytes,
     wgmma_kernel,
+    width_bytes,
 )
 from multiattn.packed import TILE_LISTS
 from multiattn.plan.abi import WORKSPACE
@@ -49,9 +49,18 @@ level where heads are many; 4 heads at D=128 N=8192 full 471, 415, 525 and 507 T
 TURN_BYTES = 128
 """Behind the statistics of a tile: a line, so that TMA may load those of the next one."""
 WIDE_FROM = 97
-"""The head_dim from which on warpgroups of keys have 208 registers a thread: below 200 with early scores, else 184."""
+"""The width from which on warpgroups of keys have 208 registers a thread: below 200 with early scores, else 184."""
 _REGISTERS_MAX, _REGISTERS_MAX_FEW = 176, 152
 """The most that `registers_at_least` may be: with 208 or 200 registers a thread, and with 184."""
+
+
+def mean_columns(problem: Problem, *, of_k: int, of_v: int = 0) -> float:
+    """The mean columns of so many products with head_dim as depth or width, and so many with that of v.
+
+    As a depth it is padded to 16, as a width to 8.
+    """
+    widths = (problem.head_dim,) * of_k + (problem.head_dim_v,) * of_v
+    return sum((padded(it, DEPTH) + padded(it, 8)) / 2 for it in widths) / len(widths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,14 +102,15 @@ class HopperBackwardConfig(WgmmaFamilyConfig):
         behind: type[Structure] | None = None,
     ) -> PlannedLaunch:
         """The kernel of statistics, with blocks of so many queries."""
-        sizes = {"head_dim": problem.head_dim, "threads": ROW_THREADS, "tile_rows": rows, "tile_m": self.tile_m}
+        sizes = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v, "threads": ROW_THREADS}
+        sizes |= {"tile_rows": rows, "tile_m": self.tile_m}
         delta_first = self.row_statistics > STATISTICS
         is_ahead = self.clears_ahead(problem)
         prepared = f"{'_delta' * delta_first}{'_ordered' * self.is_ordered}{'_ahead' * is_ahead}"
         kept = {"has_dq_sum": has_dq_sum, "ordered": self.is_ordered, "clears_ahead": is_ahead}
         config = aggregate("RowConfig", **sizes, **kept, delta_first=delta_first)
         kernel = Instance(
-            name=f"prepare_statistics_{problem.dtype}_d{problem.head_dim}{prepared}{name}",
+            name=f"prepare_statistics_{problem.dtype}_{widths_of(problem)}{prepared}{name}",
             header="backward_wgmma_rows.cuh",
             entry="prepare_statistics",
             traits=traits_type("StatisticsTraits", problem, config, *lists),
@@ -170,11 +180,13 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
 
     def smem_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block, which its kernel asserts when compiled."""
-        rows = (self.k_stages + 1) * self.tile_n + (self.q_stages + self.dout_stages) * self.tile_m
+        rows_k = self.k_stages * self.tile_n + self.q_stages * self.tile_m
+        rows_v = self.tile_n + self.dout_stages * self.tile_m
+        rows = rows_k * width_bytes(problem.head_dim) + rows_v * width_bytes(problem.head_dim_v)
         ds = _DS_STAGES * self.tile_n * self.tile_m * ELEMENT_BYTES
         statistics = self.q_stages * self.row_statistics * self.tile_m * FP32_BYTES
         dq = _DQ_BUFFERS * self.tile_m * padded(self.dq_columns(problem)) * FP32_BYTES if self.dq_by_tma else 0
-        return rows * row_bytes(problem) + ds + statistics + dq + BARRIER_BYTES
+        return rows + ds + statistics + dq + BARRIER_BYTES
 
     def dq_columns(self, problem: Problem) -> int:
         """The columns of dQ that are made at a time."""
@@ -182,9 +194,9 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
 
     def registers_at_least(self, problem: Problem) -> int:
         """32-bit registers a consumer's thread needs: dK and dV, scores or dP, weights or dS, K that stays."""
-        head_dim, kept = padded(problem.head_dim, 8), padded(problem.head_dim) // 4
+        gradients, kept = (problem.head_dim + problem.head_dim_v) // 2, padded(problem.head_dim) // 4
         products = 2 if self.early_scores else 1
-        return head_dim + products * (self.tile_m // 2 + self.tile_m // 4) + kept * self.k_in_registers
+        return gradients + products * (self.tile_m // 2 + self.tile_m // 4) + kept * self.k_in_registers
 
     def division(self, problem: Problem) -> Divided | None:
         """How tiles of keys are divided among SMs; None: all are whole."""
@@ -195,7 +207,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         division = self.division(problem)
         parts, is_even = (1, False) if division is None else (division.shares, division.ranges > 0)
         more = {"products": 5, "begin": stream_k.PART_STEPS, "parts": parts, "is_even": is_even}
-        return (self.walk("kv", product_columns(problem), **more),)
+        return (self.walk("kv", mean_columns(problem, of_k=3, of_v=2), **more),)
 
     def listed(self) -> Mapping[str, int]:
         """Tiles of rows, and of keys."""
@@ -204,15 +216,15 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
 
     def areas(self, problem: Problem) -> dict[str, int]:
         """Sums of dq and, of divided tiles, of dk and dv."""
-        division = self.division(problem)
-        sums = {} if division is None else {"key_sums": division.sums_bytes(problem.head_dim, self.tile_n)}
+        division, columns = self.division(problem), problem.head_dim + problem.head_dim_v
+        sums = {} if division is None else {"key_sums": division.sums_bytes(columns, self.tile_n)}
         return {**HopperBackwardConfig.areas(self, problem), "dq_sum": dq_sum_bytes(problem), **sums}
 
     def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
         """Reasons of fields alone, or of the problem with them."""
         if wrong := failed(limit_checks(self)):
             return wrong
-        is_wide = problem.head_dim >= WIDE_FROM
+        is_wide = max(problem.head_dim, problem.head_dim_v) >= WIDE_FROM
         registers, columns = self.registers_at_least(problem), self.dq_columns(problem)
         most = _REGISTERS_MAX if is_wide or self.early_scores else _REGISTERS_MAX_FEW
         needed = f"{registers} registers for gradients, scores, weights and K ({self})"
@@ -277,7 +289,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
             params=WgmmaBackwardParams,
             threads=self.threads,
             smem_bytes=self.smem_bytes(problem),
-            wgmma_columns=(self.tile_m, problem.head_dim, columns),
+            wgmma_columns=(self.tile_m, problem.head_dim, problem.head_dim_v, columns),
         )
         blocks = key_tiles(problem, self.tile_n) if division is None else division.ranges_from + division.ranges
         return PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=True)
@@ -309,7 +321,8 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         """All that can be kept in registers and buffered; as many columns of dQ as have room."""
         if not arch.is_gpu:
             return
-        plain = cls(tile_m=64, tile_n=128, half_dq=problem.head_dim >= WIDE_FROM, stream_k=most_multiprocessors(arch))
+        is_wide = max(problem.head_dim, problem.head_dim_v) >= WIDE_FROM
+        plain = cls(tile_m=64, tile_n=128, half_dq=is_wide, stream_k=most_multiprocessors(arch))
         is_ordered = dict(variant.flags).get("ordered", False)
         plain = replace(plain, ordered=True, stream_k=0) if is_ordered else plain
         ways = (True,) if is_ordered else (False, True)

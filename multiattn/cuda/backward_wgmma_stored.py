@@ -6,11 +6,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from multiattn.cuda.backward_wgmma import mean_columns
 from multiattn.cuda.backward_wgmma_two_pass import QUERY_TILE, HopperKeysConfig
 from multiattn.cuda.family import ELEMENT_BYTES, padded
-from multiattn.cuda.naming import aggregate, features_of, traits_type
+from multiattn.cuda.naming import aggregate, features_of, traits_type, widths_of
 from multiattn.cuda.source import Instance, PlannedLaunch, StoredHeads, WgmmaBackwardParams
-from multiattn.cuda.wgmma import BARRIER_BYTES, WARPGROUP_ROWS, product_columns, row_bytes
+from multiattn.cuda.wgmma import BARRIER_BYTES, WARPGROUP_ROWS, width_bytes
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan
 from multiattn.plan.config import Config
@@ -43,7 +44,8 @@ class StoredQueriesConfig(Config):
 
     def smem_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block, which the kernel asserts when compiled."""
-        return self.stages * self.tile_n * (row_bytes(problem) + self.tile_m * ELEMENT_BYTES) + BARRIER_BYTES
+        row_bytes = width_bytes(problem.head_dim)
+        return self.stages * self.tile_n * (row_bytes + self.tile_m * ELEMENT_BYTES) + BARRIER_BYTES
 
     def candidates(self, problem: Problem) -> Iterator[StoredQueriesConfig]:
         """Other buffers that a sweep tries, and clusters."""
@@ -67,8 +69,8 @@ class WgmmaStoredConfig(HopperKeysConfig):
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """That of dk and dv, and the kernel of dq."""
-        columns = product_columns(problem)
-        return self.walk("kv", columns, products=4, begin=5), self.dq.walk("q", columns, products=1, begin=5)
+        of_keys = self.walk("kv", mean_columns(problem, of_k=2, of_v=2), products=4, begin=5)
+        return of_keys, self.dq.walk("q", mean_columns(problem, of_k=1), products=1, begin=5)
 
     def head_bytes(self, problem: Problem) -> int:
         """Bytes of dS of a head of keys: whole tiles of both kernels."""
@@ -112,7 +114,7 @@ class WgmmaStoredConfig(HopperKeysConfig):
         constants = (features_of(problem, "backward"), config, "multiattn::NoScore", "multiattn::Stored")
         shape = f"{problem.band.kind}_s{stages}{'_cluster' * (cluster > 1)}"
         queries = Instance(
-            name=f"backward_wgmma_stored_{problem.dtype}_d{problem.head_dim}_{shape}",
+            name=f"backward_wgmma_stored_{problem.dtype}_{widths_of(problem)}_{shape}",
             header="backward_wgmma_stored.cuh",
             entry="backward_wgmma_stored",
             traits=traits_type("StoredQueriesTraits", problem, *constants),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from multiattn.cuda.backward_wgmma import STATISTICS, HopperBackwardConfig
+from multiattn.cuda.backward_wgmma import STATISTICS, HopperBackwardConfig, mean_columns
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded
 from multiattn.cuda.naming import aggregate, aggregate_of
 from multiattn.cuda.source import Instance, PlannedLaunch, WgmmaBackwardParams
@@ -17,9 +17,8 @@ from multiattn.cuda.wgmma import (
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
     packed_check,
-    product_columns,
-    row_bytes,
     wgmma_kernel,
+    width_bytes,
 )
 from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import Arch
@@ -39,7 +38,7 @@ _WEIGHT_STAGES = 2
 REGISTERS_MAX = 208
 """Registers for what `registers_at_least` counts: a thread has 232 or 240, and statistics and addresses come on top."""
 KEPT_TO = 192
-"""The last head_dim at which K and V have room in registers."""
+"""The last width at which K and V have room in registers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +59,9 @@ class TwoPassQueriesConfig(Config):
 
     def smem_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block, which the kernel asserts when compiled."""
-        rows = 2 * self.tile_m + (self.k_stages + self.v_stages) * self.tile_n
-        return rows * row_bytes(problem) + BARRIER_BYTES
+        rows_k, rows_v = (self.tile_m + stages * self.tile_n for stages in (self.k_stages, self.v_stages))
+        rows = rows_k * width_bytes(problem.head_dim) + rows_v * width_bytes(problem.head_dim_v)
+        return rows + BARRIER_BYTES
 
     def candidates(self, problem: Problem) -> Iterator[TwoPassQueriesConfig]:
         """Other buffers that a sweep tries, and where dP is made."""
@@ -94,34 +94,37 @@ class HopperKeysConfig(HopperBackwardConfig):
 
     def smem_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block of the kernel of dk and dv, which asserts it when compiled."""
-        rows = 2 * self.tile_n + (self.q_stages + self.dout_stages) * self.tile_m
+        rows_k, rows_v = (self.tile_n + stages * self.tile_m for stages in (self.q_stages, self.dout_stages))
+        rows = rows_k * width_bytes(problem.head_dim) + rows_v * width_bytes(problem.head_dim_v)
         weights = _WEIGHT_STAGES * self.tile_n * self.tile_m * ELEMENT_BYTES
         statistics = self.q_stages * STATISTICS * self.tile_m * FP32_BYTES
-        return rows * row_bytes(problem) + weights + statistics + BARRIER_BYTES
+        return rows + weights + statistics + BARRIER_BYTES
 
     def registers_at_least(self, problem: Problem) -> int:
         """32-bit registers a thread needs: a gradient, scores or dP, weights or dS, K or V.
 
-        In the kernel of dq there are scores and dP, and neither K nor V.
+        The warpgroup of dv has K, that of dk has V. In the kernel of dq there are scores and dP, and neither K nor V.
         """
-        gradient, kept = padded(problem.head_dim, 8) // 2, DEPTH // 4 * self.steps_in_registers(problem)
         scores, operand = self.tile_m // 2, self.tile_m // 4
-        return gradient + scores + operand + max(kept, scores)
+        widths, most = (problem.head_dim, problem.head_dim_v), self.steps_in_registers(problem)
+        kept = (DEPTH // 4 * min(most, padded(depth, DEPTH) // DEPTH) for depth in widths)
+        pairs = zip(reversed(widths), kept, strict=True)
+        return max(width // 2 + max(of_keys, scores) for width, of_keys in pairs) + scores + operand
 
     def steps_in_registers(self, problem: Problem) -> int:
-        """Steps of scores and dP, `DEPTH` columns each, whose K and V are in registers."""
-        return padded(problem.head_dim, DEPTH) // DEPTH if self.kv_in_registers else self.kept_steps
+        """Steps of scores and dP, `DEPTH` columns each, whose K and V are in registers where they have as many."""
+        return _steps_of(problem) if self.kv_in_registers else self.kept_steps
 
     def key_checks(self, problem: Problem) -> tuple[Check, ...]:
         """Checks of registers, and of boxes of a packed batch."""
-        registers, head_dim = self.registers_at_least(problem), problem.head_dim
+        registers, width = self.registers_at_least(problem), max(problem.head_dim, problem.head_dim_v)
         needed = f"{registers} registers for a gradient, scores, weights, K or V ({self})"
-        has_room = not self.kv_in_registers or head_dim <= KEPT_TO
-        steps = padded(head_dim, DEPTH) // DEPTH
+        has_room = not self.kv_in_registers or width <= KEPT_TO
+        steps = _steps_of(problem)
         return (
             (registers <= REGISTERS_MAX, needed, f"up to {REGISTERS_MAX}"),
-            (self.kept_steps <= steps, f"kept_steps={self.kept_steps} of D={head_dim}", f"up to {steps}"),
-            (has_room, f"kv_in_registers of D={head_dim}", f"D up to {KEPT_TO}"),
+            (self.kept_steps <= steps, f"kept_steps={self.kept_steps} of {problem.widths}", f"up to {steps}"),
+            (has_room, f"kv_in_registers of {problem.widths}", f"D up to {KEPT_TO}"),
             packed_check(problem),
         )
 
@@ -154,7 +157,8 @@ class HopperKeysConfig(HopperBackwardConfig):
             params=WgmmaBackwardParams,
             threads=self.threads,
             smem_bytes=smem,
-            wgmma_columns=(self.tile_m, plan.problem.head_dim),  # of scores and dP, and of gradients; tile_n is tile_m
+            # Of scores and dP, and of gradients; tile_n is tile_m.
+            wgmma_columns=(self.tile_m, plan.problem.head_dim, plan.problem.head_dim_v),
             **more,
         )
 
@@ -184,8 +188,8 @@ class WgmmaTwoPassConfig(HopperKeysConfig):
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The kernel of dq, and that of dk and dv."""
-        columns = product_columns(problem)
-        return self.dq.walk("q", columns, products=3, begin=5), self.walk("kv", columns, products=4, begin=5)
+        of_dq, of_keys = mean_columns(problem, of_k=2, of_v=1), mean_columns(problem, of_k=2, of_v=2)
+        return self.dq.walk("q", of_dq, products=3, begin=5), self.walk("kv", of_keys, products=4, begin=5)
 
     def listed(self) -> Mapping[str, int]:
         """Tiles of the kernel of dq, and of that of dk and dv."""
@@ -207,6 +211,11 @@ class WgmmaTwoPassConfig(HopperKeysConfig):
             PlannedLaunch(kernel=queries, blocks=of_queries, is_persistent=True),
             PlannedLaunch(kernel=self.keys_kernel(plan), blocks=of_keys, is_persistent=True),
         )
+
+
+def _steps_of(problem: Problem) -> int:
+    """The more of the steps of scores and those of dP."""
+    return padded(max(problem.head_dim, problem.head_dim_v), DEPTH) // DEPTH
 
 
 _KEY_BUFFERS = ((2, 2), (3, 2), (3, 3), (4, 3))  # of Q and of dO, in the kernel of dk and dv

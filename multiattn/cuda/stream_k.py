@@ -56,10 +56,10 @@ class Divided:
     ranges: int = 0
     range_steps: int = 0
 
-    def sums_bytes(self, head_dim: int, tile_n: int) -> int:
-        """Workspace of the divided tiles: dk and dv in fp32, and a count of steps for each warp."""
+    def sums_bytes(self, columns: int, tile_n: int) -> int:
+        """Workspace of the divided tiles: `columns` of dk and dv in fp32, and a count of steps for each warp."""
         divided = self.tiles if self.shares > 1 else self.tiles - self.ranges_from
-        return divided * (2 * tile_n * head_dim + _KEY_WARPS) * FP32_BYTES
+        return divided * (tile_n * columns + _KEY_WARPS) * FP32_BYTES
 
 
 def division_of(problem: Problem, tile_m: int, tile_n: int, multiprocessors: int) -> Divided | None:

@@ -84,6 +84,11 @@ def row_bytes(problem: Problem) -> int:
     return panels_of(problem) * _PANEL_ROW_BYTES
 
 
+def width_bytes(head_dim: int) -> int:
+    """A row of a tile of so many columns in shared memory: whole panels."""
+    return -(-head_dim // BOX_COLUMNS) * _PANEL_ROW_BYTES
+
+
 def product_columns(problem: Problem) -> float:
     """Columns of products: as their depth head_dim is padded to 16, as a width to 8."""
     return (padded(problem.head_dim, DEPTH) + padded(problem.head_dim, 8)) / 2

@@ -41,7 +41,7 @@ struct QuerySequence {
   DEVICE const uint16* q() const { return static_cast<const uint16*>(params.q) + offset(params.strides_q); }
   DEVICE const uint16* out() const { return static_cast<const uint16*>(params.out) + offset(params.strides_out); }
   DEVICE const uint16* dout() const { return static_cast<const uint16*>(params.dout) + offset(params.strides_out); }
-  DEVICE uint16* dq() const { return static_cast<uint16*>(params.dq) + offset(params.strides_out); }
+  DEVICE uint16* dq(const Strides& strides) const { return static_cast<uint16*>(params.dq) + offset(strides); }
   DEVICE const float* lse() const { return params.lse + first_row(); }
   DEVICE const float* dlse() const { return params.dlse + first_row(); }  // only where it is not null
   DEVICE float* delta() const { return params.delta + first_row(); }
@@ -75,6 +75,18 @@ struct KeySequence {
     return head / heads_kv * strides.batch + head % heads_kv * strides.head;
   }
 };
+
+// The strides of dq. It is as dense as out is, in the same order, but for the width of a row.
+template <class T>
+DEVICE Strides strides_dq(const BackwardParams& params) {
+  const Strides& out = params.strides_out;
+  if constexpr (T::HEAD_DIM == T::HEAD_DIM_V) {
+    return out;
+  } else {
+    const auto widened = [](int64 stride) { return stride / T::HEAD_DIM_V * T::HEAD_DIM; };
+    return {widened(out.batch), widened(out.head), widened(out.seq)};
+  }
+}
 
 // The scores of a query head of the tile's sequence.
 template <class T>

@@ -173,7 +173,7 @@ DEVICE void backward_queries(const typename T::Params& params) {
     cp_async_wait<0>();
     sync_block();  // everybody's part of Q has landed, before it is overwritten
   }
-  store_rows<E, TileQ>(dq, params.grad_factor, own_q, queries.dq() + (first_query + first_row) * params.strides_out.seq,
+  store_rows<E, TileQ>(dq, params.grad_factor, own_q, queries.dq(params.strides_out) + (first_query + first_row) * params.strides_out.seq,
                        params.strides_out.seq, rows - first_row);
 }
 

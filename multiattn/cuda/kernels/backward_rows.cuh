@@ -6,7 +6,9 @@
 namespace multiattn {
 
 struct RowConfig {
-  int head_dim, threads;
+  int head_dim;               // of dq
+  int head_dim_v = head_dim;  // of out
+  int threads;
   int tile_rows;           // queries of a block
   int tile_m = tile_rows;  // of a tile of the kernel of gradients, where a block owns whole ones
   bool has_dq_sum;         // dq is added up in the workspace
@@ -27,11 +29,12 @@ struct RowTraits {
   static constexpr int STATISTICS = DELTA_FIRST ? 3 : 2;  // numbers of a query for the kernels with wgmma: lse, and delta once or twice
   using Blocked = Blocked_;  // what lists the tiles that there are
   using Params = typename WithAux<PlainParams, NoScore, typename ListsOf<Blocked>::Type>::Type;
-  static constexpr int CHUNKS = C.head_dim / CHUNK_ELEMENTS;
+  static constexpr int HEAD_DIM = C.head_dim, HEAD_DIM_V = C.head_dim_v;
+  static constexpr int CHUNKS = HEAD_DIM / CHUNK_ELEMENTS, CHUNKS_V = HEAD_DIM_V / CHUNK_ELEMENTS;  // of a row
   static constexpr int DIM_FRAGMENTS = (C.head_dim + 15) / 16;
   using Sum = DqSum<DIM_FRAGMENTS, C.wide>;
   // Neighbouring lanes that share a row, for a sum by shuffles.
-  static constexpr int LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : CHUNKS;
+  static constexpr int LANES = CHUNKS_V > 16 ? 32 : CHUNKS_V > 8 ? 16 : CHUNKS_V > 4 ? 8 : CHUNKS_V > 2 ? 4 : CHUNKS_V;
   static constexpr int SMEM_BYTES = 0;
 
   static_assert(TILE_ROWS % 16 == 0, "whole fragments of dq");
@@ -118,7 +121,8 @@ DEVICE void convert_dq(const typename T::Params& params) {
   const TileOf<T> tile = tile_at<T>(params, &TileLists::query_list, place, place * T::TILE_ROWS);
   if (tile.is_none()) return;
   const float* sums = dq_sums<T>(params, head, tile.number, tile.sequence, tile.first_row);
-  uint16* rows = QuerySequence<SequenceOf<T>>{params, head, tile.sequence}.dq() + tile.first_row * params.strides_out.seq;
+  const Strides strides = strides_dq<T>(params);
+  uint16* rows = QuerySequence<SequenceOf<T>>{params, head, tile.sequence}.dq(strides) + tile.first_row * strides.seq;
   const int left = count_queries(params, tile.sequence) - tile.first_row, lane = thread_index() % WARP;
   const bool has_sums = has_place<T>(params, tile);
 
@@ -150,7 +154,7 @@ DEVICE void convert_dq(const typename T::Params& params) {
       result = transpose_in_quad(result);
       const int row = first_row(step) + half * 8 + lane / 4, chunk = first_chunk(step) + lane % 4;
       if (row < min(left, T::TILE_ROWS) && chunk < T::CHUNKS)
-        store_global_16(rows + row * params.strides_out.seq + chunk * CHUNK_ELEMENTS, result);
+        store_global_16(rows + row * strides.seq + chunk * CHUNK_ELEMENTS, result);
     }
   }
 }

@@ -25,7 +25,9 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
   using E = typename T::Element;
   using Shared = BackwardShared<T>;
   using TileQ = typename T::TileQ;
-  using TileKV = typename T::TileKV;
+  using TileDout = typename T::TileDout;
+  using TileK = typename T::TileK;
+  using TileV = typename T::TileV;
   using Scores = TransposedScores<T>;
   using Operand = TransposedOperand<T>;
   using DsPlace = RingPlace<T::DS_STAGES>;
@@ -69,7 +71,7 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void begin() {
     Shared::ring_k().await_full(k_);
     if constexpr (T::KEEPS_K)
-      if (!tile().is_none()) read_rows<TileKV, T::DIM_STEPS>(kept_k_, Shared::k(k_.slot), own_row);
+      if (!tile().is_none()) read_rows<TileK, T::DIM_STEPS>(kept_k_, Shared::k(k_.slot), own_row);
   }
 
   // Read again wherever it is asked for, as registers are scarce.
@@ -265,31 +267,33 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void make_scores(uint32 step) {
     const auto place = PlaceQ::of(step);
     Shared::ring_q().await_full(place);
-    multiply<T::KEEPS_K, false>(scores(), kept_k_, Shared::k(k_.slot), Shared::q(place.slot));
+    multiply<TileK, TileQ, T::KEEPS_K, false>(scores(), kept_k_, Shared::k(k_.slot), Shared::q(place.slot));
   }
 
   // dP^T[64, TILE_M] = V dO^T
   DEVICE void make_dp() {
     const auto place = PlaceDout::of(steps_);
     Shared::ring_dout().await_full(place);
-    multiply<false, T::EARLY_SCORES>(dp(), kept_k_, Shared::v(), Shared::dout(place.slot));
+    const Fragment kept_v[T::V_STEPS] = {};  // none of them
+    multiply<TileV, TileDout, false, T::EARLY_SCORES>(dp(), kept_v, Shared::v(), Shared::dout(place.slot));
   }
 
-  // dV[64, D] += P^T dO
+  // dV[64, HEAD_DIM_V] += P^T dO
   DEVICE void add_dv(bool is_first) {
-    add_product<E, T::HEAD_DIM, TileQ>(dv_, weights(), Shared::dout(PlaceDout::of(steps_).slot), is_first);
+    add_product<E, T::HEAD_DIM_V, TileDout>(dv_, weights(), Shared::dout(PlaceDout::of(steps_).slot), is_first);
   }
 
-  // dK[64, D] += dS^T Q
+  // dK[64, HEAD_DIM] += dS^T Q
   DEVICE void add_dk(int slot, bool is_first) { add_product<E, T::HEAD_DIM, TileQ>(dk_, ds(), Shared::q(slot), is_first); }
 
   // sums[64, TILE_M] = the warpgroup's rows of K or V times those of Q or dO
-  template <bool KEPT, bool ADDS>
-  DEVICE void multiply(Scores& sums, const Fragment (&kept)[T::DIM_STEPS], SharedAddress keys, SharedAddress queries) {
-    multiply_rows<E, T::TILE_M, TileKV, TileQ, KEPT ? T::DIM_STEPS : 0, ADDS>(sums, kept, keys + GROUP * T::WARPGROUP_KEYS * TileKV::ROW_BYTES, queries);
+  template <class Keys, class Queries, bool KEPT, bool ADDS, int STEPS>
+  DEVICE void multiply(Scores& sums, const Fragment (&kept)[STEPS], SharedAddress keys, SharedAddress queries) {
+    multiply_rows<E, T::TILE_M, Keys, Queries, KEPT ? STEPS : 0, ADDS>(sums, kept, keys + GROUP * T::WARPGROUP_KEYS * Keys::ROW_BYTES, queries);
   }
 
-  static DEVICE void clear(float (&gradient)[T::HEAD_DIM / 2]) {
+  template <int D_2>
+  static DEVICE void clear(float (&gradient)[D_2]) {
 #pragma unroll
     for (float& element : gradient) element = 0.0f;
   }
@@ -318,7 +322,7 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
   int full_begin_, full_end_, end_;  // of the blocks of the walk
   Scores products_[PRODUCTS];          // scores or weights, dP^T
   Operand operands_[OPERANDS];         // P^T, dS^T
-  float dk_[T::HEAD_DIM / 2], dv_[T::HEAD_DIM / 2];  // [64, HEAD_DIM]
+  float dk_[T::HEAD_DIM / 2], dv_[T::HEAD_DIM_V / 2];  // [64, HEAD_DIM], [64, HEAD_DIM_V]
   Fragment kept_k_[T::DIM_STEPS];
 };
 

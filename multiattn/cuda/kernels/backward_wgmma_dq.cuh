@@ -9,7 +9,7 @@ template <class T>
 class DqWarpgroup {
   using E = typename T::Element;
   using Shared = BackwardShared<T>;
-  using TileKV = typename T::TileKV;
+  using TileK = typename T::TileK;
   using DsPlace = RingPlace<T::DS_STAGES>;
 
  public:
@@ -77,11 +77,11 @@ class DqWarpgroup {
   // dq[TILE_M, DQ_COLUMNS] = dS K, 16 keys a step
   DEVICE void make(int slot, int column) {
     const Descriptor ds(Shared::ds(slot), T::TileDS::PANEL_BYTES);
-    const Descriptor k(Shared::k(k_.slot) + column / TileKV::PANEL_COLUMNS * TileKV::PANEL_BYTES, TileKV::PANEL_BYTES);
+    const Descriptor k(Shared::k(k_.slot) + column / TileK::PANEL_COLUMNS * TileK::PANEL_BYTES, TileK::PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < T::KEY_STEPS; ++i)
-      wgmma_ss_mn<E, T::DQ_COLUMNS>(dq_, ds.at(i * 16 * T::TileDS::ROW_BYTES), k.at(i * 16 * TileKV::ROW_BYTES), i > 0);
+      wgmma_ss_mn<E, T::DQ_COLUMNS>(dq_, ds.at(i * 16 * T::TileDS::ROW_BYTES), k.at(i * 16 * TileK::ROW_BYTES), i > 0);
     wgmma_commit();
     if constexpr (T::HANDS_OVER_LATE) hand_over();  // the part before this one
     wgmma_wait<0>();

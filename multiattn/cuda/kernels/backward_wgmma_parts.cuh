@@ -6,9 +6,9 @@ namespace multiattn {
 
 // The sums of a divided tile in the workspace: of each warp's 16 keys dK and dV, fp32, as its threads have them, then how many
 // steps of the tile's walk are in them, by warp.
-template <int HEAD_DIM, int WARPS>
+template <class T>
 struct KeySums {
-  static constexpr int WARP_FLOATS = 2 * 16 * HEAD_DIM;
+  static constexpr int WARPS = T::KEY_WARPS, WARP_FLOATS = 16 * (T::HEAD_DIM + T::HEAD_DIM_V);
   static constexpr int TILE_FLOATS = WARPS * WARP_FLOATS + WARPS;
 
   float* place;
@@ -24,17 +24,17 @@ struct KeySums {
 // Adds a part to its tile's sums. True for the last part, and for a whole tile: dk and dv are those of the tile then.
 template <class T>
 DEVICE bool gather_parts(const typename T::Params& params, const KeyTile<T>& tile, int warp, float (&dk)[T::HEAD_DIM / 2],
-                         float (&dv)[T::HEAD_DIM / 2]) {
+                         float (&dv)[T::HEAD_DIM_V / 2]) {
   const int steps = count_steps<T>(params, query_blocks<T>(params, tile)), own = tile.end_step - tile.first_step;
   if (own == steps) return true;
-  const auto sums = KeySums<T::HEAD_DIM, T::KEY_WARPS>::of(params.lists, tile.sums);
+  const auto sums = KeySums<T>::of(params.lists, tile.sums);
   const int lane = static_cast<int>(thread_index() % WARP);
   float* const place = sums.of_lane(warp, lane);
-  constexpr int FOURS = T::HEAD_DIM / 8, FOUR = 4 * WARP;  // of dK, and of dV
+  constexpr int OF_K = T::HEAD_DIM / 8, OF_V = T::HEAD_DIM_V / 8, FOUR = 4 * WARP;  // fours of dK, and of dV
 #pragma unroll
-  for (int i = 0; i < FOURS; ++i) {
-    add_global_16(place + i * FOUR, {dk[4 * i], dk[4 * i + 1], dk[4 * i + 2], dk[4 * i + 3]});
-    add_global_16(place + (FOURS + i) * FOUR, {dv[4 * i], dv[4 * i + 1], dv[4 * i + 2], dv[4 * i + 3]});
+  for (int i = 0; i < T::WIDTH / 8; ++i) {
+    if (i < OF_K) add_global_16(place + i * FOUR, {dk[4 * i], dk[4 * i + 1], dk[4 * i + 2], dk[4 * i + 3]});
+    if (i < OF_V) add_global_16(place + (OF_K + i) * FOUR, {dv[4 * i], dv[4 * i + 1], dv[4 * i + 2], dv[4 * i + 3]});
   }
   sync_warp();  // all lanes have added
   uint32 before = 0;
@@ -42,12 +42,13 @@ DEVICE bool gather_parts(const typename T::Params& params, const KeyTile<T>& til
   if (static_cast<int>(uniform(before)) + own < steps) return false;
   sync_warp();  // what lane 0 knows of, all lanes do
 #pragma unroll
-  for (int i = 0; i < FOURS; ++i) {
-    const Chunk of_k = load_global_16(place + i * FOUR), of_v = load_global_16(place + (FOURS + i) * FOUR);
+  for (int i = 0; i < T::WIDTH / 8; ++i) {
+    const Chunk of_k = i < OF_K ? load_global_16(place + i * FOUR) : Chunk{};
+    const Chunk of_v = i < OF_V ? load_global_16(place + (OF_K + i) * FOUR) : Chunk{};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      dk[4 * i + e] = float_of_bits(of_k.word[e]);
-      dv[4 * i + e] = float_of_bits(of_v.word[e]);
+      if (i < OF_K) dk[4 * i + e] = float_of_bits(of_k.word[e]);
+      if (i < OF_V) dv[4 * i + e] = float_of_bits(of_v.word[e]);
     }
   }
   return true;

@@ -46,9 +46,6 @@ DEVICE void load_boxes(SharedAddress tile, const TensorMap& map, SharedAddress b
 template <class T>
 class BackwardProducer {
   using Shared = BackwardShared<T>;
-  using TileQ = typename T::TileQ;
-  using TileKV = typename T::TileKV;
-
  public:
   DEVICE explicit BackwardProducer(const typename T::Params& params) : params_(params) {}
 
@@ -149,7 +146,7 @@ class BackwardProducer {
 
   DEVICE void load(const KeyTile<T>& tile) {
     const int heads_kv = params_.backward.heads_q / params_.backward.group, head_kv = tile.head_kv % heads_kv;
-    load_boxes<TileKV>(Shared::k(k_.slot), params_.map_k, Shared::ring_k().full(k_.slot), tile.first_key, head_kv,
+    load_boxes<typename T::TileK>(Shared::k(k_.slot), params_.map_k, Shared::ring_k().full(k_.slot), tile.first_key, head_kv,
                        keys_of(tile));
     k_.advance();
     const Blocks blocks = query_blocks<T>(params_, tile);
@@ -161,7 +158,7 @@ class BackwardProducer {
     }
     if (steps > 0) load_q(tile, at);
     Shared::ring_v().await_empty(v_);
-    load_boxes<TileKV>(Shared::v(), params_.map_v, Shared::ring_v().full(0), tile.first_key, head_kv, keys_of(tile));
+    load_boxes<typename T::TileV>(Shared::v(), params_.map_v, Shared::ring_v().full(0), tile.first_key, head_kv, keys_of(tile));
     v_.advance();
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
@@ -175,7 +172,7 @@ class BackwardProducer {
     Shared::ring_q().await_empty(q_);
     const SharedAddress barrier = Shared::ring_q().full(q_.slot);
     const int block = query_block<T>(params_, tile, at.block);
-    load_boxes<TileQ>(Shared::q(q_.slot), params_.map_q, barrier, block * T::TILE_M, query_head(tile, at),
+    load_boxes<typename T::TileQ>(Shared::q(q_.slot), params_.map_q, barrier, block * T::TILE_M, query_head(tile, at),
                       queries_of(tile), T::STATISTICS_BYTES);
     const int head = tile.head_kv * params_.backward.group + at.head;
     bulk_load(Shared::lse(q_.slot), statistics_of<T>(params_, head, tile.number, tile.sequence, block),
@@ -185,7 +182,7 @@ class BackwardProducer {
 
   DEVICE void load_dout(const KeyTile<T>& tile, const QueryStep& at) {
     Shared::ring_dout().await_empty(dout_);
-    load_boxes<TileQ>(Shared::dout(dout_.slot), params_.map_dout, Shared::ring_dout().full(dout_.slot),
+    load_boxes<typename T::TileDout>(Shared::dout(dout_.slot), params_.map_dout, Shared::ring_dout().full(dout_.slot),
                       query_block<T>(params_, tile, at.block) * T::TILE_M, query_head(tile, at), queries_of(tile));
     dout_.advance();
   }

@@ -87,7 +87,7 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
       const int query = tile.first_row + row_of(i);
       const bool is_there = row_of(i) < min(rows, T::TILE_ROWS);
       const int64 at = query * backward.strides_out.seq + lane * CHUNK_ELEMENTS;
-      const bool has_chunk = is_there && lane < T::CHUNKS;
+      const bool has_chunk = is_there && lane < T::CHUNKS_V;
       out[i] = has_chunk ? load_global_16(queries.out() + at) : Chunk{};
       dout[i] = has_chunk ? load_global_16(queries.dout() + at) : Chunk{};
       natural[i] = is_there && lane == 0 ? load_global_4(queries.lse() + query) : -infinity();

@@ -27,7 +27,7 @@ class QueryStatistics {
  public:
   DEVICE explicit QueryStatistics(SharedAddress list) {
     // Above D=96 there is no register to keep this: it is read again.
-    const uint32 thread = T::HEAD_DIM > 96 ? recomputed(thread_index()) : thread_index();
+    const uint32 thread = T::WIDTH > 96 ? recomputed(thread_index()) : thread_index();
     own_ = list + thread % 4 * 16;
 #pragma unroll
     for (int i = 0; !LATE && i < T::QUERY_STEPS; ++i) load(i);

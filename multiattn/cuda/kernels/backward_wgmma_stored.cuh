@@ -18,12 +18,12 @@ struct StoredQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr int STAGES = C.stages, CLUSTER = C.cluster;
   static constexpr int KEY_STEPS = TILE_N / 16;  // of a wgmma
 
-  using TileKV = PanelTile<TILE_N, F.head_dim>;
+  using TileK = PanelTile<TILE_N, F.head_dim>;
   using TileDS = PanelTile<TILE_N, TILE_M>;  // of dS^T: rows are keys
   static constexpr int TILES = 2;            // of queries that are known
 
   // Shared memory: stages of K, of dS^T of both warpgroups, then barriers and what tiles of queries are.
-  static constexpr int DS_AT = STAGES * TileKV::BYTES, DS_BYTES = WARPGROUPS * TileDS::BYTES;
+  static constexpr int DS_AT = STAGES * TileK::BYTES, DS_BYTES = WARPGROUPS * TileDS::BYTES;
   static constexpr int BARRIERS_AT = DS_AT + STAGES * DS_BYTES;
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
@@ -37,7 +37,7 @@ template <class T>
 struct StoredQueriesShared {
   using Steps = Ring<T::STAGES, T::CLUSTER>;
   using Tiles = Ring<T::TILES>;
-  static DEVICE SharedAddress k(int slot) { return shared_base() + slot * T::TileKV::BYTES; }
+  static DEVICE SharedAddress k(int slot) { return shared_base() + slot * T::TileK::BYTES; }
   static DEVICE SharedAddress ds(int slot) { return shared_base() + T::DS_AT + slot * T::DS_BYTES; }
   static DEVICE Steps ring() { return {shared_base() + T::BARRIERS_AT}; }
   static DEVICE Tiles ring_tiles() { return {ring().barriers + Steps::BYTES}; }
@@ -102,16 +102,16 @@ class StoredQueriesProducer {
 
   // Each block of a cluster loads some panels, for both.
   DEVICE void load_k(SharedAddress barrier, int first_key, int head_kv, const QueryTile<T>& tile) const {
-    using TileKV = typename T::TileKV;
+    using TileK = typename T::TileK;
     const SharedAddress target = Shared::k(step_.slot);
     if constexpr (T::CLUSTER == 1) {
-      load_boxes<TileKV>(target, params_.map_k, barrier, first_key, head_kv, keys_of(tile), T::DS_BYTES);
+      load_boxes<TileK>(target, params_.map_k, barrier, first_key, head_kv, keys_of(tile), T::DS_BYTES);
     } else {
-      mbarrier_arrive_expect(barrier, TileKV::BYTES + T::DS_BYTES);
+      mbarrier_arrive_expect(barrier, TileK::BYTES + T::DS_BYTES);
 #pragma unroll 1
-      for (int panel = cluster_rank(); panel < TileKV::PANELS; panel += T::CLUSTER)
-        tma_load_to_all<T::CLUSTER>(target + panel * TileKV::PANEL_BYTES, params_.map_k, barrier,
-                                    panel * TileKV::PANEL_COLUMNS, first_key, head_kv, tile.number);
+      for (int panel = cluster_rank(); panel < TileK::PANELS; panel += T::CLUSTER)
+        tma_load_to_all<T::CLUSTER>(target + panel * TileK::PANEL_BYTES, params_.map_k, barrier,
+                                    panel * TileK::PANEL_COLUMNS, first_key, head_kv, tile.number);
     }
   }
 
@@ -125,7 +125,7 @@ template <class T, int GROUP>
 class StoredQueryWarpgroup {
   using E = typename T::Element;
   using Shared = StoredQueriesShared<T>;
-  using TileKV = typename T::TileKV;
+  using TileK = typename T::TileK;
   using TileDS = typename T::TileDS;
 
  public:
@@ -183,11 +183,11 @@ class StoredQueryWarpgroup {
   DEVICE void add_dq() {
     Shared::ring().await_full(step_);
     const Descriptor ds(Shared::ds(step_.slot) + GROUP * TileDS::BYTES, TileDS::PANEL_BYTES);
-    const Descriptor k(Shared::k(step_.slot), TileKV::PANEL_BYTES);
+    const Descriptor k(Shared::k(step_.slot), TileK::PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < T::KEY_STEPS; ++i)
-      wgmma_ss_mn<E, T::HEAD_DIM>(dq_, ds.at(i * 16 * TileDS::ROW_BYTES), k.at(i * 16 * TileKV::ROW_BYTES), true);
+      wgmma_ss_mn<E, T::HEAD_DIM>(dq_, ds.at(i * 16 * TileDS::ROW_BYTES), k.at(i * 16 * TileK::ROW_BYTES), true);
     wgmma_commit();
   }
 

@@ -35,11 +35,11 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr bool HANDS_OVER_LATE = DQ_BY_TMA && C.dq_columns < F.head_dim;
   // One copy of a step does for the first and the last too: with a mask three are more than the instruction cache holds. Fetches
   // took a quarter of the time at D=64. With an expression three have too few registers above D=96.
-  static constexpr bool IS_COMPACT = F.band != Band::FULL || (HAS_SCORE<Score> && F.head_dim > 96);
+  static constexpr bool IS_COMPACT = F.band != Band::FULL || (HAS_SCORE<Score> && WgmmaBackwardTraits::WIDTH > 96);
   // With a causal mask walks begin with the last queries, which all tiles of keys see: blocks read the same Q and dO at a time,
   // and add to the same dQ. At D=128 3 % faster, at D=64, where threads add and not TMA, 2 % slower.
   // Those that add in order all descend: each finds that the tile before it has been there.
-  static constexpr bool DESCENDS = ORDERED ? F.band != Band::FULL : F.band == Band::CAUSAL && F.head_dim > 64;
+  static constexpr bool DESCENDS = ORDERED ? F.band != Band::FULL : F.band == Band::CAUSAL && WgmmaBackwardTraits::WIDTH > 64;
   static constexpr int WARPGROUPS = 2;       // that own keys; one more makes dQ, and one loads
   static constexpr int WARPGROUP_KEYS = 64;  // rows of one wgmma
   static constexpr int TILE_M = 64, TILE_N = WARPGROUP_KEYS * WARPGROUPS;
@@ -49,13 +49,16 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr bool CLEARS_AHEAD = C.clears_ahead;
   static constexpr int ADDING_WARPS = ORDERED ? 3 : 0, SIDE_WARPS = ADDING_WARPS + CLEARS_AHEAD;
   // A thread's registers; the four warpgroups have 512.
-  static constexpr int KEY_REGISTERS = F.head_dim > 96 ? 208 : EARLY_SCORES ? 200 : 184;
-  static constexpr int PRODUCER_REGISTERS = F.head_dim > 96 ? 24 : 40;
+  static constexpr int KEY_REGISTERS = WgmmaBackwardTraits::WIDTH > 96 ? 208 : EARLY_SCORES ? 200 : 184;
+  static constexpr int PRODUCER_REGISTERS = WgmmaBackwardTraits::WIDTH > 96 ? 24 : 40;
   static constexpr int DQ_REGISTERS = 512 - 2 * KEY_REGISTERS - PRODUCER_REGISTERS;
-  static constexpr int DIM_STEPS = (F.head_dim + 15) / 16, QUERY_STEPS = TILE_M / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma
+  static constexpr int DIM_STEPS = (F.head_dim + 15) / 16, V_STEPS = (F.head_dim_v + 15) / 16;  // of a wgmma
+  static constexpr int QUERY_STEPS = TILE_M / 16, KEY_STEPS = TILE_N / 16;
 
-  using TileQ = PanelTile<TILE_M, F.head_dim>;   // of Q and dO
-  using TileKV = PanelTile<TILE_N, F.head_dim>;
+  using TileQ = PanelTile<TILE_M, F.head_dim>;
+  using TileDout = PanelTile<TILE_M, F.head_dim_v>;
+  using TileK = PanelTile<TILE_N, F.head_dim>;
+  using TileV = PanelTile<TILE_N, F.head_dim_v>;
   using TileDS = PanelTile<TILE_N, TILE_M>;    // of dS^T: rows are keys
   using Sum = DqSum<DIM_STEPS, true>;
   using RingK = Ring<K_STAGES>;
@@ -73,9 +76,9 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr int TURNS = turns_of(ORDERED || CLEARS_AHEAD);
 
   // Shared memory: K, V, stages of Q, of dO, of dS^T, of statistics, dQ, then barriers and what the tile of keys is.
-  static constexpr int V_AT = K_STAGES * TileKV::BYTES, Q_AT = V_AT + TileKV::BYTES;
+  static constexpr int V_AT = K_STAGES * TileK::BYTES, Q_AT = V_AT + TileV::BYTES;
   static constexpr int DOUT_AT = Q_AT + Q_STAGES * TileQ::BYTES;
-  static constexpr int DS_AT = DOUT_AT + DOUT_STAGES * TileQ::BYTES;
+  static constexpr int DS_AT = DOUT_AT + DOUT_STAGES * TileDout::BYTES;
   static constexpr int STATISTICS_AT = DS_AT + DS_STAGES * TileDS::BYTES;
   static constexpr int DQ_AT = STATISTICS_AT + Q_STAGES * STATISTICS_BYTES;
   static constexpr int DQ_BYTES = TILE_M * ((DQ_COLUMNS + 15) / 16 * 16) * 4;  // as much of dQ as is made at a time
@@ -89,7 +92,7 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
 
   static_assert(RingK::BYTES + Ring<1>::BYTES + RingQ::BYTES + RingDout::BYTES + RingDS::BYTES + RingSums::BYTES + (K_STAGES + 1) * 32 <= 512,
                 "stages: barriers, and what tiles of keys are, in 512 bytes");
-  static_assert(F.head_dim % 8 == 0 && F.head_dim <= 128, "head_dim: multiples of 8 up to 128");
+  static_assert(F.head_dim % 8 == 0 && F.head_dim_v % 8 == 0 && WgmmaBackwardTraits::WIDTH <= 128, "head_dim, head_dim_v: multiples of 8 up to 128");
   static_assert(K_STAGES == 1 || K_STAGES == 2, "k_stages: 1, 2");
   static_assert(DQ_COLUMNS == F.head_dim || DQ_COLUMNS == 64, "dq_columns: head_dim, or a panel of K");
   static_assert(DQ_COLUMNS / 2 + 40 <= DQ_REGISTERS, "dq_columns: so many accumulators beside all else");
@@ -236,10 +239,10 @@ DEVICE int32* cleared_parts(const typename T::Params& params, int head_kv) {
 
 template <class T>
 struct BackwardShared {
-  static DEVICE SharedAddress k(int slot) { return shared_base() + slot * T::TileKV::BYTES; }
+  static DEVICE SharedAddress k(int slot) { return shared_base() + slot * T::TileK::BYTES; }
   static DEVICE SharedAddress v() { return shared_base() + T::V_AT; }
   static DEVICE SharedAddress q(int slot) { return shared_base() + T::Q_AT + slot * T::TileQ::BYTES; }
-  static DEVICE SharedAddress dout(int slot) { return shared_base() + T::DOUT_AT + slot * T::TileQ::BYTES; }
+  static DEVICE SharedAddress dout(int slot) { return shared_base() + T::DOUT_AT + slot * T::TileDout::BYTES; }
   static DEVICE SharedAddress ds(int slot) { return shared_base() + T::DS_AT + slot * T::TileDS::BYTES; }
   static DEVICE SharedAddress lse(int slot) { return shared_base() + T::STATISTICS_AT + slot * T::STATISTICS_BYTES; }
   // The buffer of an addition to dQ, of the 16 queries of a warp.

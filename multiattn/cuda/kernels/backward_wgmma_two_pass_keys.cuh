@@ -19,8 +19,13 @@ template <class T, bool OF_V>
 class GradientWarpgroup : private ScoredHead<typename T::Score> {
   using E = typename T::Element;
   using Shared = TwoPassKeysShared<T>;
-  using TileQ = typename T::TileQ;
-  using TileKV = typename T::TileKV;
+  // Columns of its gradient, and the depth of its products: of scores, or dP.
+  static constexpr int WIDTH = OF_V ? T::HEAD_DIM_V : T::HEAD_DIM, DEPTH = OF_V ? T::HEAD_DIM : T::HEAD_DIM_V;
+  static constexpr int STEPS = OF_V ? T::DIM_STEPS : T::V_STEPS, KEPT_STEPS = OF_V ? T::KEPT_K : T::KEPT_V;
+  static constexpr bool KEEPS_KEYS = KEPT_STEPS == STEPS;
+  using TileKeys = PanelTile<T::TILE_N, DEPTH>;     // K or V
+  using TileQueries = PanelTile<T::TILE_M, DEPTH>;  // Q or dO
+  using TileInput = PanelTile<T::TILE_M, WIDTH>;    // dO or Q
   using WeightsPlace = RingPlace<T::WEIGHT_STAGES>;
   using PlaceQ = RingPlace<T::Q_STAGES>;
   using PlaceDout = RingPlace<T::DOUT_STAGES>;
@@ -54,19 +59,19 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
     Shared::ring_k().await_full(place_);
     tile_ = load_key_tile<T>(Shared::tile_place(0));
     if (tile_.is_none()) return;
-    if constexpr (OF_V && T::KEPT_STEPS > 0) read_rows<TileKV, T::KEPT_STEPS>(kept_, Shared::k(0), warp_row_again);
-    if constexpr (!OF_V || T::KEEPS_KV) Shared::ring_k().release_apart(0);  // of dK: only the tile was read
+    if constexpr (OF_V && KEPT_STEPS > 0) read_rows<TileKeys, KEPT_STEPS>(kept_, Shared::k(0), warp_row_again);
+    if constexpr (!OF_V || KEEPS_KEYS) Shared::ring_k().release_apart(0);  // of dK: only the tile was read
   }
 
   DEVICE void await_v() {
     Shared::ring_v().await_full(place_);
-    if constexpr (T::KEPT_STEPS > 0) read_rows<TileKV, T::KEPT_STEPS>(kept_, Shared::v(), warp_row_again);
-    if constexpr (T::KEEPS_KV) Shared::ring_v().release_apart(0);
+    if constexpr (KEPT_STEPS > 0) read_rows<TileKeys, KEPT_STEPS>(kept_, Shared::v(), warp_row_again);
+    if constexpr (KEEPS_KEYS) Shared::ring_v().release_apart(0);
   }
 
   // K, or V, is used no more in this tile.
   DEVICE void release_keys() {
-    if constexpr (T::KEEPS_KV) return;
+    if constexpr (KEEPS_KEYS) return;
     if constexpr (OF_V)
       Shared::ring_k().release(0);
     else
@@ -256,10 +261,10 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
   }
 
   DEVICE void multiply(SharedAddress keys, SharedAddress queries) {
-    multiply_rows<E, T::TILE_M, TileKV, TileQ, T::KEPT_STEPS>(products_, kept_, keys, queries);
+    multiply_rows<E, T::TILE_M, TileKeys, TileQueries, KEPT_STEPS>(products_, kept_, keys, queries);
   }
 
-  // dV[64, D] += P^T dO, or dK += dS^T Q, of this step
+  // dV[64, HEAD_DIM_V] += P^T dO, or dK[64, HEAD_DIM] += dS^T Q, of this step
   DEVICE void add_gradient() {
     SharedAddress queries;
     if constexpr (OF_V) {
@@ -269,7 +274,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
     } else {
       queries = Shared::q(PlaceQ::of(steps_).slot);
     }
-    add_product<E, T::HEAD_DIM, TileQ>(gradient_, operand_, queries);
+    add_product<E, WIDTH, TileInput>(gradient_, operand_, queries);
   }
 
   // The gradient of the warp's keys.
@@ -279,7 +284,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
     const int rows = count_keys(backward, tile_.sequence) - first_key();
     const int64 stride = OF_V ? backward.strides_dv.seq : backward.strides_dk.seq;
     uint16* const target = (OF_V ? keys.dv() : keys.dk()) + first_key() * stride;
-    write_rows<T>(target, stride, rows, gradient_, OF_V ? 1.0f : backward.grad_factor);
+    write_rows<E>(target, stride, rows, gradient_, OF_V ? 1.0f : backward.grad_factor);
   }
 
   // The first of this warp's keys.
@@ -293,8 +298,8 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
   char* ds_ = nullptr;  // where its dS^T is stored
   float products_[T::TILE_M / 2];     // scores, weights or dP^T [64, TILE_M]
   uint32 operand_[T::QUERY_STEPS][4];  // P^T or dS^T
-  float gradient_[T::HEAD_DIM / 2];  // [64, HEAD_DIM]
-  Fragment kept_[T::DIM_STEPS];
+  float gradient_[WIDTH / 2];  // [64, WIDTH]
+  Fragment kept_[STEPS];
 };
 
 template <class T>

@@ -49,18 +49,16 @@ DEVICE void write_dq(const typename T::Params& params, const QueryTile<T>& tile,
                      const float (&dq)[T::HEAD_DIM / 2]) {
   const BackwardParams& backward = params.backward;
   const int first = first_query + warp_row_again();
-  const int64 stride = backward.strides_out.seq;
+  const Strides strides = strides_dq<T>(backward);
   const QuerySequence<SequenceOf<T>> queries{backward, tile.head, tile.sequence};
-  write_rows<T>(queries.dq() + first * stride, stride, count_queries(backward, tile.sequence) - first, dq,
-                backward.grad_factor);
+  write_rows<typename T::Element>(queries.dq(strides) + first * strides.seq, strides.seq, count_queries(backward, tile.sequence) - first,
+                                  dq, backward.grad_factor);
 }
 
 // Tiles of Q and dO, and for each of them its blocks of K and V.
 template <class T>
 class TwoPassQueriesProducer {
   using Shared = TwoPassQueriesShared<T>;
-  using TileQ = typename T::TileQ;
-  using TileKV = typename T::TileKV;
 
  public:
   DEVICE explicit TwoPassQueriesProducer(const typename T::Params& params) : params_(params) {}
@@ -94,10 +92,10 @@ class TwoPassQueriesProducer {
       const int row = tile.first_query + group * T::TILE_M;
       Shared::ring_q(group).await_empty(q_);
       store_tile<T>(Shared::tile_place(group), tile);
-      load_boxes<TileQ>(Shared::q(group), params_.map_q, Shared::ring_q(group).full(0), row, head, queries_of(tile));
+      load_boxes<typename T::TileQ>(Shared::q(group), params_.map_q, Shared::ring_q(group).full(0), row, head, queries_of(tile));
       Shared::ring_dout(group).await_empty(q_);
-      load_boxes<TileQ>(Shared::dout(group), params_.map_dout, Shared::ring_dout(group).full(0), row, head,
-                        queries_of(tile));
+      load_boxes<typename T::TileDout>(Shared::dout(group), params_.map_dout, Shared::ring_dout(group).full(0), row, head,
+                                       queries_of(tile));
     }
     q_.advance();
     for (int block = begin; block < end; ++block) {
@@ -111,16 +109,16 @@ class TwoPassQueriesProducer {
   DEVICE void load_k(const Rows& keys, int head_kv, int block, uint32 step) {
     const auto place = RingPlace<T::K_STAGES>::of(step);
     Shared::ring_k().await_empty(place);
-    load_boxes<TileKV>(Shared::k(place.slot), params_.map_k, Shared::ring_k().full(place.slot), block * T::TILE_N,
-                       head_kv, keys);
+    load_boxes<typename T::TileK>(Shared::k(place.slot), params_.map_k, Shared::ring_k().full(place.slot), block * T::TILE_N,
+                                  head_kv, keys);
   }
 
   template <class Rows>
   DEVICE void load_v(const Rows& keys, int head_kv, int block, uint32 step) {
     const auto place = RingPlace<T::V_STAGES>::of(step);
     Shared::ring_v().await_empty(place);
-    load_boxes<TileKV>(Shared::v(place.slot), params_.map_v, Shared::ring_v().full(place.slot), block * T::TILE_N,
-                       head_kv, keys);
+    load_boxes<typename T::TileV>(Shared::v(place.slot), params_.map_v, Shared::ring_v().full(place.slot), block * T::TILE_N,
+                                  head_kv, keys);
   }
 
   const typename T::Params& params_;
@@ -133,8 +131,6 @@ template <class T, int GROUP>
 class QueryWarpgroup : private ScoredHead<typename T::Score> {
   using E = typename T::Element;
   using Shared = TwoPassQueriesShared<T>;
-  using TileQ = typename T::TileQ;
-  using TileKV = typename T::TileKV;
   using PlaceK = RingPlace<T::K_STAGES>;
   using PlaceV = RingPlace<T::V_STAGES>;
 
@@ -302,30 +298,31 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void make_scores(uint32 step) {
     const auto place = PlaceK::of(step);
     Shared::ring_k().await_full(place);
-    multiply(scores_, Shared::q(GROUP), Shared::k(place.slot));
+    multiply<typename T::TileQ, typename T::TileK, T::DIM_STEPS>(scores_, Shared::q(GROUP), Shared::k(place.slot));
   }
 
   // dP[64, TILE_N] = dO V^T
   DEVICE void make_dp(uint32 step) {
     const auto place = PlaceV::of(step);
     Shared::ring_v().await_full(place);
-    multiply(dp_, Shared::dout(GROUP), Shared::v(place.slot));
+    multiply<typename T::TileDout, typename T::TileV, T::V_STEPS>(dp_, Shared::dout(GROUP), Shared::v(place.slot));
   }
 
   // sums[64, TILE_N] = rows of Q or dO times those of K or V
+  template <class Queries, class Keys, int STEPS>
   static DEVICE void multiply(float (&sums)[T::TILE_N / 2], SharedAddress queries, SharedAddress keys) {
     const Descriptor a(recomputed(queries), 16), b(keys, 16);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < T::DIM_STEPS; ++i)
-      wgmma_ss<E, T::TILE_N>(sums, a.at(i / 4 * TileQ::PANEL_BYTES + i % 4 * 32),
-                             b.at(i / 4 * TileKV::PANEL_BYTES + i % 4 * 32), i > 0);
+    for (int i = 0; i < STEPS; ++i)
+      wgmma_ss<E, T::TILE_N>(sums, a.at(i / 4 * Queries::PANEL_BYTES + i % 4 * 32),
+                             b.at(i / 4 * Keys::PANEL_BYTES + i % 4 * 32), i > 0);
     wgmma_commit();
   }
 
   // dQ[64, D] += dS K, of this step
   DEVICE void add_dq() {
-    add_product<E, T::HEAD_DIM, TileKV>(dq_, operand_, Shared::k(PlaceK::of(steps_).slot));
+    add_product<E, T::HEAD_DIM, typename T::TileK>(dq_, operand_, Shared::k(PlaceK::of(steps_).slot));
   }
 
   DEVICE int first_of_group() const { return tile_.first_query + GROUP * T::TILE_M; }

@@ -19,20 +19,22 @@ struct PassSizes {
 struct TwoPassKeysConfig {
   int q_stages;     // tiles of Q in shared memory, with lse and delta of their queries
   int dout_stages;  // tiles of dO
-  int kept_steps;   // of scores and dP, 16 columns each: K and V are read into registers once a tile
+  int kept_steps;   // of scores and dP, 16 columns each, where they have as many: K and V are read into registers once a tile
 };
 
 template <class Element, Features F, TwoPassKeysConfig C, class Score = NoScore, class Blocked = NoBlockMask>
 struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked>, PassSizes {
   static constexpr int K_STAGES = 1, Q_STAGES = C.q_stages, DOUT_STAGES = C.dout_stages;
   static constexpr bool DESCENDS = false;  // walks begin with the first queries
-  static constexpr int DIM_STEPS = (F.head_dim + 15) / 16, QUERY_STEPS = TILE_M / 16;  // of a wgmma
-  static constexpr int KEPT_STEPS = C.kept_steps;
-  static constexpr bool KEEPS_KV = KEPT_STEPS == DIM_STEPS;  // nobody reads the tiles again
-  static constexpr bool IS_CROWDED = KEEPS_KV && F.head_dim > 160;  // no room for weights before dP is there
+  static constexpr int QUERY_STEPS = TILE_M / 16, DIM_STEPS = (F.head_dim + 15) / 16, V_STEPS = (F.head_dim_v + 15) / 16;  // of a wgmma
+  static constexpr int KEPT_K = C.kept_steps < DIM_STEPS ? C.kept_steps : DIM_STEPS, KEPT_V = C.kept_steps < V_STEPS ? C.kept_steps : V_STEPS;
+  // No room for weights before dP is there.
+  static constexpr bool IS_CROWDED = KEPT_V == V_STEPS && F.head_dim / 2 + 4 * V_STEPS > 120;
 
-  using TileQ = PanelTile<TILE_M, F.head_dim>;  // of Q and dO
-  using TileKV = PanelTile<TILE_N, F.head_dim>;
+  using TileQ = PanelTile<TILE_M, F.head_dim>;
+  using TileDout = PanelTile<TILE_M, F.head_dim_v>;
+  using TileK = PanelTile<TILE_N, F.head_dim>;
+  using TileV = PanelTile<TILE_N, F.head_dim_v>;
   using RingK = Ring<1>;
   using RingQ = Ring<Q_STAGES>;
   using RingDout = Ring<DOUT_STAGES>;
@@ -45,18 +47,17 @@ struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked
   static constexpr int SIDE_WARPS = 0;
 
   // Shared memory: K, V, stages of Q, of dO, of weights, dS^T to be stored, statistics, then barriers and what the tile of keys is.
-  static constexpr int V_AT = TileKV::BYTES, Q_AT = V_AT + TileKV::BYTES;
+  static constexpr int V_AT = TileK::BYTES, Q_AT = V_AT + TileV::BYTES;
   static constexpr int DOUT_AT = Q_AT + Q_STAGES * TileQ::BYTES;
-  static constexpr int WEIGHTS_AT = DOUT_AT + DOUT_STAGES * TileQ::BYTES;
+  static constexpr int WEIGHTS_AT = DOUT_AT + DOUT_STAGES * TileDout::BYTES;
   static constexpr int DS_AT = WEIGHTS_AT + WEIGHT_STAGES * WEIGHT_BYTES;
   static constexpr int STATISTICS_AT = DS_AT + STORES_DS * DS_BUFFERS * TileDS::BYTES;
   static constexpr int BARRIERS_AT = STATISTICS_AT + Q_STAGES * STATISTICS_BYTES;
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
-  static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: multiples of 8 up to 256");
+  static_assert(F.head_dim % 8 == 0 && F.head_dim_v % 8 == 0 && TwoPassKeysTraits::WIDTH <= 256, "head_dim, head_dim_v: multiples of 8 up to 256");
   static_assert(Q_STAGES >= 2 && DOUT_STAGES >= 2, "q_stages, dout_stages: 2 and more");
-  static_assert(KEPT_STEPS <= DIM_STEPS, "kept_steps: at most those of head_dim");
-  static_assert(F.head_dim / 2 + 4 * KEPT_STEPS <= 160, "kept_steps: registers beside a gradient's");
+  static_assert(F.head_dim_v / 2 + 4 * KEPT_K <= 160 && F.head_dim / 2 + 4 * KEPT_V <= 160, "kept_steps: registers beside a gradient's");
 };
 
 template <class T>
@@ -90,29 +91,31 @@ struct TwoPassQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Bloc
   // A thread's; the three warpgroups have 504.
   static constexpr int CONSUMER_REGISTERS = F.head_dim > 224 ? 240 : 232, PRODUCER_REGISTERS = F.head_dim > 224 ? 24 : 40;
   static constexpr bool IS_CROWDED = HAS_SCORE<Score> && F.head_dim > 224;           // no register to spare
-  static constexpr int DIM_STEPS = (F.head_dim + 15) / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma
+  static constexpr int KEY_STEPS = TILE_N / 16, DIM_STEPS = (F.head_dim + 15) / 16, V_STEPS = (F.head_dim_v + 15) / 16;  // of a wgmma
 
-  using TileQ = PanelTile<TILE_M, F.head_dim>;  // of Q and dO
-  using TileKV = PanelTile<TILE_N, F.head_dim>;
+  using TileQ = PanelTile<TILE_M, F.head_dim>;
+  using TileDout = PanelTile<TILE_M, F.head_dim_v>;
+  using TileK = PanelTile<TILE_N, F.head_dim>;
+  using TileV = PanelTile<TILE_N, F.head_dim_v>;
   using RingK = Ring<K_STAGES>;
   using RingV = Ring<V_STAGES>;
 
   // Shared memory: Q, then dO, of each warpgroup, stages of K, of V, then barriers and what the tile of queries is.
-  static constexpr int DOUT_AT = WARPGROUPS * TileQ::BYTES, K_AT = 2 * DOUT_AT;
-  static constexpr int V_AT = K_AT + K_STAGES * TileKV::BYTES;
-  static constexpr int BARRIERS_AT = V_AT + V_STAGES * TileKV::BYTES;
+  static constexpr int DOUT_AT = WARPGROUPS * TileQ::BYTES, K_AT = DOUT_AT + WARPGROUPS * TileDout::BYTES;
+  static constexpr int V_AT = K_AT + K_STAGES * TileK::BYTES;
+  static constexpr int BARRIERS_AT = V_AT + V_STAGES * TileV::BYTES;
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
-  static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: multiples of 8 up to 256");
+  static_assert(F.head_dim % 8 == 0 && F.head_dim_v % 8 == 0 && TwoPassQueriesTraits::WIDTH <= 256, "head_dim, head_dim_v: multiples of 8 up to 256");
   static_assert(K_STAGES >= 2 && V_STAGES >= 1, "k_stages: 2 and more; v_stages: 1 and more");
 };
 
 template <class T>
 struct TwoPassQueriesShared {
   static DEVICE SharedAddress q(int group) { return shared_base() + group * T::TileQ::BYTES; }
-  static DEVICE SharedAddress dout(int group) { return shared_base() + T::DOUT_AT + group * T::TileQ::BYTES; }
-  static DEVICE SharedAddress k(int slot) { return shared_base() + T::K_AT + slot * T::TileKV::BYTES; }
-  static DEVICE SharedAddress v(int slot) { return shared_base() + T::V_AT + slot * T::TileKV::BYTES; }
+  static DEVICE SharedAddress dout(int group) { return shared_base() + T::DOUT_AT + group * T::TileDout::BYTES; }
+  static DEVICE SharedAddress k(int slot) { return shared_base() + T::K_AT + slot * T::TileK::BYTES; }
+  static DEVICE SharedAddress v(int slot) { return shared_base() + T::V_AT + slot * T::TileV::BYTES; }
 
   static DEVICE Ring<1> ring_q(int group) { return {shared_base() + T::BARRIERS_AT + group * Ring<1>::BYTES}; }
   static DEVICE Ring<1> ring_dout(int group) { return ring_q(T::WARPGROUPS + group); }

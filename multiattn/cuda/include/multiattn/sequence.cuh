@@ -72,6 +72,7 @@ template <class Element_, Features F, class PlainParams, class Score_, class Blo
 struct Walks {
   using Element = Element_;
   static constexpr int HEAD_DIM = F.head_dim, HEAD_DIM_V = F.head_dim_v;
+  static constexpr int WIDTH = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;  // the wider of the two
   static constexpr Band BAND = F.band;
   static constexpr bool HAS_SINKS = F.sinks, ALIGNED = F.aligned, V_IN_K = F.v_in_k;
   using Score = Score_;      // what changes scores
