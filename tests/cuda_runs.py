@@ -42,7 +42,8 @@ def run_forward(
 ) -> tuple[Plan, CpuLauncher, Any]:
     """A forward kernel, emulated, held to the reference as parity does; its Plan, launcher and counts.
 
-    Unless `sizes` say otherwise: one sequence of 37 queries and 101 keys, two heads that share one of keys, D=64, fp16.
+    Unless `sizes` say otherwise: one sequence of 37 queries and 101 keys, two heads that share one of keys, D=64, v as
+    wide, fp16.
     `change` may write into q, k and v before.
     """
     given = {"batch": 1, "heads_q": 2, "heads_kv": 1, "seq_q": 37, "seq_kv": 101, "head_dim": 64, "dtype": "fp16"}
@@ -50,16 +51,18 @@ def run_forward(
     generator = torch.Generator().manual_seed(given["head_dim"])
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[given["dtype"]]
 
-    def make(heads: int, seq: int) -> torch.Tensor:
-        packed = torch.randn(given["batch"], seq, heads, given["head_dim"], generator=generator)
+    def make(of: str, width: int) -> torch.Tensor:
+        packed = torch.randn(given["batch"], given[f"seq_{of}"], given[f"heads_{of}"], width, generator=generator)
         return packed.to(dtype).transpose(1, 2)
 
-    q, k, v = (make(given[f"heads_{it}"], given[f"seq_{it}"]) for it in ("q", "kv", "kv"))
+    q, k = (make(it, given["head_dim"]) for it in ("q", "kv"))
+    v = make("kv", given.get("head_dim_v", given["head_dim"]))
     if change is not None:
         change(q, k, v)
     problem = Problem.of(q, k, v, causal=causal, window=window, scale=scale, sinks=sinks)
     plan = make_plan(BACKEND, problem, CPU, variant=variant, config=config, probe=False)
-    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
+    lse = torch.full(q.shape[:3], torch.nan)
+    out = torch.empty_strided((*q.shape[:3], v.shape[3]), (*problem.strides_out, 1), dtype=dtype).fill_(torch.nan)
     launcher = CpuLauncher(plan)
     launcher(Operands(q, k, v, out, lse, sinks=sinks))
     truth = Truth.of(q, k, v, causal=causal, window=window, scale=scale, sinks=sinks)

@@ -76,7 +76,8 @@ def test_registers_are_output_scores_weights_and_kept_q():
 
 def test_the_suites_that_are_swept_have_a_head_dim_of_each_class():
     head_dims = {cell.head_dim for cell in (*SUITES["standard"], *SUITES["between"])}
-    assert [min(widest for widest in SHAPES if it <= widest) for it in sorted(head_dims)] == list(SHAPES)
+    classes = [widest for widest, widest_v in SHAPES if widest == widest_v]
+    assert [min(widest for widest in classes if it <= widest) for it in sorted(head_dims)] == classes
 
 
 # ---------------------------------------------------------------- choice
@@ -290,6 +291,18 @@ def test_heads_run_in_sections(monkeypatch, causal, cluster, scheduler):
     monkeypatch.setattr(schedule, "KV_BYTES_SIDE_BY_SIDE", 1)
     plan, *_ = run_wgmma(replace(CONFIG, cluster=cluster, scheduler=scheduler), seq_q=500, causal=causal)
     assert params_of(launches_of(plan)[-1], plan).forward.heads_per_section == 2
+
+
+@on_cpu
+@pytest.mark.parametrize("tma_store", [True, False])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 128), (64, 64)])
+def test_k_and_v_may_have_buffers_of_their_own(head_dim, head_dim_v, tma_store):
+    """Two tiles of queries see 4 and 8 blocks of keys, of which each of their two warpgroups skips some."""
+    config = replace(EMULATED, stages=2, v_stages=1, lazy_max=True, tma_store=tma_store)
+    sizes = {"seq_q": 256, "seq_kv": 256, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    _, _, counts = run_wgmma(config, window=(100, 0), **sizes)
+    panels = head_dim // 64, (head_dim + head_dim_v) // 64  # of Q, of K and V
+    assert counts.tma_loads == (2 * panels[0] + (4 + 8) * panels[1]) * 2 * 4
 
 
 PLACES = """

@@ -21,6 +21,7 @@ from multiattn.cuda.wgmma import (
     panels_of,
     row_bytes,
     wgmma_kernel,
+    width_bytes,
 )
 from multiattn.plan import remedies
 from multiattn.plan.arch import WARP_THREADS, Arch
@@ -74,7 +75,8 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
 
     def smem_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block, which its kernel asserts: Q, stages for K and V, barriers."""
-        return (self.tile_m + self.stages * self.tile_n) * row_bytes(problem) + BARRIER_BYTES
+        q, keys = self.tile_m * width_bytes(problem.head_dim), self.stages * self.tile_n * row_bytes(problem)
+        return q + keys + BARRIER_BYTES
 
     def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
         """Reasons of fields alone, of pages, or of the problem with them."""

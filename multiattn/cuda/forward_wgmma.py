@@ -21,6 +21,7 @@ from multiattn.cuda.wgmma import (
     product_columns,
     row_bytes,
     wgmma_kernel,
+    width_bytes,
 )
 from multiattn.packed import TILE_LISTS
 from multiattn.plan.abi import WORKSPACE
@@ -50,8 +51,10 @@ class WgmmaConfig(WgmmaFamilyConfig):
     tile_n: int = limited(TILES_OF_KEYS)
     cluster: int = limited(one_of(1, 2), default=1)
     """Blocks on neighbouring SMs that load each tile of K and V together, a part each, for all of them."""
-    stages: int = limited(between(3, 16), default=4)
-    """Buffers that tiles of K and of V take turns in."""
+    stages: int = limited(between(2, 16), default=4)
+    """Buffers that tiles of K and of V take turns in, with room for either; of K alone if V has some of its own."""
+    v_stages: int = limited(between(0, 14), default=0)
+    """Buffers of V alone, as large as its tiles; 0: it takes turns with K."""
     scheduler: str = limited(one_of(*SCHEDULERS), default="dynamic")
     """See `multiattn.plan.schedule.SCHEDULERS`."""
     q_slots: int = limited(one_of(1, 2, 3), default=1)
@@ -82,8 +85,10 @@ class WgmmaConfig(WgmmaFamilyConfig):
 
     def smem_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block, which its kernel asserts: slots of Q, stages for K and V, barriers."""
-        rows = self.q_slots * self.tile_m + self.stages * self.tile_n
-        return rows * row_bytes(problem) + BARRIER_BYTES
+        either, k, v = row_bytes(problem), width_bytes(problem.head_dim), width_bytes(problem.head_dim_v)
+        q = self.tile_m * (either if self.tma_store else k)  # outputs leave through its slot
+        keys = self.stages * k + self.v_stages * v if self.v_stages else self.stages * either
+        return self.q_slots * q + self.tile_n * keys + BARRIER_BYTES
 
     def query_tiles(self, problem: Problem) -> int:
         """Tiles of queries of one head, with those that only make clusters whole; of a packed batch the most."""
@@ -118,7 +123,9 @@ class WgmmaConfig(WgmmaFamilyConfig):
             f"scheduler=dynamic with cluster={self.cluster}",
             "one_tile, static: blocks of a cluster take their tiles together",
         )
-        if wrong := failed((*limit_checks(self), together)):
+        buffers = self.stages + self.v_stages
+        enough = 3 <= buffers <= 16, f"{buffers} buffers of K and V ({self})", "3 to 16"
+        if wrong := failed((*limit_checks(self), together, enough)):
             return wrong
         registers, most = self.registers_at_least(problem), REGISTERS_MAX[self.warpgroups]
         beside, room = forward_registers(problem, self.tile_n), _ROOM_WITH_Q[self.warpgroups, problem.is_banded]
@@ -145,7 +152,8 @@ class WgmmaConfig(WgmmaFamilyConfig):
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """One kernel."""
         problem = plan.problem
-        names = ("warpgroups", "cluster", "tile_n", "stages", "q_slots", "pingpong", "lazy_max", "tma_store")
+        names = ["warpgroups", "cluster", "tile_n", "stages", "q_slots", "pingpong", "lazy_max", "tma_store"]
+        names[4:4] = ["v_stages"] if self.v_stages else []
         scheduler = enumerator("Scheduler", self.scheduler)
         config = aggregate_of(self, *names, scheduler=scheduler, kept_steps=self.kept_steps(problem))
         kernel = wgmma_kernel(
@@ -166,7 +174,8 @@ class WgmmaConfig(WgmmaFamilyConfig):
 
     def _name(self) -> str:
         """Every field, those that are off left out."""
-        parts = [f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", f"q{self.q_slots}"]
+        stages = f"s{self.stages}" + (f"v{self.v_stages}" if self.v_stages else "")
+        parts = [f"{self.tile_m}x{self.tile_n}", stages, f"q{self.q_slots}"]
         parts += [f"cluster{self.cluster}"] if self.cluster > 1 else []
         parts += ["qregisters"] if self.q_in_registers else []
         parts += ["pingpong"] if self.pingpong else []
@@ -181,38 +190,43 @@ class WgmmaConfig(WgmmaFamilyConfig):
     @classmethod
     def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[WgmmaConfig]:
         """Shapes, each with ways to run it, then single changes of the first."""
-        widest = next((it for it in SHAPES if problem.head_dim <= it), None)
+        widths = (it for it in SHAPES if problem.head_dim <= it[0] and problem.head_dim_v <= it[1])
+        shapes = SHAPES[found] if (found := next(widths, None)) else ()
         alone = "one_tile" if problem.is_banded else "static"  # the third loses in each
         orders: list[dict[str, Any]] = [{"scheduler": "dynamic"}]
         orders += [{"scheduler": alone, "cluster": cluster} for cluster in (1, 2)]
         lazy_max = not problem.has_score
-        for number, (tile_m, tile_n, q_slots) in enumerate(SHAPES[widest] if widest else ()):
+        for number, (tile_m, tile_n, q_slots) in enumerate(shapes):
             config = cls(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=True, lazy_max=lazy_max)
-            choices = _OPEN[: (6, 2, 1, 1)[number]] if problem.head_dim > 128 else ({},)
+            choices = _OPEN[: (6, 2, 1, 1, 1)[number]] if problem.head_dim > 128 else ({},)
             tried = [{**choice, **order} for choice in choices for order in orders]
             for way in (*tried, *(_ALONE if number == 0 else ())):
                 yield from replace(config, **way)._deepest(problem, arch)
 
     def _deepest(self, problem: Problem, arch: Arch) -> Iterator[WgmmaConfig]:
-        """The config with as many stages as fit, if three do."""
+        """The config with as many stages as fit, if three do: of K and of V if their rows differ in size."""
+        is_apart = width_bytes(problem.head_dim) != width_bytes(problem.head_dim_v)
         for stages in range(16, 2, -1):
-            if not (config := replace(self, stages=stages)).why_not(problem, arch):
-                yield config
-                return
+            less, more = stages // 2, stages - stages // 2
+            for of_k, of_v in ((more, less), (less, more)) if is_apart else ((stages, 0),):
+                if not (config := replace(self, stages=of_k, v_stages=of_v)).why_not(problem, arch):
+                    yield config
+                    return
 
 
 # ---------------------------------------------------------------- what a sweep tries
 
-SHAPES: Mapping[int, tuple[tuple[int, int, int], ...]] = {
-    64: ((192, 128, 3), (192, 64, 3), (192, 96, 3), (192, 128, 2), (192, 64, 2)),
-    96: ((192, 96, 2), (192, 64, 2), (192, 80, 2), (192, 80, 1), (128, 128, 2)),
-    128: ((192, 64, 2), (192, 80, 2), (192, 80, 1), (128, 128, 2), (128, 160, 2)),
-    160: ((192, 64, 1), (192, 48, 1), (128, 96, 1), (128, 80, 2)),
-    192: ((128, 96, 1), (128, 128, 1), (128, 80, 2), (128, 64, 2)),
-    256: ((128, 64, 1), (128, 80, 1)),
+SHAPES: Mapping[tuple[int, int], tuple[tuple[int, int, int], ...]] = {
+    (64, 64): ((192, 128, 3), (192, 64, 3), (192, 96, 3), (192, 128, 2), (192, 64, 2)),
+    (96, 96): ((192, 96, 2), (192, 64, 2), (192, 80, 2), (192, 80, 1), (128, 128, 2)),
+    (128, 128): ((192, 64, 2), (192, 80, 2), (192, 80, 1), (128, 128, 2), (128, 160, 2)),
+    (160, 160): ((192, 64, 1), (192, 48, 1), (128, 96, 1), (128, 80, 2)),
+    (192, 128): ((128, 128, 1), (192, 96, 1), (192, 80, 1), (128, 96, 2), (192, 64, 1)),
+    (192, 192): ((128, 96, 1), (128, 128, 1), (128, 80, 2), (128, 64, 2)),
+    (256, 256): ((128, 64, 1), (128, 80, 1)),
 }
-"""(tile_m, tile_n, q_slots) by the widest head_dim of a class: one that has as many panels, and registers for as wide a
-tile of keys. The first is tried in the most ways."""
+"""(tile_m, tile_n, q_slots) by the widest head_dim and head_dim_v of a class: one that has as many panels, and
+registers for as wide a tile of keys. The first is tried in the most ways."""
 _ALONE: tuple[Mapping[str, Any], ...] = (
     {"pingpong": False},
     {"tma_store": False},

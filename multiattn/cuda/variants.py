@@ -86,7 +86,7 @@ WGMMA = _variant(
     WgmmaConfig,
     name="wgmma",
     summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; FlashAttention-3",
-    capability=_wgmma_capability(scores=True, score_gradients=True),
+    capability=_wgmma_capability(values=True, scores=True, score_gradients=True),
     rules=WGMMA_RULES,
 )
 
@@ -102,7 +102,7 @@ SPLIT_KEYS_WGMMA = _variant(
     SplitWgmmaConfig,
     name="split_keys_wgmma",
     summary="Hopper: as split_keys, for more rows: warps load by TMA or gather, warpgroups multiply by wgmma",
-    capability=_wgmma_capability(packing=False, scores=True, score_gradients=True, caches=True),
+    capability=_wgmma_capability(values=True, packing=False, scores=True, score_gradients=True, caches=True),
     rules=SPLIT_WGMMA_RULES,
 )
 

@@ -90,8 +90,8 @@ def width_bytes(head_dim: int) -> int:
 
 
 def product_columns(problem: Problem) -> float:
-    """Columns of products: as their depth head_dim is padded to 16, as a width to 8."""
-    return (padded(problem.head_dim, DEPTH) + padded(problem.head_dim, 8)) / 2
+    """Columns of products: as their depth head_dim is padded to 16, as a width head_dim_v to 8."""
+    return (padded(problem.head_dim, DEPTH) + padded(problem.head_dim_v, 8)) / 2
 
 
 def packed_check(problem: Problem) -> Check:

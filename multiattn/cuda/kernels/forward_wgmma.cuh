@@ -88,29 +88,29 @@ class Consumer {
     // Blocks that only others of the tile, or of the cluster, see. The ring has K of the first, then V of each and K of the
     // next: two tiles are skipped for one turn.
     const int skipped = rows.above();
-    if (skipped > 0) skip();
+    if (skipped > 0) skip_k();
     for (int block = 1; block < skipped; ++block) skip_turn();
     if (rows.last >= rows.first) {
       if (skipped > 0) await_turn();
       make_scores(rows.slot);
       if (skipped > 0) pass_turn();
       wgmma_wait<0>();
-      if (skipped > 0) skip();
+      if (skipped > 0) skip_v();
       walk(rows);
     } else {
-      if (skipped > 0) skip();
+      if (skipped > 0) skip_v();
       await_stored(rows.slot);
     }
     if constexpr (RELEASES_Q && !ALL_KEPT) Shared::ring_q().release_apart(rows.slot);
     if (rows.last >= rows.first) {
-      if constexpr (T::CLEARS && HAS_LOWER_EDGE) clear_before_first<T>(owned_, rows, kv_);
+      if constexpr (T::CLEARS && HAS_LOWER_EDGE) clear_before_first<T>(owned_, rows, kv_.v());
       if constexpr (HAS_LOWER_EDGE)
         add_last_values(rows);
       else
         add_values();
       output_of(rows).settle(state_, inverse_);
       wgmma_wait<0>();
-      Shared::ring_kv().release_apart(last_slot());
+      Shared::V::ring().release_apart(last_slot_of_v());
       if constexpr (HAS_LOWER_EDGE) skip_below(rows);
     } else {
       output_of(rows).settle(state_, inverse_);
@@ -122,7 +122,7 @@ class Consumer {
     const bool others_go_on = rows.below() > 0;
     if (others_go_on) {
       await_turn();
-      skip();
+      skip_k();
     }
     add_values();
     if (others_go_on) pass_turn();
@@ -132,22 +132,25 @@ class Consumer {
   DEVICE void skip_below(const Rows& rows) {
     const int skipped = rows.below();
     for (int block = 1; block < skipped; ++block) skip_turn();
-    if (skipped > 0) skip();
+    if (skipped > 0) skip_v();
   }
 
   // A turn for nothing, as those who see the block take it.
   DEVICE void skip_turn() {
     await_turn();
     pass_turn();
-    skip();
-    skip();
+    skip_k();
+    skip_v();
   }
 
   // A tile of K or V that only others have a use for.
-  DEVICE void skip() {
-    Shared::ring_kv().await_full(kv_);
-    Shared::ring_kv().release_apart(kv_.slot);
-    kv_.advance();
+  DEVICE void skip_k() { skip(Shared::K::ring(), kv_.k()); }
+  DEVICE void skip_v() { skip(Shared::V::ring(), kv_.v()); }
+  template <class Ring, class Place>
+  static DEVICE void skip(const Ring& ring, Place& place) {
+    ring.await_full(place);
+    ring.release_apart(place.slot);
+    place.advance();
   }
 
   DEVICE void take_queries(int slot) {
@@ -273,7 +276,7 @@ class Consumer {
           q = kept_q_[step];
         else
           q = reader_q.load(queries(rows.slot) + panel * TileQ::PANEL_BYTES, warp_row(), column);
-        mma_pair<E>(pair, q, reader_k.load(Shared::kv(k_slot_) + panel * TileK::PANEL_BYTES, 16 * n, column));
+        mma_pair<E>(pair, q, reader_k.load(Shared::K::at(slot_of_k()) + panel * TileK::PANEL_BYTES, 16 * n, column));
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) scores_[8 * n + i] = pair[i / 4].value[i % 4];
@@ -289,8 +292,9 @@ class Consumer {
   // ---- products, left under way
   // scores[64, TILE_N] = Q K^T of the next block
   DEVICE void make_scores(int slot) {
-    Shared::ring_kv().await_full(kv_);
-    const Descriptor q(queries(slot), 16), k(Shared::kv(kv_.slot), 16);
+    auto& place = kv_.k();
+    Shared::K::ring().await_full(place);
+    const Descriptor q(queries(slot), 16), k(Shared::K::at(place.slot), 16);
     wgmma_fence();
     const auto keys = [&](int step) { return k.at(step / 4 * TileK::PANEL_BYTES + step % 4 * 32); };
 #pragma unroll
@@ -300,15 +304,16 @@ class Consumer {
     for (int step = T::KEPT_STEPS; step < T::DOT_STEPS; ++step)
       wgmma_ss<E, T::TILE_N>(scores_, q.at(step / 4 * TileQ::PANEL_BYTES + step % 4 * 32), keys(step), step > 0);
     wgmma_commit();
-    k_slot_ = kv_.slot;
-    kv_.advance();
+    if constexpr (T::TAKES_TURNS) k_slot_ = place.slot;
+    place.advance();
   }
 
   // out[64, HEAD_DIM_V] += weights V
   DEVICE void add_values() {
-    Shared::ring_kv().await_full(kv_);
-    add_product<E, T::HEAD_DIM_V, TileV>(out_, weights_, Shared::kv(kv_.slot));
-    kv_.advance();
+    auto& place = kv_.v();
+    Shared::V::ring().await_full(place);
+    add_product<E, T::HEAD_DIM_V, TileV>(out_, weights_, Shared::V::at(place.slot));
+    place.advance();
   }
 
   DEVICE void await_warpgroup() const {
@@ -316,14 +321,16 @@ class Consumer {
     named_barrier_sync(ROWS_BARRIER + warpgroup_, WARPGROUP);
   }
 
-  DEVICE void release_k() const { Shared::ring_kv().release(k_slot_); }
-  DEVICE void release_v() const { Shared::ring_kv().release(last_slot()); }
-  DEVICE int last_slot() const { return kv_.before(kv_.slot); }
+  DEVICE void release_k() { Shared::K::ring().release(slot_of_k()); }
+  DEVICE void release_v() { Shared::V::ring().release(last_slot_of_v()); }
+  DEVICE int slot_of_k() { return T::TAKES_TURNS ? k_slot_ : kv_.k().before(kv_.k().slot); }
+  DEVICE int last_slot_of_v() { return kv_.v().before(kv_.v().slot); }
 
-  // The tile, for its outputs. A packed batch's is read once more, as the registers for it are wanted in between; its slot of Q
-  // is not given back before the outputs have left it.
+  // The tile, for its outputs. A packed batch's is read once more, as the registers for it are wanted in between, and so is any
+  // where V has stages of its own; a slot of Q is not given back before the outputs have left it.
   DEVICE QueryTile<T> tile_of(const Rows& rows) const {
-    if constexpr (IS_PACKED<typename T::Blocked> && T::TMA_STORE) return load_tile<T>(Shared::tile_place(rows.slot));
+    constexpr bool AGAIN = T::TMA_STORE && (IS_PACKED<typename T::Blocked> || !T::TAKES_TURNS);
+    if constexpr (AGAIN) return load_tile<T>(Shared::tile_place(rows.slot));
     return rows.tile;
   }
 
@@ -389,8 +396,8 @@ class Consumer {
   Mask<T::BAND> mask_;  // of the tile's sequence
   const int warpgroup_;
   RingPlace<T::Q_SLOTS> q_;
-  RingPlace<T::STAGES> kv_;
-  int k_slot_ = 0;          // of the latest scores
+  typename Shared::Places kv_;
+  int k_slot_ = 0;          // of the latest scores, where V takes turns with K
   bool is_storing_ = false;  // the output of the tile before, through its slot of Q
 
   WarpgroupScores<T> scores_;  // [64, TILE_N]; then weights

@@ -40,8 +40,8 @@ class BoxLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
     if (!T::IS_PAGED || key >= owned_.len_kv || is_freed_box(key)) return 0;
     return owned_.page_of(key);
   }
-  DEVICE void load_k(int block, int page) { load<typename T::TileK>(params_.map_k, block, page); }
-  DEVICE void load_v(int block, int page) { load<typename T::TileV>(params_.map_v, block, page); }
+  DEVICE void load_k(int block, int page) { load<typename Shared::K>(params_.map_k, block, page); }
+  DEVICE void load_v(int block, int page) { load<typename Shared::V>(params_.map_v, block, page); }
   DEVICE void finish() {}
 
  private:
@@ -50,9 +50,10 @@ class BoxLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
   // True if a box is freed, by its first key.
   DEVICE bool is_freed_box(int key) const { return Freed::is_freed(key + T::BOX_ROWS - 1); }
 
-  template <class Tile>
+  template <class Slots>
   DEVICE void load(const TensorMap& map, int block, int page) {
-    const auto ring = Shared::ring_kv();
+    using Tile = typename Slots::Tile;
+    const auto ring = Slots::ring();
     const int first_key = block * T::TILE_N, key = first_key + row_of_tile(), panel = lane() / BOXES_OF_PANEL;
     const int end = min((owned_.len_kv - first_key - 1) / T::BOX_ROWS + 1, BOXES_OF_PANEL);
     const int boxes = (end - Freed::before(first_key) / T::BOX_ROWS) * Tile::PANELS;
@@ -61,7 +62,7 @@ class BoxLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
     sync_warp();  // the phase expects its bytes before they come
     if (panel < Tile::PANELS && key < owned_.len_kv && !is_freed_box(key)) {
       const int entry = T::IS_PAGED ? page : owned_.sequence, row = T::IS_PAGED ? PlaceOfKey::of(params_.forward, key).row : key;
-      tma_load(Shared::kv(place_.slot) + panel * Tile::PANEL_BYTES + row_of_tile() * Tile::ROW_BYTES, map,
+      tma_load(Slots::at(place_.slot) + panel * Tile::PANEL_BYTES + row_of_tile() * Tile::ROW_BYTES, map,
                ring.full(place_.slot), panel * Tile::PANEL_COLUMNS, row, owned_.head_kv, entry);
     }
     sync_warp();
@@ -97,8 +98,8 @@ class GatherLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
     if (!T::IS_PAGED || key >= owned_.len_kv || Freed::is_freed(key)) return 0;
     return owned_.page_of(key);
   }
-  DEVICE void load_k(int block, int page) { load<T::HEAD_DIM>(params_.k, params_.strides_k, block, page); }
-  DEVICE void load_v(int block, int page) { load<T::HEAD_DIM_V>(params_.v, params_.strides_v, block, page); }
+  DEVICE void load_k(int block, int page) { load<typename Shared::K, T::HEAD_DIM>(params_.k, params_.strides_k, block, page); }
+  DEVICE void load_v(int block, int page) { load<typename Shared::V, T::HEAD_DIM_V>(params_.v, params_.strides_v, block, page); }
   DEVICE void finish() {
     while (loaded_-- > 0) tell<0>();
   }
@@ -109,15 +110,15 @@ class GatherLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
   static DEVICE int first_key(int block) { return block * T::TILE_N + first_row(); }
 
   // Keys beyond the last, or freed, and columns beyond COLUMNS become zeros.
-  template <int COLUMNS>
+  template <class Slots, int COLUMNS>
   DEVICE void load(const void* tensor, const Strides& strides, int block, int page) {
-    using Panels = PanelTile<T::TILE_N, COLUMNS>;
+    using Panels = typename Slots::Tile;
     const int first = first_key(block), own = first + lane() % KEYS, chunk = lane() % CHUNKS;
     const int64 entry = T::IS_PAGED ? page : owned_.sequence, row = T::IS_PAGED ? PlaceOfKey::of(params_, own).row : own;
     const uint64 offset = static_cast<uint64>(entry * strides.batch + row * strides.seq);  // of the lane's key
     const uint16* head = static_cast<const uint16*>(tensor) + owned_.head_kv * strides.head + chunk * CHUNK_ELEMENTS;
-    const SharedAddress tile = Shared::kv(place_.slot);
-    Shared::ring_kv().await_empty(place_);
+    const SharedAddress tile = Slots::at(place_.slot);
+    Slots::ring().await_empty(place_);
     sync_warp();
 #pragma unroll
     for (int pass = 0; pass < KEYS / KEYS_OF_PASS; ++pass) {
@@ -144,7 +145,7 @@ class GatherLoader : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
     cp_async_wait<LEFT>();
     fence_async_shared();
     sync_warp();  // all lanes' copies are there, for wgmma too
-    if (lane() == 0) mbarrier_arrive(Shared::ring_kv().full(told_.slot));
+    if (lane() == 0) mbarrier_arrive(Shared::K::ring().full(told_.slot));
     sync_warp();
     told_.advance();
   }
@@ -178,8 +179,8 @@ DEVICE void clear_behind_last(const Owned<T>& owned, const GroupRows<T>& rows) {
   const int keys = owned.len_kv - rows.last * T::TILE_N;
   if (keys >= T::TILE_N) return;
   const RingPlace<T::STAGES> place{rows.last > rows.first ? 2 : 1, 0};  // behind K of it, and of the next where there is one
-  SharedLayout<T>::ring_kv().await_full(place);
-  clear_values<T>(SharedLayout<T>::kv(place.slot), keys, T::TILE_N - keys);
+  SharedLayout<T>::V::ring().await_full(place);
+  clear_values<T>(SharedLayout<T>::V::at(place.slot), keys, T::TILE_N - keys);
 }
 
 // Clears V's rows before the first key that any row sees, of the block that has it, which is the next in the ring: freed boxes are not loaded
@@ -188,8 +189,8 @@ template <class T>
 DEVICE void clear_before_first(const Owned<T>& owned, const GroupRows<T>& rows, const RingPlace<T::STAGES>& next) {
   const int keys = owned.first_key() - rows.first * T::TILE_N;
   if (keys <= 0) return;
-  SharedLayout<T>::ring_kv().await_full(next);
-  clear_values<T>(SharedLayout<T>::kv(next.slot), 0, min(keys, T::TILE_N));
+  SharedLayout<T>::V::ring().await_full(next);
+  clear_values<T>(SharedLayout<T>::V::at(next.slot), 0, min(keys, T::TILE_N));
 }
 
 template <class T>

@@ -81,16 +81,21 @@ DEVICE void load_queries(SharedAddress target, const TensorMap& map, SharedAddre
   }
 }
 
-// K or V of a block of keys, as its Tile says, into the next slot that is empty. No lambda with a type of its own: NVRTC 13.0
-// takes that for a function of the host.
-template <class T, class Tile>
-DEVICE void load_keys(RingPlace<T::STAGES>& place, const TensorMap& map, const QueryTile<T>& tile, int head_kv, int block) {
-  using Shared = SharedLayout<T>;
-  const auto ring = Shared::ring_kv();
+// K or V of a block of keys into the next of its slots that is empty. No lambda with a type of its own: NVRTC 13.0 takes that
+// for a function of the host.
+template <class T, class Slots, class Place>
+DEVICE void load_keys(Place& place, const TensorMap& map, const QueryTile<T>& tile, int head_kv, int block) {
+  const auto ring = Slots::ring();
   ring.await_empty(place);
-  load_panels<Tile, T::CLUSTER>(Shared::kv(place.slot), map, ring.full(place.slot), block * T::TILE_N, head_kv,
-                                keys_of(tile));
+  load_panels<typename Slots::Tile, T::CLUSTER>(Slots::at(place.slot), map, ring.full(place.slot), block * T::TILE_N, head_kv,
+                                                keys_of(tile));
   place.advance();
+}
+
+// Waits until all slots are empty, from `place` on.
+template <class Ring, int SLOTS>
+DEVICE void await_all_empty(const Ring& ring, RingPlace<SLOTS>& place) {
+  for (int slot = 0; slot < SLOTS; ++slot, place.advance()) ring.await_empty(place);
 }
 
 // The first query of a tile. A list counts from query 0 on, but the last tile ends where the queries do here, too.
@@ -113,17 +118,16 @@ template <class T>
 DEVICE void produce(const typename T::Params& params) {
   using Shared = SharedLayout<T>;
   const auto ring_q = Shared::ring_q();
-  const auto ring_kv = Shared::ring_kv();
   const ForwardParams& forward = params.forward;
   Mask<T::BAND> mask(forward);
   RingPlace<T::Q_SLOTS> q;
-  RingPlace<T::STAGES> kv;
+  typename Shared::Places kv;
 
   const auto load_k = [&](const QueryTile<T>& tile, int head_kv, int block) {
-    load_keys<T, typename T::TileK>(kv, params.map_k, tile, head_kv, block);
+    load_keys<T, typename Shared::K>(kv.k(), params.map_k, tile, head_kv, block);
   };
   const auto load_v = [&](const QueryTile<T>& tile, int head_kv, int block) {
-    load_keys<T, typename T::TileV>(kv, params.map_v, tile, head_kv, block);
+    load_keys<T, typename Shared::V>(kv.v(), params.map_v, tile, head_kv, block);
   };
 
   admit_next_grid();
@@ -157,7 +161,8 @@ DEVICE void produce(const typename T::Params& params) {
   store_tile<T>(Shared::tile_place(q.slot), {0, 0, 0, NO_TILE, {}});
   mbarrier_arrive(ring_q.full(q.slot));
   // Shared memory must be there for the other blocks of the cluster until they have released every slot.
-  for (int slot = 0; T::CLUSTER > 1 && slot < T::STAGES; ++slot, kv.advance()) ring_kv.await_empty(kv);
+  if constexpr (T::CLUSTER > 1) await_all_empty(Shared::K::ring(), kv.k());
+  if constexpr (T::CLUSTER > 1 && !T::TAKES_TURNS) await_all_empty(Shared::V::ring(), kv.v());
 }
 
 // Loads keys for the one tile of grouped rows that a block owns, and for which Q is gathered by those who compute. Pages are looked up

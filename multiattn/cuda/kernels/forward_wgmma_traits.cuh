@@ -23,7 +23,8 @@ struct WgmmaConfig {
   int warpgroups;   // that compute; one more loads
   int cluster = 1;  // blocks that share tiles of K and V, each loads a part
   int tile_n;
-  int stages;       // tiles of K and V in shared memory, together
+  int stages;       // tiles of K and V in shared memory, together, or of K alone
+  int v_stages = 0;  // tiles of V, if it does not take turns with K
   int q_slots = 1;  // tiles of Q
   bool pingpong;    // warpgroups take turns at the tensor cores
   bool lazy_max;    // weights before the maximum is known; see forward_wgmma_softmax.cuh
@@ -37,7 +38,8 @@ using PlainParams = typename Choice<IS_GROUPED<Blocked>, SplitWgmmaParams, Wgmma
 
 template <class Element, Features F, WgmmaConfig C, class Score = NoScore, class Blocked = NoBlockMask>
 struct WgmmaTraits : Walks<Element, F, PlainParams<Blocked>, Score, Blocked> {
-  static constexpr int WARPGROUPS = C.warpgroups, CLUSTER = C.cluster, TILE_N = C.tile_n, STAGES = C.stages;
+  static constexpr int WARPGROUPS = C.warpgroups, CLUSTER = C.cluster, TILE_N = C.tile_n;
+  static constexpr int STAGES = C.stages, V_STAGES = C.v_stages;
   static constexpr int Q_SLOTS = C.q_slots, KEPT_STEPS = C.kept_steps;
   static constexpr bool PINGPONG = C.pingpong, LAZY_MAX = C.lazy_max, TMA_STORE = C.tma_store;
   static constexpr Scheduler SCHEDULER = C.scheduler;
@@ -64,10 +66,12 @@ struct WgmmaTraits : Walks<Element, F, PlainParams<Blocked>, Score, Blocked> {
   using TileOut = PanelTile<TILE_M, F.head_dim_v>;  // in the place of Q
   using TileK = PanelTile<TILE_N, F.head_dim>;
   using TileV = PanelTile<TILE_N, F.head_dim_v>;
-  static constexpr int Q_BYTES = TileQ::BYTES > TileOut::BYTES ? TileQ::BYTES : TileOut::BYTES;
+  static constexpr bool TAKES_TURNS = V_STAGES == 0;  // K and V do, in slots that have room for either
   static constexpr int KV_BYTES = TileK::BYTES > TileV::BYTES ? TileK::BYTES : TileV::BYTES;
-  static constexpr int KV_AT = Q_SLOTS * Q_BYTES;
-  static constexpr int BARRIERS_AT = KV_AT + STAGES * KV_BYTES;
+  static constexpr int Q_BYTES = TMA_STORE && TileOut::BYTES > TileQ::BYTES ? TileOut::BYTES : TileQ::BYTES;
+  static constexpr int K_BYTES = TAKES_TURNS ? KV_BYTES : TileK::BYTES, V_BYTES = TAKES_TURNS ? KV_BYTES : TileV::BYTES;
+  static constexpr int K_AT = Q_SLOTS * Q_BYTES, V_AT = TAKES_TURNS ? K_AT : K_AT + STAGES * K_BYTES;
+  static constexpr int BARRIERS_AT = K_AT + STAGES * K_BYTES + V_STAGES * V_BYTES;
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
   static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: multiples of 8 up to 256");
@@ -78,13 +82,14 @@ struct WgmmaTraits : Walks<Element, F, PlainParams<Blocked>, Score, Blocked> {
   static_assert(CLUSTER == 1 || !IS_PACKED<Blocked>, "in a packed batch a cluster's tiles are of several sequences");
   static_assert(CLUSTER == 1 || SCHEDULER != Scheduler::DYNAMIC, "a cluster's blocks take their tiles together");
   static_assert(TILE_N % 16 == 0 && TILE_N >= 16 && TILE_N <= 256, "tile_n: multiples of 16 up to 256");
-  static_assert(STAGES >= 3 && STAGES <= 16, "stages: 3 to 16");
+  static_assert(STAGES >= 2 && STAGES + V_STAGES >= 3 && STAGES + V_STAGES <= 16, "stages: 3 to 16 with those of V");
   static_assert(Q_SLOTS >= 1 && Q_SLOTS <= 3, "q_slots: 1 to 3");
   static_assert(!LAZY_MAX || !HAS_SCORE<Score>, "lazy_max: for plain scores");
   static_assert(KEPT_STEPS >= 0 && KEPT_STEPS <= DOT_STEPS, "q_in_registers: up to all of Q");
   static_assert(!PINGPONG || WARPGROUPS > 1, "pingpong: of two warpgroups or three");
   static_assert(!GROUPED || (CLUSTER == 1 && Q_SLOTS == 1 && !TMA_STORE && SCHEDULER == Scheduler::ONE_TILE),
                 "rows of groups are no box, and a block has one tile of them");
+  static_assert(!GROUPED || TAKES_TURNS, "stages of V: not for rows of groups");
   static_assert(!GATHERS || (WARPGROUPS < 3 && TILE_N <= WARPGROUP), "gathers: for two warpgroups, a lane for each key");
   static_assert(!CLEARS || KV_BYTES <= WARP * BOX_ROWS * TileK::ROW_BYTES, "a lane for each box of a tile");
 };
@@ -117,23 +122,37 @@ DEVICE QueryTile<T> load_tile(SharedAddress place) {
   return tile;
 }
 
+// Slots of K or of V: their tile, where they are, their ring.
+template <class Tile_, int AT, int SLOT_BYTES, class Ring_, int RING_AT>
+struct Slots {
+  using Tile = Tile_;
+  using Ring = Ring_;
+  static DEVICE SharedAddress at(int slot) { return shared_base() + AT + slot * SLOT_BYTES; }
+  static DEVICE Ring ring() { return {shared_base() + RING_AT}; }
+};
+
 // Shared memory: tiles of Q, tiles of K and V as they come, barriers, and what each slot of Q is of.
 template <class T>
 struct SharedLayout {
   using RingQ = Ring<T::Q_SLOTS>;
-  using RingKV = Ring<T::STAGES, T::CLUSTER>;
+  using RingK = Ring<T::STAGES, T::CLUSTER>;
+  using RingV = typename Choice<T::TAKES_TURNS, RingK, Ring<T::V_STAGES, T::CLUSTER>>::Type;
+  static constexpr int RING_K_AT = T::BARRIERS_AT + RingQ::BYTES;
+  static constexpr int RING_V_AT = T::TAKES_TURNS ? RING_K_AT : RING_K_AT + RingK::BYTES;
+  using K = Slots<typename T::TileK, T::K_AT, T::K_BYTES, RingK, RING_K_AT>;
+  using V = Slots<typename T::TileV, T::V_AT, T::V_BYTES, RingV, RING_V_AT>;
+  using Places = KeyPlaces<T::STAGES, T::V_STAGES>;
 
   static DEVICE SharedAddress q(int slot) { return shared_base() + slot * T::Q_BYTES; }
-  static DEVICE SharedAddress kv(int slot) { return shared_base() + T::KV_AT + slot * T::KV_BYTES; }
   static DEVICE RingQ ring_q() { return {shared_base() + T::BARRIERS_AT}; }
-  static DEVICE RingKV ring_kv() { return {shared_base() + T::BARRIERS_AT + RingQ::BYTES}; }
   static DEVICE SharedAddress tile_place(int slot) {
-    return shared_base() + T::BARRIERS_AT + RingQ::BYTES + RingKV::BYTES + QueryTile<T>::BYTES * slot;
+    return shared_base() + RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * slot;
   }
 
   static DEVICE void init() {
     ring_q().init(T::CONSUMER_WARPS);
-    ring_kv().init(T::CONSUMER_WARPS, T::LOADING_WARPS);
+    K::ring().init(T::CONSUMER_WARPS, T::LOADING_WARPS);
+    if constexpr (!T::TAKES_TURNS) V::ring().init(T::CONSUMER_WARPS, T::LOADING_WARPS);
     fence_mbarrier_init();
   }
 };

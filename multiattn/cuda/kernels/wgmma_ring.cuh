@@ -32,6 +32,25 @@ struct RingPlace {
   static DEVICE int before(int slot) { return slot == 0 ? SLOTS - 1 : slot - 1; }
 };
 
+// Where a role is among the slots of K and those of V: each has a ring of its own or, without stages of V, they take turns in one.
+template <int STAGES, int V_STAGES>
+class KeyPlaces {
+  RingPlace<STAGES> k_;
+  RingPlace<V_STAGES> v_;
+
+ public:
+  DEVICE RingPlace<STAGES>& k() { return k_; }
+  DEVICE RingPlace<V_STAGES>& v() { return v_; }
+};
+template <int STAGES>
+class KeyPlaces<STAGES, 0> {
+  RingPlace<STAGES> both_;
+
+ public:
+  DEVICE RingPlace<STAGES>& k() { return both_; }
+  DEVICE RingPlace<STAGES>& v() { return both_; }
+};
+
 // The barriers of a ring of slots in shared memory that one thread fills by TMA, or `fillers` warps do, for warps to use. One of a
 // cluster is filled in all of its blocks at once: a slot of it is empty when it is so in each.
 template <int SLOTS, int CLUSTER = 1>

@@ -24,6 +24,13 @@ _EMULATED = Rule(
     why="emulated: two warpgroups, four stages and small tiles of keys; split_q builds and runs faster",
     only_named=True,
 )
+_EMULATED_APART = replace(
+    _EMULATED,
+    config=replace(_EMULATED.config, stages=3, v_stages=2),
+    why="emulated: buffers of K and of V differ in size",
+    head_dim_min=129,
+    head_dim_v_max=128,
+)
 
 _192X64 = WgmmaConfig(tile_m=192, tile_n=64, stages=8, q_slots=2, pingpong=True)
 _128X64 = WgmmaConfig(tile_m=128, tile_n=64, stages=5, q_slots=1, pingpong=True, tma_store=False)
@@ -52,7 +59,12 @@ SCORED: tuple[Rule[WgmmaConfig], ...] = (
 )
 """An expression wants registers, of which three warpgroups have few, and maxima that are exact."""
 
-WGMMA_RULES: tuple[Rule[WgmmaConfig], ...] = (*SCORED, *tuned_rules("cuda", "wgmma", WgmmaConfig), _EMULATED)
+WGMMA_RULES: tuple[Rule[WgmmaConfig], ...] = (
+    *SCORED,
+    *tuned_rules("cuda", "wgmma", WgmmaConfig),
+    _EMULATED_APART,
+    _EMULATED,
+)
 """First match wins."""
 
 _PLAIN_BACKWARD = WgmmaBackwardConfig(tile_m=64, tile_n=128, stream_k=most_multiprocessors(ARCHS["sm90"]))
