@@ -20,7 +20,6 @@ from multiattn.plan.schedule import (
     ROWS_MAX,
     choose_splits,
     most_multiprocessors,
-    one_width,
     power_of_two,
     row_tiles,
 )
@@ -30,6 +29,7 @@ from multiattn.sequences import SPLITS_MAX, area_layouts
 from multiattn.triton.family import ASYNCHRONOUS, Areas, TritonFamily, TritonLaunch
 from multiattn.triton.kernels.constants import FEW_ROWS, OUT_VECTOR, MergeConstants, SplitConstants, widths
 from multiattn.triton.ladder import STEPS
+from multiattn.triton.plain import pads
 from multiattn.triton.score import lowered_score
 from multiattn.triton.table import (
     ELEMENT_BYTES,
@@ -114,7 +114,7 @@ def _widened(problem: Problem, arch: Arch, config: TritonSplitConfig) -> TritonS
     H200, 2026-11-26, B=128 8/1 1k, pages of 64: D=64 13.9 us, by two parts and more 15.4; D=128 21.3, 24.2. Of 8k keys,
     pages of 16: D=64 79.0 us, by four parts 71.9, so not there; D=128 134.1, 140.2.
     """
-    if problem.head_dim <= NARROW and problem.seq_kv > WIDE_KEYS:
+    if problem.head_dim + problem.head_dim_v <= 2 * NARROW and problem.seq_kv > WIDE_KEYS:
         return config
     sms = most_multiprocessors(arch)
     if EVEN_ENOUGH * sms <= row_tiles(problem, config.tile_m) <= sms:
@@ -151,8 +151,9 @@ def smem_bytes(problem: Problem, arch: Arch, config: TritonSplitConfig) -> int:
     """
     in_background = arch.name in ASYNCHRONOUS and config.tile_m >= _WGMMA_ROWS
     in_flight = config.stages if in_background else config.stages - 1
-    rows = config.tile_m + (2 * config.tile_n * in_flight if config.stages > 1 else config.tile_n)
-    return rows * one_width(problem.head_dim) * ELEMENT_BYTES
+    of_k, of_v = pads(problem)
+    streamed = in_flight * (of_k + of_v) if config.stages > 1 else max(of_k, of_v)
+    return (config.tile_m * of_k + config.tile_n * streamed) * ELEMENT_BYTES
 
 
 def why_not_fit(problem: Problem, arch: Arch, config: TritonSplitConfig) -> tuple[Reason, ...]:

@@ -82,15 +82,20 @@ def within_blocks(config: C, problem: Problem) -> C:
 # ---------------------------------------------------------------- what fits
 
 
+def pads(problem: Problem) -> tuple[int, int]:
+    """Columns of tiles of q and k, and of v and out."""
+    return one_width(problem.head_dim), one_width(problem.head_dim_v)
+
+
 def smem_bytes(problem: Problem, arch: Arch, config: TritonConfig) -> int:
     """Shared memory that the tiles of q, k and v take; the compiler adds barriers and scratch of a few KiB.
 
     One more block of keys is held where the tensor cores read it in the background.
     """
+    of_k, of_v = pads(problem)
     in_flight = config.stages if arch.name in ASYNCHRONOUS else config.stages - 1
-    blocks = 2 * in_flight if config.stages > 1 else 1  # with nothing in flight V takes the place of K
-    rows = config.tile_m + config.tile_n * blocks
-    return rows * one_width(problem.head_dim) * ELEMENT_BYTES
+    streamed = in_flight * (of_k + of_v) if config.stages > 1 else max(of_k, of_v)  # or V takes the place of K
+    return (config.tile_m * of_k + config.tile_n * streamed) * ELEMENT_BYTES
 
 
 TMA_ARCHS = tuple(name for name in GPU_ARCHS if ARCHS[name].capability >= (9, 0))
@@ -100,6 +105,7 @@ TMA_ARCHS = tuple(name for name in GPU_ARCHS if ARCHS[name].capability >= (9, 0)
 CAPABILITY = Capability(
     arches=("cpu", *GPU_ARCHS),
     masks=KINDS,
+    values=True,
     sinks=True,
     scores=True,
     block_masks=16,
@@ -145,7 +151,7 @@ _NAMES: Mapping[str, str] = {
 """The parameters of each kernel, in order."""
 _STRIDES: Mapping[str, str] = {
     "attention_forward": "q k v out",
-    "gradient_of_queries": "q k v out",
+    "gradient_of_queries": "q k v out dq",
     "gradients_of_keys": "q k v dout dk dv",
 }
 """The tensors whose strides are those of a kernel."""
@@ -165,6 +171,7 @@ def table_of(kernel: str, launch: TritonLaunch, constants: TileConstants, option
     alignment = constants.vector * ELEMENT_BYTES
     # The small kernels take rows as they come, whatever sequence they are of.
     tiled = problem if constants.packed else replace(problem, batching=None)
+    are_alike = problem.head_dim == problem.head_dim_v  # then strides of dq are those of out
     grid = key_tiles(tiled, constants.tile_n) if by_keys else query_tiles(tiled, constants.tile_m)
     batch_heads = problem.batch * (problem.heads_kv if by_keys else problem.heads_q)
     numbers = integers(
@@ -179,7 +186,8 @@ def table_of(kernel: str, launch: TritonLaunch, constants: TileConstants, option
 
     def stride_row(of: str) -> Parameter:
         unit = constants.vector if of in _GIVEN else OUT_VECTOR
-        return NONE if of in described else stride_rows(of, known[of].strides[:3], unit)
+        is_known = of in described or (kernel == "gradient_of_queries" and of == "dq" and are_alike)
+        return NONE if is_known else stride_rows(of, known[of].strides[:3], unit)
 
     fixed: dict[str, Parameter] = {
         **numbers,
@@ -246,7 +254,7 @@ def is_ragged_list(problem: Problem) -> bool:
 def is_far(problem: Problem, config: TritonConfig, *, is_backward: bool) -> bool:
     """True if offsets inside a tile may pass 2^31 elements."""
     strides = [problem.strides_q, problem.strides_k, problem.strides_v, problem.strides_out]
-    strides += [problem.strides_dk, problem.strides_dv] if is_backward else []
+    strides += [problem.strides_dq, problem.strides_dk, problem.strides_dv] if is_backward else []
     return max(of_tensor[2] for of_tensor in strides) * max(config.tile_m, config.tile_n) >= INT32
 
 
@@ -301,9 +309,9 @@ _SHAPES = ((64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 64, 8), (128, 128, 8))
 def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[TritonConfig]:
     """In turn with one, two and three blocks of keys in flight."""
     shapes: list[tuple[tuple[int, int, int], int | None]] = [(shape, None) for shape in _SHAPES]
-    if one_width(problem.head_dim) <= 128:
+    if max(pads(problem)) <= 128:
         shapes.append(((128, 64, 4), None))
-    if one_width(problem.head_dim) <= 64:
+    if max(pads(problem)) <= 64:
         shapes.append(((64, 64, 4), 128))  # 128 registers: four blocks of four warps share an SM
     together, described = 8 if problem.is_banded else 1, can_describe(problem, arch)
     step = STEPS[variant.name].step

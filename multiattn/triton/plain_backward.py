@@ -10,7 +10,7 @@ from typing import Any
 from multiattn.plan import limits
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Variant
-from multiattn.plan.schedule import NARROWEST, key_tiles, one_width, query_tiles
+from multiattn.plan.schedule import NARROWEST, key_tiles, query_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.triton.family import ASYNCHRONOUS, Areas, TritonFamily, TritonLaunch
@@ -23,6 +23,7 @@ from multiattn.triton.plain import (
     is_far,
     is_ragged_list,
     options_of,
+    pads,
     table_of,
     tiles,
     why_not_read,
@@ -58,7 +59,7 @@ def within(config: TritonBackwardConfig, problem: Problem) -> TritonBackwardConf
     if problem.score is not None and problem.score.gradients:
         per_key = _REGISTERS_OF_GRADIENTS * 32 * config.warps // config.tile_n
         tile_m = config.tile_m
-        while tile_m > NARROWEST and 2 * one_width(problem.head_dim) + 4 * tile_m > per_key:
+        while tile_m > NARROWEST and sum(pads(problem)) + 4 * tile_m > per_key:
             tile_m //= 2
         config = replace(config, tile_m=tile_m)
     return config
@@ -78,10 +79,10 @@ def _smem_bytes(problem: Problem, arch: Arch, config: TritonConfig) -> int:
 
     Where the tensor cores read it in the background, also the tiles of k and v.
     """
-    rows = 2 * config.tile_m * max(1, config.stages - 1)
+    rows = config.tile_m * max(1, config.stages - 1)
     if arch.name in ASYNCHRONOUS:
-        rows = 2 * config.tile_n + 2 * config.tile_m * config.stages
-    return rows * one_width(problem.head_dim) * ELEMENT_BYTES
+        rows = config.tile_n + config.tile_m * config.stages
+    return rows * sum(pads(problem)) * ELEMENT_BYTES
 
 
 def why_not_fit(problem: Problem, arch: Arch, config: TritonBackwardConfig, *, one_pass: bool) -> tuple[Reason, ...]:
@@ -94,7 +95,7 @@ def why_not_fit(problem: Problem, arch: Arch, config: TritonBackwardConfig, *, o
     if config.dq is None:
         checks += limits.size_checks(config, arch, 0, query_tiles(problem, _ROWS_BESIDE))
     else:
-        of_dout = config.dq.tile_m * one_width(problem.head_dim) * ELEMENT_BYTES  # beside q
+        of_dout = config.dq.tile_m * pads(problem)[1] * ELEMENT_BYTES  # beside q
         checks += checks_by_queries(problem, arch, config.dq, of_dout if arch.name in ASYNCHRONOUS else 0)
     return (*limits.failed(checks), *why_not_read(problem, arch, config))
 
@@ -155,7 +156,7 @@ def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[Trit
     """With two passes each with a middling config of the other, as their times add up."""
 
     def ways(table: Mapping[int, _Shapes], *stages: int, described: bool) -> list[TritonConfig]:
-        shapes = next(it for limit, it in table.items() if one_width(problem.head_dim) <= limit)
+        shapes = next(it for limit, it in table.items() if max(pads(problem)) <= limit)
         together = 8 if problem.is_banded else 1
         tried = itertools.product(shapes, stages)
         return [tiles(*shape, number, heads_together=together, descriptors=described) for shape, number in tried]

@@ -106,7 +106,7 @@ def gradient_of_queries(
     delta,  # pointer, like lse: written, for the pass over the queries
     factors,  # score: scale * log2(e), with its sign, 1 with an expression; grad: scale, with its sign
     sizes,  # dlse_rows (seq_q, or 0 where there is no dlse), then those of the forward
-    strides,  # of q, k and v, None where a descriptor has them; of dq, and of out and dout
+    strides,  # of q, k and v, None where a descriptor has them; of out and dout; of dq, None where it has those of out
     reach,  # left and right of a two-sided mask; None for other kinds
     aux,  # what the program of scores reads, as its functions have it; None without one
     lists,  # the lists of a block mask, as `listed_blocks` has them; None without one
@@ -124,7 +124,10 @@ def gradient_of_queries(
     kv = (seek(k, strides.k, at_kv, C.descriptor, C.vector, C), seek(v, strides.v, at_kv, C.descriptor, C.vector, C))
     out = seek(out, strides.out, at, False, C.out_vector, C)
     dout = seek(dout, strides.out, at, False, C.out_vector, C)
-    dq = seek(dq, strides.out, at, False, C.out_vector, C)
+    of_dq = strides.out
+    if C.width != C.width_v:
+        of_dq = strides.dq
+    dq = seek(dq, of_dq, at, False, C.out_vector, C)
 
     q_tile = load_own(q, strides.q, first_row, len_q, C.tile_m, C.width, C.vector, C)  # [tile_m, width.pad]
     dout_tile = load_own(  # [tile_m, width_v.pad]
@@ -141,7 +144,7 @@ def gradient_of_queries(
     acc = tl.full([C.tile_m, C.width.pad], 0.0, tl.float32)
     tile = (own, kv, strides, first_row, at_kv, band, factors.score, of_score)
     acc = walk_keys(_walk_keys, acc, tile, first_row, band, of_score, lists, False, C)
-    store_rows(dq, strides.out, acc * factors.grad, first_row, len_q, C.tile_m, C.width, C)
+    store_rows(dq, of_dq, acc * factors.grad, first_row, len_q, C.tile_m, C.width, C)
 
 
 @triton.jit
