@@ -24,7 +24,15 @@ from multiattn.triton.bind import image_of
 from multiattn.triton.calls import calls_of
 from multiattn.triton.compile import export_plan, specialise
 from multiattn.triton.families import tables_of
-from multiattn.triton.gluon_forward import BOOKKEEPING_BYTES, GluonConfig, class_of, pieces_of, smem_bytes, why_not_fit
+from multiattn.triton.gluon_forward import (
+    BOOKKEEPING_BYTES,
+    GluonConfig,
+    class_of,
+    columns_of,
+    pieces_of,
+    smem_bytes,
+    why_not_fit,
+)
 from multiattn.triton.score import lowered_score
 from multiattn.triton.staged import follows_distance, stages_of, under_diagonal
 from multiattn.triton.table import Integer
@@ -87,6 +95,24 @@ def test_pieces_cover_head_dim_with_few_columns_to_spare():
         assert head_dim <= wide + narrow <= max(16, 1 << (head_dim - 1).bit_length())
         assert narrow < wide or not narrow
         assert wide + narrow - head_dim < max(16, head_dim / 3)
+
+
+def test_k_and_v_of_different_widths_have_pieces_of_the_same_columns():
+    """And of no more columns than the wider alone, so that what fits with two wide ones fits with a narrower one."""
+    found = {
+        (192, 128): (128, 64),
+        (128, 64): (64, 64),
+        (40, 72): (64, 16),
+        (256, 128): (128, 128),
+        (8, 256): (128, 128),
+    }
+    for head_dim, head_dim_v in itertools.product(range(8, 257, 8), repeat=2):
+        wide, narrow = pieces = pieces_of(head_dim, head_dim_v)
+        assert pieces == found.get((head_dim, head_dim_v), pieces)
+        assert pieces == pieces_of(head_dim_v, head_dim)
+        assert sum(pieces) <= sum(pieces_of(max(head_dim, head_dim_v)))
+        for width in (head_dim, head_dim_v):
+            assert columns_of(width, pieces) == (wide if width <= wide else wide + narrow) >= width
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])

@@ -56,7 +56,6 @@ _ON_HOPPER = replace(
     arches=("cpu", *gluon_forward.ARCHES),
     packing=True,
     block_masks=0,
-    values=False,
     arch_hint="for Hopper's wgmma and TMA, and a CPU that interprets it; other variants run elsewhere",
 )
 _HOPPER_BACKWARD = replace(_ON_HOPPER, score_gradients=False)

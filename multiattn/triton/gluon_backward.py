@@ -18,7 +18,7 @@ from multiattn.plan import abi, limits, remedies
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
-from multiattn.plan.schedule import key_tiles, one_width, query_tiles
+from multiattn.plan.schedule import key_tiles, query_tiles
 from multiattn.plan.support import Reason
 from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
@@ -28,9 +28,11 @@ from multiattn.triton import gluon_forward
 from multiattn.triton.family import COUNTER, Areas, TritonFamily, TritonLaunch
 from multiattn.triton.gluon_forward import (
     BOOKKEEPING_BYTES,
+    both_columns,
     has_end,
     pieces_of,
     problem_constants,
+    product_pieces,
     tiles_of_queries,
     walking_table,
 )
@@ -94,33 +96,30 @@ class GluonBackwardConfig(Config):
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The kernel of all gradients."""
-        return (self.walk("kv", *pieces_of(problem.head_dim), products=5, begin=6),)
+        return (self.walk("kv", *product_pieces(problem), products=5, begin=6),)
 
 
 # ---------------------------------------------------------------- what fits
 
 
-def columns_of(problem: Problem) -> int:
-    """Columns of a tile: head_dim as its pieces hold it."""
-    return sum(pieces_of(problem.head_dim))
-
-
 def smem_bytes(config: GluonBackwardConfig, problem: Problem) -> int:
     """Shared memory of a block, and no more than `BOOKKEEPING_BYTES` beside it."""
-    rows = (config.k_stages + 1) * config.tile_n + (config.q_stages + config.dout_stages) * config.tile_m
+    of_k, of_v = both_columns(problem)
+    of_keys = config.tile_n * (config.k_stages * of_k + max(of_k, of_v))  # dk leaves through V's buffer
+    of_queries = config.tile_m * (config.q_stages * of_k + config.dout_stages * of_v)
     ds = DS_STAGES * config.tile_n * config.tile_m * ELEMENT_BYTES
     statistics = config.q_stages * STATISTICS * config.tile_m * FP32_BYTES
-    return rows * columns_of(problem) * ELEMENT_BYTES + ds + statistics + BOOKKEEPING_BYTES
+    return (of_keys + of_queries) * ELEMENT_BYTES + ds + statistics + BOOKKEEPING_BYTES
 
 
 def registers_at_least(config: GluonBackwardConfig, problem: Problem) -> int:
     """32-bit registers a thread of a warpgroup of keys needs: dK and dV, scores or dP, weights or dS."""
+    of_k, of_v = both_columns(problem)
     products = 2 if config.early_scores else 1
-    kept = columns_of(problem) // 4 if config.k_in_registers else 0
+    kept = of_k // 4 if config.k_in_registers else 0
     of_score = config.tile_m // 4 if _moves_scores(problem) else 0
-    return (
-        columns_of(problem) + products * (config.tile_m // 2 + config.tile_m // 4) + of_score + kept + REGISTERS_BESIDE
-    )
+    gradients = (of_k + of_v) // 2
+    return gradients + products * (config.tile_m // 2 + config.tile_m // 4) + of_score + kept + REGISTERS_BESIDE
 
 
 def _moves_scores(problem: Problem) -> bool:
@@ -165,7 +164,7 @@ def areas_of(problem: Problem, config: Any = None) -> Areas:
     """Statistics of tiles of queries, and fp32 sums of their dq in the order of the accumulators of wgmma."""
     return {
         **statistics_area(problem),
-        "dq_fragments": area_of_tiles(problem, 1, TILE_M * columns_of(problem)),
+        "dq_fragments": area_of_tiles(problem, 1, TILE_M * both_columns(problem)[0]),
         **COUNTER,
     }
 
@@ -176,7 +175,8 @@ def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
 
 
 def _row_constants(problem: Problem, has_sums: bool) -> Constant:
-    wide, narrow = pieces_of(problem.head_dim) if has_sums else (0, 0)
+    wide, narrow = pieces_of(problem.head_dim, problem.head_dim_v) if has_sums else (0, 0)
+    narrow = narrow if problem.head_dim > wide else 0
     packed = problem.packing is not None
     return Constant(value=StatisticsConstants(**widths(problem), wide=wide, narrow=narrow, packed=packed))
 
@@ -264,7 +264,7 @@ def _gradients(launch: TritonLaunch) -> KernelTable:
 
 def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[GluonBackwardConfig]:
     """Buffers of dO, then of Q and K, each with what takes registers, and with walks from either end."""
-    base = GluonBackwardConfig(tile_m=64, tile_n=128, half_dq=one_width(problem.head_dim) > 64)
+    base = GluonBackwardConfig(tile_m=64, tile_n=128, half_dq=both_columns(problem)[0] > 64)
     buffers = ((4, 3, 1), (4, 3, 2), (3, 3, 1), (3, 2, 1))
     ways: tuple[dict[str, bool], ...] = ({"early_scores": True, "k_in_registers": True}, {"early_scores": True}, {})
     for way, (q, dout, k), descends in itertools.product(ways, buffers, (False, True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from multiattn.plan.arch import ARCHS, Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import (
+    NARROWEST,
     SCHEDULERS,
     heads_side_by_side,
     key_tiles,
@@ -94,7 +96,7 @@ class GluonConfig(Config):
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The one kernel."""
-        return (self.walk("q", *pieces_of(problem.head_dim)),)
+        return (self.walk("q", *product_pieces(problem)),)
 
     @property
     def registers(self) -> int:
@@ -105,20 +107,49 @@ class GluonConfig(Config):
 # ---------------------------------------------------------------- what fits
 
 
-def pieces_of(head_dim: int) -> tuple[int, int]:
-    """Columns of the one or two pieces that head_dim is computed in, powers of two; the second is 0 where one does."""
-    return saving_widths(head_dim) or (one_width(head_dim), 0)
+@functools.lru_cache(maxsize=1024)
+def pieces_of(head_dim: int, head_dim_v: int | None = None) -> tuple[int, int]:
+    """Columns of the one or two pieces that rows are computed in, powers of two; the second is 0 where one does.
+
+    Rows of q and k, and of v and out, have the same pieces, or the first alone: then they share buffers. They are the
+    fewest columns of both, and of the wider no more than if it were alone.
+    """
+    wider = max(head_dim, head_dim_v or head_dim)
+    alone = saving_widths(wider) or (one_width(wider), 0)
+    if head_dim_v in (None, head_dim):
+        return alone
+    powers = [1 << bit for bit in range(NARROWEST.bit_length() - 1, one_width(wider).bit_length())]
+    pairs = ((wide, narrow) for wide in powers for narrow in (0, *powers) if wider <= wide + narrow <= sum(alone))
+    return min(pairs, key=lambda it: (sum(columns_of(width, it) for width in (head_dim, head_dim_v)), it[1]))
+
+
+def product_pieces(problem: Problem) -> tuple[float, ...]:
+    """Columns of products, in pieces; where v has a width of its own the mean of both, in one."""
+    if problem.head_dim == problem.head_dim_v:
+        return pieces_of(problem.head_dim)
+    return (sum(both_columns(problem)) / 2,)
+
+
+def columns_of(width: int, pieces: tuple[int, int]) -> int:
+    """Columns of a tile whose rows have so many elements."""
+    return pieces[0] if width <= pieces[0] else sum(pieces)
+
+
+def both_columns(problem: Problem) -> tuple[int, int]:
+    """Columns of tiles of q and k, and of v and out."""
+    pieces = pieces_of(problem.head_dim, problem.head_dim_v)
+    return columns_of(problem.head_dim, pieces), columns_of(problem.head_dim_v, pieces)
 
 
 def smem_bytes(config: GluonConfig, problem: Problem) -> int:
     """Shared memory of a block: slots of Q, stages of K and V, and no more than `BOOKKEEPING_BYTES` beside them."""
     rows = config.q_slots * config.tile_m + config.stages * config.tile_n
-    return rows * sum(pieces_of(problem.head_dim)) * ELEMENT_BYTES + BOOKKEEPING_BYTES
+    return rows * max(both_columns(problem)) * ELEMENT_BYTES + BOOKKEEPING_BYTES
 
 
 def registers_at_least(config: GluonConfig, problem: Problem) -> int:
     """32-bit registers a consumer's thread needs for output, scores and weights; the rest comes on top."""
-    return sum(pieces_of(problem.head_dim)) // 2 + config.tile_n // 2 + config.tile_n // 4
+    return both_columns(problem)[1] // 2 + config.tile_n // 2 + config.tile_n // 4
 
 
 def why_not_fit(problem: Problem, arch: Arch, config: GluonConfig) -> tuple[Reason, ...]:
@@ -137,7 +168,7 @@ def why_not_fit(problem: Problem, arch: Arch, config: GluonConfig) -> tuple[Reas
 
 def problem_constants(problem: Problem, ragged: bool, score: LoweredScore | None) -> dict[str, Any]:
     """Constants of every Gluon kernel that follow from a problem, beside those that it has by the same name."""
-    wide, narrow = pieces_of(problem.head_dim)
+    wide, narrow = pieces_of(problem.head_dim, problem.head_dim_v)
     return {
         "ragged": ragged,
         "wide": wide,
@@ -168,13 +199,14 @@ def constants_of(
 def descriptors(problem: Problem, rows_of: Mapping[str, int]) -> dict[str, Parameter]:
     """Tensor maps of tensors by their names, of so many rows of one head, then those of the narrow piece, or None."""
     found: dict[str, Parameter] = {}
-    for place, piece in enumerate(("map", "narrow")):
+    wide, narrow = pieces_of(problem.head_dim, problem.head_dim_v)
+    for piece, columns, begin in (("map", wide, 0), ("narrow", narrow, wide)):
         for name, rows in rows_of.items():
             layout = problem.layouts[name]
-            columns = pieces_of(layout.shape[-1])[place]
+            is_there = layout.shape[-1] > begin
             layout = layout if problem.packing is None else ragged(layout)
             described = Descriptor(of=name, layout=layout, rows=rows, columns=columns)
-            found[f"{name}_{piece}"] = given(columns > 0, described)
+            found[f"{name}_{piece}"] = given(is_there, described)
     return found
 
 
@@ -291,10 +323,11 @@ def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[Gluo
 
     They have as many stages as the widest head_dim of the class has room for: a rule is for all of it.
     """
-    widest = class_of(problem.head_dim)
+    widest = class_of(max(problem.head_dim, problem.head_dim_v))
     if widest is None:
         return
-    problem = replace(problem, head_dim=widest, head_dim_v=widest)
+    if problem.head_dim == problem.head_dim_v:
+        problem = replace(problem, head_dim=widest, head_dim_v=widest)
     found: list[GluonConfig | None] = []
     for (tile_m, tile_n, q_slots), pingpong in itertools.product(_TILES[widest], (False, True)):
         config = GluonConfig(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=pingpong, lazy_max=True)

@@ -23,12 +23,18 @@ from multiattn.triton.gluon_backward import (
     ROW_KERNELS,
     STATISTICS,
     TILE_M,
-    columns_of,
     statistics_area,
     statistics_lines,
     statistics_table,
 )
-from multiattn.triton.gluon_forward import BOOKKEEPING_BYTES, has_end, pieces_of, problem_constants, walking_table
+from multiattn.triton.gluon_forward import (
+    BOOKKEEPING_BYTES,
+    both_columns,
+    has_end,
+    problem_constants,
+    product_pieces,
+    walking_table,
+)
 from multiattn.triton.kernels.constants import OUT_VECTOR
 from multiattn.triton.kernels.gluon.constants import TILE_N, TwoPassConstants
 from multiattn.triton.score import lowered_of_pairs
@@ -66,17 +72,17 @@ class GluonTwoPassConfig(Config):
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The kernel of dq, and that of dk and dv."""
-        keys = self.walk("kv", *pieces_of(problem.head_dim), products=4, begin=6)
+        keys = self.walk("kv", *product_pieces(problem), products=4, begin=6)
         return replace(keys, owns="q", rows=BLOCK_QUERIES, products=3), keys
 
 
 def smem_bytes(config: GluonTwoPassConfig, problem: Problem) -> int:
     """Shared memory of a block of the kernel that takes more, and no more than `BOOKKEEPING_BYTES` beside it."""
-    tile = TILE_N * columns_of(problem) * ELEMENT_BYTES
+    of_k, of_v = (TILE_N * columns * ELEMENT_BYTES for columns in both_columns(problem))
     weights = WEIGHT_STAGES * TILE_M * TILE_N * ELEMENT_BYTES
     statistics = config.q_stages * STATISTICS * TILE_M * FP32_BYTES
-    of_keys = (2 + config.q_stages + config.dout_stages) * tile + weights + statistics
-    of_queries = (2 * WARPGROUPS + config.k_stages + config.v_stages) * tile
+    of_keys = (1 + config.q_stages) * of_k + (1 + config.dout_stages) * of_v + weights + statistics
+    of_queries = (WARPGROUPS + config.k_stages) * of_k + (WARPGROUPS + config.v_stages) * of_v
     return max(of_keys, of_queries) + BOOKKEEPING_BYTES
 
 
@@ -84,7 +90,7 @@ def why_not_fit(problem: Problem, arch: Arch, config: GluonTwoPassConfig) -> tup
     """Every reason why `config` cannot run `problem` on `arch`; dtype, head_dim and alignment are the capability's."""
     if wrong := limits.failed(limits.limit_checks(config)):
         return wrong
-    columns, most = columns_of(problem), COLUMNS_IN_REGISTERS
+    columns, most = max(both_columns(problem)), COLUMNS_IN_REGISTERS
     kept = (not config.kv_in_registers or columns <= most, f"kv_in_registers with {columns} columns", f"up to {most}")
     blocks = max(key_tiles(problem, TILE_N), query_tiles(problem, TILE_M))
     return limits.failed((kept, *limits.size_checks(config, arch, smem_bytes(config, problem), blocks)))

@@ -49,7 +49,6 @@ from multiattn.triton.kernels.gluon.tiles import (
     tile_of,
     write_sums,
     zero_sums,
-    zipped,
 )
 
 
@@ -75,7 +74,7 @@ class BackwardWalk(NamedTuple):
 
     step: Any
     sums: Any
-    """dk and dv, side by side for each piece of head_dim: in another order the registers at D=96 are others."""
+    """dk and dv, as `_side_by_side` has them."""
     walked: Any
     head: Any
     """Only expressions know it."""
@@ -110,6 +109,28 @@ def _weigh(products, lse, walked, head, tile, C: gl.constexpr):
 
 
 @gluon.jit
+def _side_by_side(dk, dv):
+    """All pieces of both, the first ones first: in another order the registers at D=96 are others."""
+    sums = [dk[0], dv[0]]
+    if len(dk) > 1:
+        sums = [dk[0], dv[0], dk[1]]
+    if len(dv) > 1:
+        sums = [dk[0], dv[0], dk[-1], dv[1]] if len(dk) > 1 else [dk[0], dv[0], dv[1]]
+    return sums
+
+
+@gluon.jit
+def _apart(sums, C: gl.constexpr):
+    """dk and dv."""
+    dk, dv = [sums[0]], [sums[1]]
+    if C.pieces > 1:
+        dk = [sums[0], sums[2]]
+    if C.pieces_v > 1:
+        dv = [sums[1], sums[-1]]
+    return dk, dv
+
+
+@gluon.jit
 def _recomputed(number):
     """A number made where it stands: what follows from it is not kept in registers across a loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], gl.int32, is_pure=False, pack=1)
@@ -132,7 +153,7 @@ def _step(walk, next_step, tile, shared, warpgroup: gl.constexpr, C: gl.constexp
     The last step makes its own once more, and nobody reads them: there is one copy of this code.
     """
     step, sums, walked, head, weights = walk
-    dk, dv = [pair[0] for pair in sums], [pair[1] for pair in sums]
+    dk, dv = _apart(sums, C)
     slot = step % C.q_stages
     ring.await_full(shared.ring_dout, step)
     douts = tile_of(shared.dout, step % C.dout_stages)
@@ -142,9 +163,9 @@ def _step(walk, next_step, tile, shared, warpgroup: gl.constexpr, C: gl.constexp
     dv = add_product(weights[0], douts, dv)
     delta = statistics_of(shared.delta, slot, C)
     if C.early_scores:
-        dp = warpgroup_mma_wait(2 * C.pieces, [dp])
+        dp = warpgroup_mma_wait(C.pieces + C.pieces_v, [dp])
     else:
-        dp = warpgroup_mma_wait(C.pieces, [dp])
+        dp = warpgroup_mma_wait(C.pieces_v, [dp])
         dv = await_sums(0, dv)
     queries = tile_of(shared.q, slot)
     ds = make_ds(weights[-1], dp, delta)
@@ -160,15 +181,15 @@ def _step(walk, next_step, tile, shared, warpgroup: gl.constexpr, C: gl.constexp
         walked = tile.blocks.begin
         head += 1
     if C.early_scores:
-        scores = warpgroup_mma_wait(2 * C.pieces, [scores])
-        dv = await_sums(1, dv)
+        scores = warpgroup_mma_wait(C.pieces + C.pieces_v, [scores])
+        dv = await_sums(C.pieces, dv)
     else:
         scores = warpgroup_mma_wait(C.pieces, [scores])
     new_weights, moving = _weigh(scores, lse, walked, head, tile, C)
     dk = await_sums(0, dk)
     ring.await_lanes()  # or ptxas packs before that into registers of their own, and copies
     weights = pack_both(new_weights, moving, queries[0], C)
-    return BackwardWalk(step + 1, zipped(dk, dv), walked, head, weights)
+    return BackwardWalk(step + 1, _side_by_side(dk, dv), walked, head, weights)
 
 
 @gluon.jit
@@ -213,11 +234,13 @@ def accumulate(warpgroup: gl.constexpr, dk_maps, dv_maps, aux, factors, sizes, s
         weights, moving = _weigh(scores, lse, blocks.begin, head, tile, C)
         weights = pack_both(weights, moving, shared.k[0], C)
         ring.await_full(shared.ring_v, tile_place)
-        walk = BackwardWalk(step, zipped(zero_sums(C), zero_sums(C)), blocks.begin, head, weights)
+        sums = _side_by_side(zero_sums(C.pieces, C), zero_sums(C.pieces_v, C))
+        walk = BackwardWalk(step, sums, blocks.begin, head, weights)
         for i in range(steps):
             next_step = gl.where(i + 1 < steps, walk.step + 1, walk.step)
             walk = _step(walk, next_step, tile, shared, warpgroup, C)
-        step, dk, dv = walk.step, [pair[0] for pair in walk.sums], [pair[1] for pair in walk.sums]
+        step = walk.step
+        dk, dv = _apart(walk.sums, C)
         batch = ring.read_word(words, at + backward_tiles.BATCH)
         head_kv = ring.read_word(words, at + backward_tiles.HEAD_KV)
         at_kv = batch
@@ -246,7 +269,7 @@ def gradients(
     dout_map,
     dk_map,
     dv_map,
-    q_narrow,  # the same with blocks of the narrow piece; None where there is none
+    q_narrow,  # the same with blocks of the narrow piece; None where a tensor has none
     k_narrow,
     v_narrow,
     dout_narrow,
@@ -262,10 +285,11 @@ def gradients(
     C: gl.constexpr,  # multiattn.triton.kernels.gluon.constants.GluonBackwardConstants
 ):
     """One block: a producer, two warpgroups of keys, and one of dQ."""
-    q_maps, dout_maps = (q_map, q_narrow)[: C.pieces], (dout_map, dout_narrow)[: C.pieces]
-    k_maps, v_maps = (k_map, k_narrow)[: C.pieces], (v_map, v_narrow)[: C.pieces]
-    dk_maps, dv_maps = (dk_map, dk_narrow)[: C.pieces], (dv_map, dv_narrow)[: C.pieces]
-    k, v = make_tiles(2 * C.k_stages, k_maps), make_tiles(2, v_maps)
+    q_maps, dout_maps = (q_map, q_narrow)[: C.pieces], (dout_map, dout_narrow)[: C.pieces_v]
+    k_maps, v_maps = (k_map, k_narrow)[: C.pieces], (v_map, v_narrow)[: C.pieces_v]
+    dk_maps, dv_maps = (dk_map, dk_narrow)[: C.pieces], (dv_map, dv_narrow)[: C.pieces_v]
+    k = make_tiles(2 * C.k_stages, k_maps)
+    v = make_tiles(2, v_maps if C.pieces_v >= C.pieces else k_maps)  # dk goes through it, too
     q, dout = make_tiles(C.q_stages, q_maps), make_tiles(C.dout_stages, dout_maps)
     of_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], q_map.dtype)
     ds = gl.allocate_shared_memory(q_map.dtype, [2 * DS_STAGES, 64, 64], of_ds)

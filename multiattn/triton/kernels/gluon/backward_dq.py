@@ -93,12 +93,12 @@ def add_dq(dq_fragments, sizes, shared, C: gl.constexpr):
                 if part == 0:
                     _release_queries(step, shared, C)
                 dq = warpgroup_mma_wait(0, [dq])
-                if part == parts - 1 and C.narrow == 0:
+                if part == parts - 1 and C.pieces == 1:
                     ring.release(shared.ring_sent, step)
                 _add(sums, dq, C.dq_columns, part * C.dq_columns, row_floats)
-                if part < parts - 1 or C.narrow > 0:
+                if part < parts - 1 or C.pieces > 1:
                     ring.await_lanes()  # or the next product is there before all is added, and what is not is copied
-            if C.narrow > 0:
+            if C.pieces > 1:
                 none = gl.full([64, C.narrow], 0.0, gl.float32, C.sums[1])
                 narrow_low, narrow_high = piece_of(shared.k[1], 2 * slot), piece_of(shared.k[1], 2 * slot + 1)
                 dq = _make(low, high, narrow_low, narrow_high, none)

@@ -14,9 +14,9 @@ from multiattn.triton.kernels.gluon.tiles import load_tile, send_tile
 
 
 @gluon.jit
-def _load_keys(maps, at, head_kv, first_key, full, buffers, slot, C: gl.constexpr):
-    """A tile of K or V, in halves: one of each warpgroup."""
-    mbarrier.expect(full, 2 * C.tile_bytes)
+def _load_keys(maps, at, head_kv, first_key, full, buffers, slot, BYTES: gl.constexpr, C: gl.constexpr):
+    """A tile of K or V, in halves of so many bytes: one of each warpgroup."""
+    mbarrier.expect(full, 2 * BYTES)
     load_tile(maps, at, head_kv, first_key, full, buffers, 2 * slot, C)
     load_tile(maps, at, head_kv, first_key + 64, full, buffers, 2 * slot + 1, C)
 
@@ -49,12 +49,14 @@ def produce(maps, statistics, entries, counter, sizes, shared, C: gl.constexpr):
         ring.write_words(words, slot * TILE_WORDS, (first_key, head_kv, batch) + blocks)
         if C.packed:
             ring.write_words(words, slot * TILE_WORDS + FIRST_TILE, (lines_at[1], at_q[1], at_kv[1], at_kv[0]))
-        _load_keys(k_maps, at_kv, head_kv, first_key, shared.ring_k.full.index(slot), shared.k, slot, C)
+        full = shared.ring_k.full.index(slot)
+        _load_keys(k_maps, at_kv, head_kv, first_key, full, shared.k, slot, C.tile_bytes, C)
         head = head_kv * group
         block = block_of(blocks.begin, own, C)
         send_queries(q_maps, statistics, at_q, lines_at, head, block, step, shared, C)
         ring.await_empty(shared.ring_v, tile_place)
-        _load_keys(v_maps, at_kv, head_kv, first_key, shared.ring_v.full.index(0), shared.v, 0, C)
+        full = shared.ring_v.full.index(0)
+        _load_keys(v_maps, at_kv, head_kv, first_key, full, shared.v, 0, C.tile_bytes_v, C)
         steps = (blocks.end - blocks.begin) * group
         walked = blocks.begin
         for i in range(steps):

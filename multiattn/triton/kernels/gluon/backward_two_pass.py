@@ -59,8 +59,8 @@ def hide(values, queries, keys, sizes, C: gl.constexpr):
 
 
 @gluon.jit
-def store_gradient(target, strides, at, sums, factor, rows, C: gl.constexpr):
-    """Rows of a gradient times a factor, those before `rows`.
+def store_gradient(target, strides, at, sums, factor, rows, WIDTH: gl.constexpr, C: gl.constexpr):
+    """Rows of a gradient of so many columns times a factor, those before `rows`.
 
     `at` is (batch, first row of the sequence, head, first row). Strides of (batch, head, row) are in units of 8
     elements.
@@ -78,8 +78,8 @@ def store_gradient(target, strides, at, sums, factor, rows, C: gl.constexpr):
         columns = piece * C.wide + gl.arange(0, C.widths[piece], gl.SliceLayout(0, C.stored[piece]))
         offsets = (numbers.to(gl.int64) * strides[2] * 8)[:, None] + columns[None, :]
         mask = (numbers < rows)[:, None]
-        if piece * C.wide + C.widths[piece] > C.head_dim:
-            mask = mask & (columns < C.head_dim)[None, :]
+        if piece * C.wide + C.widths[piece] > WIDTH:
+            mask = mask & (columns < WIDTH)[None, :]
         gl.store(target + offsets, values, mask=mask)
 
 

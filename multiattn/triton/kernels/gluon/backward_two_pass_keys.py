@@ -114,7 +114,7 @@ def _send(tile, place, turn, maps, lines, entries, sizes, shared, C: gl.constexp
             send_queries(q_maps, lines, at_q, lines_at, head, block, place, shared, C)
             if is_first > 0:
                 ring.await_empty(shared.ring_v, turn)
-                mbarrier.expect(shared.ring_v.full.index(0), C.tile_bytes)
+                mbarrier.expect(shared.ring_v.full.index(0), C.tile_bytes_v)
                 load_tile(v_maps, at_kv, head_kv, first_key, shared.ring_v.full.index(0), shared.v, 0, C)
                 is_first = 0
             send_tile(dout_maps, at_q, head, block, shared.ring_dout, place, shared.dout, C)
@@ -262,11 +262,11 @@ def _walk(place, steps, tile, shared, IS_DV: gl.constexpr, C: gl.constexpr):
     head = tile.head_kv * tile.sizes.group  # only an expression knows it
     products = _begin_step(rows, place, shared, IS_DV, C)
     factors = _make_factors(products, place, block, head, rows[0], tile, shared, IS_DV, C)
-    sums = zero_sums(C)
+    sums = zero_sums(C.pieces_v if IS_DV else C.pieces, C)
     for _ in range(steps - 1):
         sums = _add_step(factors, sums, place, shared, IS_DV, C)
         products = _begin_step(rows, place + 1, shared, IS_DV, C)
-        sums = await_sums(1, sums)
+        sums = await_sums(C.pieces if IS_DV else C.pieces_v, sums)
         if not IS_DV:
             ring.release(shared.ring_q, place)
         place += 1
@@ -303,7 +303,7 @@ def _consume(target, strides, aux, score_factor, grad_factor, sizes, shared, IS_
         steps = (blocks.end - blocks.begin) * sizes.group
         if not IS_DV:
             ring.await_full(shared.ring_v, turn)
-        sums = zero_sums(C)
+        sums = zero_sums(C.pieces_v if IS_DV else C.pieces, C)
         if steps > 0:
             tile = KeysTile(first_key, head_kv, batch, blocks, own, score_factor, aux)
             place, sums = _walk(place, steps, tile, shared, IS_DV, C)
@@ -311,7 +311,9 @@ def _consume(target, strides, aux, score_factor, grad_factor, sizes, shared, IS_
             mbarrier.arrive(shared.ring_k.empty.index(0))
         else:
             mbarrier.arrive(shared.ring_v.empty.index(0))
-        store_gradient(target, strides, (batch, offset, head_kv, first_key), sums, grad_factor, own.seq_kv, C)
+        at = (batch, offset, head_kv, first_key)
+        columns: gl.constexpr = C.head_dim_v if IS_DV else C.head_dim
+        store_gradient(target, strides, at, sums, grad_factor, own.seq_kv, columns, C)
         turn += 1
         ring.await_full(shared.ring_k, turn)
         first_key, head_kv, batch = read_tile(words, 0)
@@ -323,13 +325,13 @@ def gradients_of_own_keys(
     dout_map,
     k_map,
     v_map,
-    q_narrow,  # the same with blocks of the narrow piece; None where there is none
+    q_narrow,  # the same with blocks of the narrow piece; None where a tensor has none
     dout_narrow,
     k_narrow,
     v_narrow,
     statistics,  # tensor descriptor, fp32 [B, Hq, 2 * tiles_q, 64], with blocks of a line: lse, or delta, of a tile
     dk,  # pointer, [B, Hkv, Skv, D]
-    dv,  # pointer, [B, Hkv, Skv, D]
+    dv,  # pointer, [B, Hkv, Skv, Dv]
     key_list,  # pointer, int32 [tiles, 8]: a packed batch's tiles of keys; None in others
     counter,  # pointer, int32: 0, and so it is left
     aux,  # what the expression that modifies scores reads, as its functions have it; None without one
@@ -340,8 +342,8 @@ def gradients_of_own_keys(
     C: gl.constexpr,  # multiattn.triton.kernels.gluon.constants.TwoPassConstants
 ):
     """One block: a producer, and the two warpgroups."""
-    q_maps, dout_maps = (q_map, q_narrow)[: C.pieces], (dout_map, dout_narrow)[: C.pieces]
-    k_maps, v_maps = (k_map, k_narrow)[: C.pieces], (v_map, v_narrow)[: C.pieces]
+    q_maps, dout_maps = (q_map, q_narrow)[: C.pieces], (dout_map, dout_narrow)[: C.pieces_v]
+    k_maps, v_maps = (k_map, k_narrow)[: C.pieces], (v_map, v_narrow)[: C.pieces_v]
     k, v = make_tiles(1, k_maps), make_tiles(1, v_maps)
     q, dout = make_tiles(C.q_stages, q_maps), make_tiles(C.dout_stages, dout_maps)
     of_weights: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])

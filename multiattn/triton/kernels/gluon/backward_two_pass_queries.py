@@ -90,7 +90,7 @@ def _send(tile, place, turn, maps, entries, sizes, shared, C: gl.constexpr):
         load_tile(q_maps, at_q, head, row, full, shared.q, warpgroup, C)
         mbarrier.wait(shared.ring_dout.empty.index(warpgroup), turn ^ 1)
         full = shared.ring_dout.full.index(warpgroup)
-        mbarrier.expect(full, C.tile_bytes)
+        mbarrier.expect(full, C.tile_bytes_v)
         load_tile(dout_maps, at_q, head, row, full, shared.dout, warpgroup, C)
     for block in range(begin, end):
         send_tile(v_maps, at_kv, head_kv, block, shared.ring_v, place, shared.v, C)
@@ -133,7 +133,7 @@ def _begin_block(queries, douts, place, shared, C: gl.constexpr):
 @gluon.jit
 def _make_dscores(scores, dweights, place, block, like, tile, shared, C: gl.constexpr):
     """dS = P * (dP - delta) in 16 bit, but for the scale; both products are waited for."""
-    scores = warpgroup_mma_wait(C.pieces, [scores])
+    scores = warpgroup_mma_wait(C.pieces_v, [scores])
     queries = (tile.first_query + gl.arange(0, 64, C.row))[:, None]
     keys = (block * 64 + gl.arange(0, 64, C.column))[None, :]
     lse, sizes = tile.lse[:, None], tile.sizes
@@ -153,14 +153,14 @@ def _walk(place, begin, end, tile, shared, warpgroup: gl.constexpr, C: gl.conste
     queries, douts = tile_of(shared.q, warpgroup), tile_of(shared.dout, warpgroup)
     scores, dweights = _begin_block(queries, douts, place, shared, C)
     dscores = _make_dscores(scores, dweights, place, begin, queries[0], tile, shared, C)
-    sums = zero_sums(C)
+    sums = zero_sums(C.pieces, C)
     for block in range(begin + 1, end):
         if C.is_crowded:  # no place is negative, which no compiler knows: else registers keep the addresses of Q and dO
             own = warpgroup + (place >> 31)
             queries, douts = tile_of(shared.q, own), tile_of(shared.dout, own)
         sums = add_product(dscores, tile_of(shared.k, place % C.k_stages), sums)
         scores, dweights = _begin_block(queries, douts, place + 1, shared, C)
-        sums = await_sums(2, sums)
+        sums = await_sums(C.pieces + C.pieces_v, sums)
         ring.release(shared.ring_k, place)
         place += 1
         dscores = _make_dscores(scores, dweights, place, block, queries[0], tile, shared, C)
@@ -232,7 +232,7 @@ def _consume(warpgroup: gl.constexpr, dq, statistics, aux, dq_strides, factors, 
             end = tile_end
         place = _skip(begin - tile_begin, place, shared)
         mbarrier.wait(shared.ring_dout.full.index(warpgroup), turn)
-        sums = zero_sums(C)
+        sums = zero_sums(C.pieces, C)
         if begin < end:
             tile = QueriesTile(first_query, lse, delta, full, (batch, head, aux), factors.score, own)
             place, sums = _walk(place, begin, end, tile, shared, warpgroup, C)
@@ -240,7 +240,8 @@ def _consume(warpgroup: gl.constexpr, dq, statistics, aux, dq_strides, factors, 
             mbarrier.arrive(shared.ring_q.empty.index(warpgroup))
             mbarrier.arrive(shared.ring_dout.empty.index(warpgroup))
         place = _skip(tile_end - end, place, shared)
-        store_gradient(dq, dq_strides, (batch, offset, head, first_query), sums, factors.grad, own.seq_q, C)
+        at = (batch, offset, head, first_query)
+        store_gradient(dq, dq_strides, at, sums, factors.grad, own.seq_q, C.head_dim, C)
         turn ^= 1
         mbarrier.wait(shared.ring_q.full.index(warpgroup), turn)
         tile_query, head, batch = read_tile(shared.words, warpgroup)
@@ -252,7 +253,7 @@ def gradient_of_own_queries(
     dout_map,
     k_map,
     v_map,
-    q_narrow,  # the same with blocks of the narrow piece; None where there is none
+    q_narrow,  # the same with blocks of the narrow piece; None where a tensor has none
     dout_narrow,
     k_narrow,
     v_narrow,
@@ -267,8 +268,8 @@ def gradient_of_own_queries(
     C: gl.constexpr,  # multiattn.triton.kernels.gluon.constants.TwoPassConstants
 ):
     """One block: a producer, and two warpgroups."""
-    q_maps, dout_maps = (q_map, q_narrow)[: C.pieces], (dout_map, dout_narrow)[: C.pieces]
-    k_maps, v_maps = (k_map, k_narrow)[: C.pieces], (v_map, v_narrow)[: C.pieces]
+    q_maps, dout_maps = (q_map, q_narrow)[: C.pieces], (dout_map, dout_narrow)[: C.pieces_v]
+    k_maps, v_maps = (k_map, k_narrow)[: C.pieces], (v_map, v_narrow)[: C.pieces_v]
     q, dout = make_tiles(2, q_maps), make_tiles(2, dout_maps)
     k, v = make_tiles(C.k_stages, k_maps), make_tiles(C.v_stages, v_maps)
     words = ring.make_words(2 * WORDS)

@@ -25,10 +25,11 @@ class HopperConstants:
     ragged: bool
     """The last tile of keys is not full."""
     head_dim: int
+    head_dim_v: int
     wide: int
-    """Columns of head_dim in the first of its pieces, a power of two."""
+    """Columns of the first piece of a row, a power of two."""
     narrow: int
-    """In the second, which may reach beyond head_dim; 0 where there is none."""
+    """Columns of the second, which may reach beyond the row; 0 where neither q nor v has one."""
     packed: bool
     """Sequences are packed one after another, and tiles are those of a list."""
     tile_n: int = TILE_N
@@ -43,18 +44,28 @@ class HopperConstants:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Columns of each piece of head_dim."""
+        """Columns of each piece."""
         return (self.wide, self.narrow) if self.narrow else (self.wide,)
 
     @property
     def pieces(self) -> int:
-        """Pieces of head_dim, and asynchronous products that one product of tiles takes."""
-        return len(self.widths)
+        """Pieces of q and k, and asynchronous products that one product of their tiles takes."""
+        return 1 if self.head_dim <= self.wide else 2
+
+    @property
+    def pieces_v(self) -> int:
+        """Pieces of v and out."""
+        return 1 if self.head_dim_v <= self.wide else 2
 
     @property
     def columns(self) -> int:
-        """Columns of a tile, in all of its pieces."""
-        return self.wide + self.narrow
+        """Columns of a tile of q or k, in all of its pieces."""
+        return sum(self.widths[: self.pieces])
+
+    @property
+    def columns_v(self) -> int:
+        """Columns of a tile of v or out."""
+        return sum(self.widths[: self.pieces_v])
 
     @property
     def scores(self) -> Any:
@@ -137,8 +148,13 @@ class GradientConstants(HopperConstants):
 
     @property
     def tile_bytes(self) -> int:
-        """A tile of 64 rows of head_dim in shared memory."""
+        """A tile of 64 rows of q or k in shared memory."""
         return 2 * 64 * self.columns
+
+    @property
+    def tile_bytes_v(self) -> int:
+        """A tile of 64 rows of v or dout."""
+        return 2 * 64 * self.columns_v
 
     @property
     def statistics(self) -> Any:
@@ -183,7 +199,7 @@ class TwoPassConstants(GradientConstants):
     @property
     def is_crowded(self) -> bool:
         """No register is left for what can be computed again."""
-        return self.columns > 192
+        return max(self.columns, self.columns_v) > 192
 
     @property
     def consumer_registers(self) -> int:

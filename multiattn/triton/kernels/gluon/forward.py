@@ -96,7 +96,8 @@ def _make_scores(queries, place, shared, C: gl.constexpr):
     """scores[64, tile_n] = Q K^T of the tile at `place`."""
     ring.await_full(shared.ring_kv, place)
     scores = gl.full([64, C.tile_n], 0.0, gl.float32, C.scores)
-    for piece in gl.static_range(len(queries)):
+    pieces: gl.constexpr = C.pieces
+    for piece in gl.static_range(pieces):
         keys = piece_of(shared.kv_buffers[piece], place % C.stages)
         scores = multiply_piece(queries[piece], keys, scores, piece == 0)
     return scores
@@ -104,7 +105,7 @@ def _make_scores(queries, place, shared, C: gl.constexpr):
 
 @gluon.jit
 def _add_values(weights, out, place, shared, C: gl.constexpr):
-    """out[64, head_dim] += weights V, of the tile at `place`."""
+    """out[64, head_dim_v] += weights V, of the tile at `place`."""
     ring.await_full(shared.ring_kv, place)
     slot = place % C.stages
     return [add_piece(weights, piece_of(pair[0], slot), pair[1]) for pair in zipped(shared.kv_buffers, out)]
@@ -174,7 +175,7 @@ def _next_block(
     of_score = tile.of_score
     if C.loads_early:
         of_score = score_block(tile.first_query, block * C.tile_n, of_score, tile.sizes, C)
-    scores = warpgroup_mma_wait(C.pieces, [scores])
+    scores = warpgroup_mma_wait(C.pieces_v, [scores])
     ring.release(shared.ring_kv, place)
     scores = _finish_scores(scores, block, of_score, tile, AT_BEGIN, AT_END, C)
     if EXACT_MAX:
@@ -219,7 +220,7 @@ def _outgrew(out, sums, C: gl.constexpr):
     """
     spoiled = gl.where(sums < LARGEST_SUM, 0.0, float("nan"))
     product = gl.sum(gl.sum(out[0] * 0.0, 1), 0) + gl.sum(spoiled, 0)  # 0, or nan
-    if C.pieces > 1:
+    if C.pieces_v > 1:
         product += gl.sum(gl.sum(out[1] * 0.0, 1), 0)
     return product != 0.0
 
@@ -244,7 +245,7 @@ def _attend(
     at_end: gl.constexpr = C.is_banded or C.ragged
     row_max = gl.full([64], LOWEST, gl.float32, C.row)
     row_sum = sum_of_thread(gl.full([64, C.tile_n], 0.0, gl.float32, C.scores), C)  # [64, 4]
-    out = zero_sums(C)
+    out = zero_sums(C.pieces_v, C)
 
     # Blocks that only others of the tile see: here those above its own, at the end those below. The ring has K of the
     # first, then V of each and K of the next: two tiles are skipped for one turn.
@@ -419,7 +420,7 @@ def attention_forward(
     k_map,
     v_map,
     out_map,
-    q_narrow,  # the same with blocks of the narrow piece; None where there is none
+    q_narrow,  # the same with blocks of the narrow piece; None where a tensor has none
     k_narrow,
     v_narrow,
     out_narrow,
@@ -434,10 +435,10 @@ def attention_forward(
 ):
     """One block: a producer, and `C.warpgroups` consumers."""
     q_maps, k_maps = (q_map, q_narrow)[: C.pieces], (k_map, k_narrow)[: C.pieces]
-    v_maps, out_maps = (v_map, v_narrow)[: C.pieces], (out_map, out_narrow)[: C.pieces]
+    v_maps, out_maps = (v_map, v_narrow)[: C.pieces_v], (out_map, out_narrow)[: C.pieces_v]
     maps = (q_maps, k_maps, v_maps)
-    q_buffers = make_tiles(C.q_slots * C.warpgroups, q_maps)
-    kv_buffers = make_tiles(C.stages, k_maps)
+    q_buffers = make_tiles(C.q_slots * C.warpgroups, q_maps if C.pieces >= C.pieces_v else out_maps)
+    kv_buffers = make_tiles(C.stages, k_maps if C.pieces >= C.pieces_v else v_maps)
     words = ring.make_words(C.q_slots * C.words)
     ring_q = ring.make(C.q_slots, C.warpgroups)
     ring_kv = ring.make(C.stages, C.warpgroups)

@@ -1,7 +1,8 @@
-"""Tiles of rows of head_dim: in shared memory, by TMA, and in products that are left under way.
+"""Tiles of rows: in shared memory, by TMA, and in products that are left under way.
 
-head_dim is one power of two or two: tiles, their buffers, tensor maps and sums of products are tuples of its pieces.
-`C` are the constants of any Gluon kernel.
+A row is one power of two or two: tiles, their buffers, tensor maps and sums of products are tuples of its pieces.
+Those of v are as wide as those of q and k, but may be one where these are two, or two where these are one. Buffers that
+both share have two. `C` are the constants of any Gluon kernel.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ def piece_of(buffer, slot):
 
 @gluon.jit
 def tile_of(buffers, slot):
-    """A tile ``[rows, head_dim]``."""
+    """A tile of rows."""
     return [piece_of(buffer, slot) for buffer in buffers]
 
 
 @gluon.jit
 def zipped(first, second):
-    """Pairs of the pieces of two."""
+    """Pairs of the pieces of two, as many as the second has."""
     pairs = [(first[0], second[0])]
-    if len(first) > 1:
+    if len(second) > 1:
         pairs = [pairs[0], (first[1], second[1])]
     return pairs
 
@@ -59,7 +60,7 @@ def zipped(first, second):
 @gluon.jit
 def load_tile(maps, at, head, row, full, buffers, slot, C: gl.constexpr):
     """Rows of one head from `row` of its sequence on, not before the first in a packed batch; `full` expects them."""
-    for piece in gl.static_range(len(buffers)):
+    for piece in gl.static_range(len(maps)):
         buffer = buffers[piece].index(slot)
         if C.packed:
             offset, rows = at
@@ -71,7 +72,7 @@ def load_tile(maps, at, head, row, full, buffers, slot, C: gl.constexpr):
 @gluon.jit
 def store_tile(maps, at, head, row, buffers, slot, C: gl.constexpr):
     """The other way."""
-    for piece in gl.static_range(len(buffers)):
+    for piece in gl.static_range(len(maps)):
         buffer = buffers[piece].index(slot)
         if C.packed:
             offset, rows = at
@@ -87,7 +88,8 @@ def send_tile(maps, at, head, block, ring_of, place, buffers, C: gl.constexpr):
     rows: gl.constexpr = buffers[0].shape[-2]
     ring.await_empty(ring_of, place)
     full = ring_of.full.index(slot)
-    mbarrier.expect(full, 2 * rows * C.columns)
+    columns: gl.constexpr = C.wide + C.narrow if len(maps) > 1 else C.wide
+    mbarrier.expect(full, 2 * rows * columns)
     load_tile(maps, at, head, block * rows, full, buffers, slot, C)
 
 
@@ -102,10 +104,10 @@ def multiply_piece(own, other, sums, IS_FIRST: gl.constexpr):
 
 @gluon.jit
 def multiply_rows(own, other, C: gl.constexpr):
-    """``[64, tile_n]``: rows of one tile times those of another."""
+    """``[64, tile_n]``: rows of one tile times those of another, in the pieces that this has."""
     none = gl.full([64, C.tile_n], 0.0, gl.float32, C.scores)
     sums = multiply_piece(own[0], other[0], none, True)
-    if C.pieces > 1:
+    if len(other) > 1:
         sums = multiply_piece(own[1], other[1], sums, False)
     return sums
 
@@ -117,10 +119,10 @@ def load_rows(tile, C: gl.constexpr):
 
 
 @gluon.jit
-def zero_sums(C: gl.constexpr):
+def zero_sums(PIECES: gl.constexpr, C: gl.constexpr):
     """An output or a gradient of 64 rows."""
     sums = [gl.full([64, C.wide], 0.0, gl.float32, C.sums[0])]
-    if C.pieces > 1:
+    if PIECES > 1:
         sums = [sums[0], gl.full([64, C.narrow], 0.0, gl.float32, C.sums[1])]
     return sums
 
@@ -140,9 +142,9 @@ def add_product(weights, tile, sums):
 
 @gluon.jit
 def await_sums(under_way: gl.constexpr, sums):
-    """Until no more than so many products of tiles are under way, and these sums are there."""
+    """Until no more than so many products of pieces are under way, and these sums are there."""
     if len(sums) > 1:
-        sums = warpgroup_mma_wait(2 * under_way, [sums[0], sums[1]])
+        sums = warpgroup_mma_wait(under_way, [sums[0], sums[1]])
     else:
         sums = [warpgroup_mma_wait(under_way, [sums[0]])]
     return sums
