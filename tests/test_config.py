@@ -285,9 +285,9 @@ ROWS = {
         (64, {"pipeline": "pears"}, "pipeline=pears", "plain, ahead, pairs, pilot, pilot_pairs"),
         (64, {"lazy_max": False, "pipeline": "pairs"}, "pipeline=pairs without lazy_max", "plain"),
         (64, {"scheduler": "dynamic"}, "scheduler=dynamic", "one_tile, static"),
-        (16, {"split_head_dim": True}, "split_head_dim=True at head_dim=16", "more than 16"),
-        (96, {"split_head_dim": True, "split_tail": True}, "split_tail=True at head_dim=96", THIRD),
-        (104, {"split_tail": True}, "split_tail=True at head_dim=104", THIRD),
+        (16, {"split_head_dim": True}, "split_head_dim=True at D=16", "more than 16"),
+        (96, {"split_head_dim": True, "split_tail": True}, "split_tail=True at D=96", THIRD),
+        (104, {"split_tail": True}, "split_tail=True at D=104", THIRD),
     )),
     ("cutile", "backward", "two_pass"): (None, (
         (64, {"dq_transposed": True}, "", "False"),

@@ -8,7 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from multiattn.cutile.bind import bind
 from multiattn.cutile.decode import PARTS_ENOUGH, page_rows_of
 from multiattn.cutile.families import launches_of
 from multiattn.cutile.forward import FAMILY, PIPELINES, STEPS, widths_of
+from multiattn.cutile.kernels.constants import Widths
 from multiattn.cutile.launches import Together
 from multiattn.mask import CAUSAL, FULL
 from multiattn.operands import Operands
@@ -234,7 +235,7 @@ def test_keys_whose_rows_are_no_whole_sectors_are_read_by_tiles_of_128_queries(h
 )
 def test_head_dims_between_powers_of_two_have_parts(head_dim, causal, parts):
     plan, tried = swept(head_dim, 4096, heads_q=16, causal=causal)
-    assert sum(width > 0 for width in widths_of(plan.problem, plan.config)) == parts
+    assert sum(width > 0 for width in astuple(widths_of(plan.problem, head_dim, plan.config))) == parts
     assert plan.config in tried
 
 
@@ -291,14 +292,15 @@ LAZY = replace(ONLINE, lazy_max=True)
 THREE = {"split_head_dim": True, "split_tail": True}
 
 
-def problem(head_dim):
-    return Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim)
+def problem(head_dim, head_dim_v=None):
+    return Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=head_dim, head_dim_v=head_dim_v)
 
 
 def test_widths_are_the_fewest_columns_of_two_tiles_the_first_half_of_one():
     for head_dim in range(1, 257):
         whole = max(16, 1 << (head_dim - 1).bit_length())
-        assert widths_of(problem(head_dim), replace(LAZY, split_head_dim=False)) == (whole, 0, 0)
+        config = replace(LAZY, split_head_dim=False)
+        assert widths_of(problem(head_dim), head_dim, config) == Widths(tile_d=whole)
         firsts = [first for first in (16, 32, 64, 128) if 2 * first == whole]
         pairs = [(first, tail) for first in firsts for tail in (16, 32, 64, 128) if first + tail >= head_dim]
         assert two_widths(head_dim) == min(pairs, key=sum, default=None)
@@ -312,7 +314,17 @@ def test_three_widths_are_the_fewest_columns_where_the_second_of_two_can_be_halv
         fitting = [it for it in threes if head_dim <= sum(it) < first + tail]
         assert three_widths(head_dim) == min(fitting, key=sum, default=None)
         if fitting:
-            assert widths_of(problem(head_dim), replace(LAZY, **THREE)) == three_widths(head_dim)
+            assert astuple(widths_of(problem(head_dim), head_dim, replace(LAZY, **THREE))) == three_widths(head_dim)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "qk", "vo"),
+    [(192, 128, (128, 64, 0), (128, 0, 0)), (64, 128, (64, 0, 0), (64, 64, 0)), (256, 104, (128, 128, 0), (64, 32, 16)),
+     (8, 40, (16, 0, 0), (32, 16, 0))],
+)  # fmt: skip
+def test_the_narrower_of_two_widths_is_in_parts_where_that_saves_columns(head_dim, head_dim_v, qk, vo):
+    config, asked = replace(LAZY, **THREE), problem(head_dim, head_dim_v)
+    assert [astuple(widths_of(asked, it, config)) for it in (head_dim, head_dim_v)] == [qk, vo]
 
 
 @pytest.mark.parametrize("variant", STEPS)
@@ -320,7 +332,7 @@ def test_every_rung_can(variant):
     config = STEPS[variant].step.limit(ONLINE)
     plan = make_plan(BACKEND, problem(96), SM90, variant=variant, config=config, probe=False)
     (launch,) = launches_of(plan)
-    assert (launch.constants.tile_d, launch.constants.tail_d) == (64, 32)
+    assert launch.constants.qk == Widths(tile_d=64, tail_d=32)
 
 
 @pytest.mark.parametrize(

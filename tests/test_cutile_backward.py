@@ -145,7 +145,7 @@ def test_gradients_of_two_parts(variant, head_dim, widths, fields, causal):
     config = config_of(variant, split_head_dim=True, **fields)
     q, k, v, dout = make_tensors(heads_q=4, heads_kv=2, seq_q=100, seq_kv=130, head_dim=head_dim)
     problem = Problem.of(q, k, v, causal=causal)
-    assert {it.pieces for it in config.walks(problem)} >= {widths}
+    assert {it.pieces[:2] for it in config.walks(problem)} >= {widths}
     for turned in (False, True) if variant == "atomic" else (False,):
         check(plan_of(variant, problem, replace(config, dq_transposed=turned)), q, k, v, dout)
 
@@ -153,7 +153,7 @@ def test_gradients_of_two_parts(variant, head_dim, widths, fields, causal):
 @each_variant
 def test_two_parts_are_refused_where_there_are_none(variant):
     narrow = Problem.contiguous(batch=1, heads_q=1, seq_q=64, head_dim=16)
-    with pytest.raises(Unsupported, match="split_head_dim=True at head_dim=16; allowed more than 16"):
+    with pytest.raises(Unsupported, match="split_head_dim=True at D=16; allowed more than 16"):
         plan_of(variant, narrow, config_of(variant, split_head_dim=True))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -23,9 +23,10 @@ from multiattn.cutile.kernels.constants import (
     ColumnConstants,
     KernelConstants,
     QueryGradsConstants,
-    RowConstants,
+    RoundConstants,
     RowDeltaConstants,
     SumSharesConstants,
+    Widths,
 )
 from multiattn.cutile.launches import Asked, Family, KernelLaunch
 from multiattn.layout import Layout, row_major
@@ -33,6 +34,7 @@ from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.config import Config
+from multiattn.plan.features import Features
 from multiattn.plan.limits import AT_LEAST_1, Check, failed, limit_checks, limited
 from multiattn.plan.schedule import (
     STORED_BYTES,
@@ -40,7 +42,6 @@ from multiattn.plan.schedule import (
     most_multiprocessors,
     one_width,
     query_tiles,
-    two_widths,
 )
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.waves import Side, Walk
@@ -71,14 +72,18 @@ class PassConfig(Config):
     latency: int = limited(launches.LATENCY, default=4)
     heads_together: int = limited(AT_LEAST_1, default=1)
 
-    def widths(self, problem: Problem) -> tuple[int, int]:
-        """Columns of a tile as wide as head_dim, and of a second one, 0 where there is none."""
-        return one_width(problem.head_dim), 0
+    def widths(self, problem: Problem) -> tuple[Widths, Widths]:
+        """Tiles of q and k, then those of v and out."""
+        split = getattr(self, "split_head_dim", False)
+        qk, vo = (launches.widths_of(problem, it, split=split) for it in (problem.head_dim, problem.head_dim_v))
+        return qk, vo
 
-    def with_products(self, problem: Problem, owns: Side, products: int, parts: int = 1) -> Walk:
-        """The kernel with these tiles, so many products a step, and so many blocks for a tile."""
-        more = {"products": products, "begin": 4, "blocks_per_sm": self.blocks_per_sm, "parts": parts}
-        return self.walk(owns, *self.widths(problem), **more)
+    def with_products(self, problem: Problem, owns: Side, qk: int, vo: int, parts: int = 1) -> Walk:
+        """The kernel with these tiles, so many products a step with rows of either width, and blocks for a tile."""
+        more = {"products": qk + vo, "begin": 4, "blocks_per_sm": self.blocks_per_sm, "parts": parts}
+        of_qk, of_vo = map(astuple, self.widths(problem))
+        columns = ((qk * it + vo * other) / (qk + vo) for it, other in zip(of_qk, of_vo, strict=True))
+        return self.walk(owns, *columns, **more)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,11 +111,6 @@ class OnePassConfig(PassConfig):
         """The blocks of a tile of keys."""
         return max(self.shares, 1)
 
-    def widths(self, problem: Problem) -> tuple[int, int]:
-        """The columns of a tile, or of its two parts."""
-        two = two_widths(problem.head_dim) if self.split_head_dim else None
-        return two or PassConfig.widths(self, problem)
-
     @property
     def listed_rows(self) -> int:
         """Rows of the tiles that a packed batch's list of queries has."""
@@ -122,7 +122,7 @@ class OnePassConfig(PassConfig):
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The one kernel with products."""
-        return (self.with_products(problem, "kv", 5, self.parts),)
+        return (self.with_products(problem, "kv", 3, 2, self.parts),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +138,7 @@ class TwoPassConfig(OnePassConfig):
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """Both kernels."""
-        return self.with_products(problem, "kv", 4, self.parts), self.dq.with_products(problem, "q", 3)
+        return self.with_products(problem, "kv", 2, 2, self.parts), self.dq.with_products(problem, "q", 2, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +156,7 @@ class StoredConfig(TwoPassConfig):
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """Both kernels, of which that of dq has one product."""
-        return self.with_products(problem, "kv", 4, self.parts), self.dq.with_products(problem, "q", 1)
+        return self.with_products(problem, "kv", 2, 2, self.parts), self.dq.with_products(problem, "q", 1, 0)
 
 
 # ---------------------------------------------------------------- shares of a tile of keys
@@ -234,8 +234,9 @@ def divided_areas(problem: Problem, config: OnePassConfig) -> Mapping[str, Layou
         shape: tuple[int, ...] = (problem.batch, problem.heads_q, rows)
         found |= dict.fromkeys(COLUMNS, Layout(shape, row_major(shape), torch.float32))
     if config.parts > 1:
-        shape = (problem.batch, problem.heads_kv * config.parts, problem.seq_kv, problem.head_dim)
-        found |= dict.fromkeys(SHARES, Layout(shape, row_major(shape), torch.float32))
+        for name, width in zip(SHARES, (problem.head_dim, problem.head_dim_v), strict=True):
+            shape = (problem.batch, problem.heads_kv * config.parts, problem.seq_kv, width)
+            found[name] = Layout(shape, row_major(shape), torch.float32)
     return found
 
 
@@ -342,7 +343,7 @@ def one_pass(call: Asked) -> tuple[KernelLaunch, ...]:
     """The kernel that owns keys, with those of rows before and after it."""
     plan, problem = call.plan, call.problem
     config: OnePassConfig = launches.cut_of(problem, call.config)
-    rows = RowConstants(tile_m=ROW_TILE, tile_d=one_width(problem.head_dim))
+    rows = RoundConstants(tile_m=ROW_TILE, qk=Widths(tile_d=one_width(problem.head_dim)))
     areas = divided_areas(problem, config)
     return (
         *launches.tile_lists(plan, query_tile=column_unit(problem, config), key_tile=config.tile_n),
@@ -383,10 +384,14 @@ def _row_tiles(problem: Problem) -> int:
     return -(-problem.seq_q // ROW_TILE) * problem.heads_q * problem.batch
 
 
+def _one_tile(problem: Problem) -> dict[str, Widths]:
+    """The tiles of kernels that have rows only."""
+    return {"qk": Widths(tile_d=one_width(problem.head_dim)), "vo": Widths(tile_d=one_width(problem.head_dim_v))}
+
+
 def _of_rows(call: Asked, kernel: str) -> KernelLaunch:
     """The launch that leaves delta."""
-    tile_d = one_width(call.problem.head_dim)
-    constants = RowDeltaConstants(tile_m=ROW_TILE, tile_d=tile_d, has_dlse=call.has_dlse)
+    constants = RowDeltaConstants(tile_m=ROW_TILE, **_one_tile(call.problem), has_dlse=call.has_dlse)
     hints = PassConfig(tile_m=ROW_TILE, tile_n=ROW_TILE, blocks_per_sm=ROW_BLOCKS)
     return _launch(call.plan, kernel, _row_tiles(call.problem), constants, hints)
 
@@ -397,7 +402,7 @@ def _of_columns(plan: Plan, config: OnePassConfig, areas: Mapping[str, Layout]) 
     if COLUMNS[0] not in areas:
         return []
     unit = column_unit(problem, config)
-    constants = ColumnConstants(tile_m=unit, tile_d=one_width(problem.head_dim), packed=problem.packing is not None)
+    constants = ColumnConstants(tile_m=unit, packed=problem.packing is not None)
     return [_launch(plan, "copy_columns", query_tiles(problem, unit), constants, areas=areas)]
 
 
@@ -413,7 +418,7 @@ def _sums(plan: Plan, config: OnePassConfig, areas: Mapping[str, Layout]) -> lis
     problem = plan.problem
     if SHARES[0] not in areas:
         return []
-    constants = SumSharesConstants(tile_m=ROW_TILE, tile_d=one_width(problem.head_dim), shares=config.parts)
+    constants = SumSharesConstants(tile_m=ROW_TILE, **_one_tile(problem), shares=config.parts)
     tiles = -(-problem.seq_kv // ROW_TILE) * problem.heads_kv * problem.batch
     hints = PassConfig(tile_m=ROW_TILE, tile_n=ROW_TILE, blocks_per_sm=ROW_BLOCKS)
     return [_launch(plan, "sum_shares", tiles, constants, hints, areas=areas)]
@@ -431,7 +436,6 @@ def _constants_of_keys(plan: Plan, kernel: str, config: OnePassConfig) -> Backwa
         delta_first=config.delta_first,
         keys_in_registers=config.keys_in_registers,
         stagger=getattr(config, "stagger", 0) * (not problem.is_banded),
-        tail_d=config.widths(problem)[1],
         shares=config.parts,
         own_columns=unit > 0,
         column_unit=unit if problem.packing is not None else 0,
@@ -441,10 +445,12 @@ def _constants_of_keys(plan: Plan, kernel: str, config: OnePassConfig) -> Backwa
 def _products(plan: Plan, names: Sequence[str], config: PassConfig) -> dict[str, Any]:
     """The constants of a kernel with products that follow from its tile; `names`: its lists of a block mask."""
     problem = plan.problem
+    qk, vo = config.widths(problem)
     return {
         "tile_m": config.tile_m,
         "tile_n": config.tile_n,
-        "tile_d": config.widths(problem)[0],
+        "qk": qk,
+        "vo": vo,
         "banded": problem.is_banded,
         "two_sided": problem.is_two_sided,
         "tma": launches.has_positive_strides(problem),
@@ -556,7 +562,7 @@ def _fields(hints: _Hints, **more: Any) -> dict[str, Any]:
 
 def _ways(problem: Problem, arch: Arch) -> tuple[list[dict[str, Any]], list[PassConfig]]:
     """Fields of the kernel that owns keys, each tile with two latencies; configs of the one that owns queries."""
-    hopper = _HOPPER[max(64, one_width(problem.head_dim))]
+    hopper = _HOPPER[max(64, one_width(Features.of(problem).width))]
     keys, queries = hopper if arch.name == "sm90" else _OF_TCGEN05 if arch.name in TCGEN05 else _OTHERS
     latencies = (4, 2) if arch.name == "sm90" else (4, 1)
     ways = [_fields(tile, latency=it) for tile in keys for it in latencies]

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +108,12 @@ def _signature(
     ]
     convention = CallingConvention.cutile_python_v2()  # v2: a static extent
     values = dict(vars(constants))
-    score, slots, blocks = values.pop("score", None), values.pop("gradients", ()), values.pop("blocks", None)
+    score, slots = values.pop("score", None), values.pop("gradients", ())
     name = f"{kernel}_packed" if values.pop("packed", False) else kernel
     name = name if score is None else f"{name}_{text_of(score, slots)[0]}"
-    numbers = [*values.values(), *(vars(blocks).values() if blocks is not None else ())]
-    named = KernelSignature([*parameters, *map(_number, numbers)], convention).with_mangled_symbol(name)
+    records = [vars(it) if is_dataclass(it) else {"": it} for it in values.values()]
+    numbers = [_number(it) for record in records for it in record.values()]
+    named = KernelSignature([*parameters, *numbers], convention).with_mangled_symbol(name)
     return KernelSignature(parameters, convention, named.symbol)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from multiattn.cutile import launches
 from multiattn.cutile.arrays import Assumptions
-from multiattn.cutile.kernels.constants import SMALLEST_TILE, MergeSplitsConstants, SplitKeysConstants
+from multiattn.cutile.kernels.constants import SMALLEST_TILE, MergeSplitsConstants, SplitKeysConstants, Widths
 from multiattn.cutile.launches import Asked, Family, KernelLaunch
 from multiattn.layout import VECTOR_BYTES, Layout, row_major
 from multiattn.plan import abi
@@ -19,7 +19,15 @@ from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config
 from multiattn.plan.limits import between, failed, limit_checks, limited, powers_of_two
-from multiattn.plan.schedule import EVEN_ENOUGH, choose_splits, most_multiprocessors, one_width, power_of_two, row_tiles
+from multiattn.plan.schedule import (
+    EVEN_ENOUGH,
+    choose_splits,
+    most_multiprocessors,
+    one_width,
+    power_of_two,
+    row_tiles,
+    saving_widths,
+)
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.sequences import SPLITS_MAX, area_layouts
@@ -172,6 +180,17 @@ def merged_rows(problem: Problem, splits: int) -> tuple[int, int]:
     return heads, min(rows // heads, power_of_two(problem.seq_q))
 
 
+HEAD_DIM_MAX = 1024
+ONE_TILE_MAX = 256
+"""Columns beyond which rows are in two parts, where that saves columns: 512 and 64 of 576."""
+
+
+def widths_of(width: int) -> Widths:
+    """The tiles of rows of a width."""
+    first, tail = (saving_widths(width) if width > ONE_TILE_MAX else None) or (one_width(width), 0)
+    return Widths(tile_d=first, tail_d=tail)
+
+
 # ---------------------------------------------------------------- what fits
 
 
@@ -203,8 +222,8 @@ def describe(call: Asked) -> tuple[KernelLaunch, ...]:
 def _split_keys(call: Asked) -> KernelLaunch:
     plan, problem, cache, config = call.plan, call.problem, call.problem.cache, call.config
     assumed = Assumptions(problem=problem, emitted=call.emitted)
-    assumed.exactly(dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
-    assumed.exactly(scale_sign=problem.scale_sign)
+    assumed.exactly(dtype=problem.dtype, head_dim=problem.head_dim, head_dim_v=problem.head_dim_v)
+    assumed.exactly(mask=problem.band.kind, scale_sign=problem.scale_sign)
     one_tile, divided = tiles_of(problem, config.tile_m) == 1, config.splits > 1
     assumed.exactly(one_tile=one_tile, divided=divided)
     page_rows = page_rows_of(problem, plan.arch, config.tile_n)
@@ -234,7 +253,9 @@ def _split_keys(call: Asked) -> KernelLaunch:
             tile_m=config.tile_m,
             tile_n=config.tile_n,
             head_dim=problem.head_dim,
-            tile_d=one_width(problem.head_dim),
+            head_dim_v=problem.head_dim_v,
+            qk=widths_of(problem.head_dim),
+            vo=widths_of(problem.head_dim_v),
             banded=problem.is_banded,
             two_sided=problem.is_two_sided,
             has_sinks=problem.has_sinks and not divided,
@@ -330,7 +351,7 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[Split
 FAMILY = Family(
     summary="decode: query heads that share keys are rows of one tile, keys divided among blocks, parts merged after",
     config=SplitKeysConfig,
-    capability=replace(launches.EVERYWHERE, block_masks=0, packing=False, caches=True),
+    capability=replace(launches.EVERYWHERE, head_dim_max=HEAD_DIM_MAX, block_masks=0, packing=False, caches=True),
     launches=describe,
     fits=why_not,
     candidates=candidates,

@@ -8,21 +8,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from multiattn.block_mask import KEYS_OF_QUERIES
 from multiattn.cutile import launches
 from multiattn.cutile.arrays import Assumptions
-from multiattn.cutile.kernels.constants import ForwardConstants
+from multiattn.cutile.kernels.constants import ForwardConstants, Widths
 from multiattn.cutile.launches import Asked, Family, KernelLaunch
 from multiattn.packed import TILE_LISTS, USUAL_LENGTH
 from multiattn.plan import abi
 from multiattn.plan.arch import GPUS, Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config, has_whole_sectors
+from multiattn.plan.features import Features
 from multiattn.plan.ladder import LadderStep, Rung
 from multiattn.plan.limits import AT_LEAST_1, failed, limit_checks, limited, one_of
-from multiattn.plan.schedule import one_width, query_tiles, three_widths, two_widths
+from multiattn.plan.schedule import one_width, query_tiles, three_widths
 from multiattn.plan.support import Reason
 from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
@@ -73,7 +74,8 @@ class CutileConfig(Config):
     n-th tile of n blocks."""
     split_head_dim: bool = False
     """Tiles of two parts in place of one as wide as head_dim (`two_widths`): 64 and 32 columns at D=96, where one has
-    128. At D=256 two of 128 save none, but twice as many loads, of half the size, suit short masked problems."""
+    128. At D=256 two of 128 save none, but twice as many loads, of half the size, suit short masked problems. The
+    narrower of q and v, where they differ, is in parts only where that saves columns."""
     split_tail: bool = False
     """The second of these parts is two, too: 64, 32 and 16 columns at D=104."""
     q_in_registers: bool = False
@@ -82,17 +84,17 @@ class CutileConfig(Config):
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The one kernel."""
-        slowness = 1.0 if has_whole_sectors(problem.head_dim, problem.torch_dtype.itemsize) else PARTS_OF_SECTORS
+        width = math.gcd(problem.head_dim, problem.head_dim_v)
+        slowness = 1.0 if has_whole_sectors(width, problem.torch_dtype.itemsize) else PARTS_OF_SECTORS
         slowness *= RAGGED if launches.has_ragged_keys(problem, self.tile_n) else 1.0
-        blocks = self.blocks_per_sm or 1
-        return (self.walk("q", *widths_of(problem, self), blocks_per_sm=blocks, begin=4, slowness=slowness),)
+        qk, vo = (widths_of(problem, it, self) for it in (problem.head_dim, problem.head_dim_v))
+        columns = (sum(it) / 2 for it in zip(astuple(qk), astuple(vo), strict=True))
+        return (self.walk("q", *columns, blocks_per_sm=self.blocks_per_sm or 1, begin=4, slowness=slowness),)
 
 
-def widths_of(problem: Problem, config: CutileConfig) -> tuple[int, int, int]:
-    """Columns of a tile as wide as head_dim, of a second and a third one, 0 where there is none."""
-    three = three_widths(problem.head_dim) if config.split_head_dim and config.split_tail else None
-    two = two_widths(problem.head_dim) if config.split_head_dim else None
-    return three or (*(two or (one_width(problem.head_dim), 0)), 0)
+def widths_of(problem: Problem, width: int, config: CutileConfig) -> Widths:
+    """Columns of the tiles of one of the problem's two widths."""
+    return launches.widths_of(problem, width, split=config.split_head_dim, tail=config.split_tail)
 
 
 def begins_at_diagonal(problem: Problem, config: CutileConfig) -> bool:
@@ -256,14 +258,14 @@ TCGEN05 = ("sm100", "sm103")
 
 def why_not(problem: Problem, arch: Arch, config: CutileConfig) -> tuple[Reason, ...]:
     """Every reason why `config` cannot be compiled or launched for `problem`."""
-    three = three_widths(problem.head_dim)
+    three = three_widths(Features.of(problem).width)
     checks = [
         *limit_checks(config),
         (config.lazy_max or config.pipeline == "plain", f"pipeline={config.pipeline} without lazy_max", "plain"),
         launches.split_check(problem, config),
         (
             not config.split_tail or (config.split_head_dim and three is not None),
-            f"split_tail=True at head_dim={problem.head_dim}",
+            f"split_tail=True at {problem.widths}",
             "with split_head_dim, where three parts have fewer columns than two",
         ),
         (not (config.q_in_registers and arch.name in TCGEN05), f"q_in_registers=True on {arch.name}", "False"),
@@ -289,8 +291,8 @@ def describe(call: Asked) -> tuple[KernelLaunch, ...]:
     if problem.packing is not None:  # its list has the long tiles first
         config = replace(config, scheduler="one_tile")
     assumed = Assumptions(problem=problem, emitted=call.emitted)
-    assumed.exactly(dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
-    assumed.exactly(scale_sign=problem.scale_sign)
+    assumed.exactly(dtype=problem.dtype, head_dim=problem.head_dim, head_dim_v=problem.head_dim_v)
+    assumed.exactly(mask=problem.band.kind, scale_sign=problem.scale_sign)
     captured, derived = launches.aux_of(plan, assumed)
     masked = assumed.flag("masked", problem.is_banded or launches.has_ragged_keys(problem, config.tile_n))
     aligned_to = config.tile_m if begins_at_diagonal(problem, config) else 1
@@ -305,7 +307,6 @@ def describe(call: Asked) -> tuple[KernelLaunch, ...]:
     grid = grid_of(problem, config, together, call.multiprocessors, linear=linear)
     if grid is None:
         raise ValueError(f"no grid for {plan}")
-    tile_d, tail_d, last_d = widths_of(problem, config)
     launch = KernelLaunch(
         kernel="forward",
         module="forward",
@@ -326,9 +327,8 @@ def describe(call: Asked) -> tuple[KernelLaunch, ...]:
             "derived": derived,
         },
         constants=ForwardConstants(
-            tile_d=tile_d,
-            tail_d=tail_d,
-            last_d=last_d,
+            qk=widths_of(problem, problem.head_dim, config),
+            vo=widths_of(problem, problem.head_dim_v, config),
             banded=problem.is_banded,
             two_sided=problem.is_two_sided,
             masked=masked,
@@ -384,12 +384,12 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[Cutil
 
 def _lazy_candidates(variant: Variant, problem: Problem) -> Iterator[CutileConfig]:
     """The ways of rules, with several latencies; heads side by side where tiles are not of one length."""
-    width = max(64, one_width(problem.head_dim))
+    width = max(64, one_width(Features.of(problem).width))
     rules = (it for it in variant.rules if "sm90" in it.arches)
     known = (it.config for it in rules if it.head_dim_min <= width and it.head_dim_max > width // 2)
-    one, is_wide = one_width(problem.head_dim), problem.head_dim > 128
+    one, is_wide = one_width(Features.of(problem).width), Features.of(problem).width > 128
     for way in dict.fromkeys(replace(it, heads_together=1) for it in known):
-        saves = sum(widths_of(problem, way)) < one
+        saves = sum(astuple(widths_of(problem, Features.of(problem).width, way))) < one
         if way.split_head_dim and not saves and not (is_wide and way.pipeline == "ahead"):
             continue
         latencies = ((way.k_latency, way.v_latency), (None, None), (1, 1), (2, 4))

@@ -15,7 +15,7 @@ from typing import Any
 
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.cutile.arrays import ArrayArgument, Assumptions
-from multiattn.cutile.kernels.constants import SMALLEST_TILE, BlockTiles, KernelConstants, ListTilesConstants
+from multiattn.cutile.kernels.constants import SMALLEST_TILE, BlockTiles, KernelConstants, ListTilesConstants, Widths
 from multiattn.layout import Layout
 from multiattn.mask import KINDS
 from multiattn.operands import CAPTURED
@@ -24,7 +24,8 @@ from multiattn.plan import abi, limits
 from multiattn.plan.arch import GPU_ARCHS, WARP_THREADS, Arch
 from multiattn.plan.backend import Plan, PlannedCall, Variant
 from multiattn.plan.config import Config, Rule
-from multiattn.plan.schedule import NARROWEST, two_widths
+from multiattn.plan.features import Features
+from multiattn.plan.schedule import NARROWEST, one_width, saving_widths, three_widths, two_widths
 from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore, lower
@@ -59,6 +60,7 @@ EVERYWHERE = Capability(
     block_masks=SMALLEST_TILE,
     score_gradients=True,
     packing=True,
+    values=True,
 )
 """Most families take all but caches."""
 
@@ -329,10 +331,21 @@ def tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0) -> tuple[K
     )
 
 
+def widths_of(problem: Problem, width: int, *, split: bool, tail: bool = False) -> Widths:
+    """The tiles of one of the problem's two widths, in two parts with `split`, in three where `tail` saves columns.
+
+    The narrower of both widths is in parts only where that saves columns.
+    """
+    two = two_widths(width) if width == Features.of(problem).width else saving_widths(width)
+    three = three_widths(width) if tail else None
+    first, *rest = (three or two if split else None) or (one_width(width),)
+    return Widths(tile_d=first, **dict(zip(("tail_d", "last_d"), rest, strict=False)))
+
+
 def split_check(problem: Problem, config: Any) -> limits.Check:
     """Tiles of two parts are of a head_dim that has two."""
-    allowed = not config.split_head_dim or two_widths(problem.head_dim) is not None
-    return allowed, f"split_head_dim=True at head_dim={problem.head_dim}", f"more than {NARROWEST}"
+    allowed = not config.split_head_dim or two_widths(Features.of(problem).width) is not None
+    return allowed, f"split_head_dim=True at {problem.widths}", f"more than {NARROWEST}"
 
 
 def tiles_of_blocks(problem: Problem, names: Sequence[str], tile_m: int, tile_n: int) -> BlockTiles | None:

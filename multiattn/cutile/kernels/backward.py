@@ -26,7 +26,7 @@ from multiattn.cutile.kernels.constants import (
     BackwardConstants,
     ColumnConstants,
     QueryGradsConstants,
-    RowConstants,
+    RoundConstants,
     RowDeltaConstants,
     SumSharesConstants,
 )
@@ -35,6 +35,7 @@ from multiattn.cutile.kernels.tiles import (
     ZERO,
     Array32,
     ConstBool,
+    ConstInt,
     Derived,
     Numbers,
     Place,
@@ -75,7 +76,7 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Queries:
-    """Tiles of queries and of dout ``[tile_m, tile_d]``, with columns ``[tile_m, 1]`` of lse and delta."""
+    """Tiles of queries and of dout, with columns ``[tile_m, 1]`` of lse and delta."""
 
     q: Any
     dout: Any
@@ -85,7 +86,7 @@ class Queries:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyGradSums:
-    """The gradients of a tile of keys so far, fp32 ``[tile_n, tile_d]``; dk without its factor."""
+    """The gradients of a tile of keys so far, fp32; dk without its factor."""
 
     dk: Any
     dv: Any
@@ -124,8 +125,7 @@ def load_lse(const: Any, lse: Any, index: Any) -> Any:
 @ct.function
 def row_delta(const: Any, out: Any, dout: Any, dlse: Any, delta: Any, index: Any) -> Any:
     """Compute and store ``rowsum(dout * out) - dlse`` of a tile of queries: out as an array, dout as a tile."""
-    o = tiles.load_tile(const, out, (*index, 0), const.tile_m, 2)
-    value = ct.sum(o.astype(ct.float32) * dout.astype(ct.float32), axis=-1)  # [tile_m]
+    value = wide.row_products(const.vo, wide.load(const, const.vo, out, index, const.tile_m, 2), dout)  # [tile_m]
     if const.has_dlse:
         value = value - load_column(const, dlse, index)
     # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end.
@@ -137,11 +137,11 @@ def row_delta(const: Any, out: Any, dout: Any, dlse: Any, delta: Any, index: Any
 def add_keys(const: Any, place: Any, given: Any, mine: Any, acc: Any, block: Any, masked: ConstBool) -> Any:
     """Take one block of keys into a tile of dq."""
     none = ct.full((const.tile_m, const.tile_n), 0.0, dtype=ct.float32)
-    index = (place.batch, place.head_kv, walk.inside(const, block, place.seq_kv, const.tile_n), 0)
-    keys = tiles.load_tile(const, given.k, index, const.tile_n, const.latency)
-    values = tiles.load_tile(const, given.v, index, const.tile_n, const.latency)
-    s = ct.mma(mine.q, keys.transpose(), none)  # [tile_m, tile_n]
-    dp = ct.mma(mine.dout, values.transpose(), none)
+    index = (place.batch, place.head_kv, walk.inside(const, block, place.seq_kv, const.tile_n))
+    keys = wide.load(const, const.qk, given.k, index, const.tile_n, const.latency)
+    values = wide.load(const, const.vo, given.v, index, const.tile_n, const.latency)
+    s = wide.multiply(const.qk, mine.q, keys, none)  # [tile_m, tile_n]
+    dp = wide.multiply(const.vo, mine.dout, values, none)
     s, slope = scores.modify_with_slope(const, place, s, given.score_factor, block, False)
     p = ct.exp2(s - mine.lse, flush_to_zero=True)
     if slope is not None:
@@ -150,18 +150,18 @@ def add_keys(const: Any, place: Any, given: Any, mine: Any, acc: Any, block: Any
     seen = tiles.seen_keys(const, place, block, masked, const.banded or const.ragged)
     if seen is not None:  # by selection: of a key beyond the end, p may be inf
         ds = ct.where(seen, ds, 0.0)
-    return ct.mma(ds.astype(given.k.dtype), keys, acc)
+    return wide.add(const.qk, ds.astype(given.k.dtype), keys, acc)
 
 
 @ct.function
 def query_grads_tile(const: Any, place: Any, given: Any) -> None:
     """A tile of dq and of delta."""
     rows = (place.batch, place.head, place.tile)
-    queries = tiles.load_tile(const, given.q, (*rows, 0), const.tile_m, 2)
-    douts = tiles.load_tile(const, given.dout, (*rows, 0), const.tile_m, 2)
+    queries = wide.load(const, const.qk, given.q, rows, const.tile_m, 2)
+    douts = wide.load(const, const.vo, given.dout, rows, const.tile_m, 2)
     d = row_delta(const, given.out, douts, given.dlse, given.delta, rows)[:, None]
     mine = Queries(q=queries, dout=douts, delta=d, lse=load_lse(const, given.lse, rows)[:, None])
-    acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
+    acc = wide.zeros(const.qk, const.tile_m)
     blocks = walk.key_blocks(const, place)
     for number in range(blocks.full_begin, blocks.full_end):
         block = walk.full_block(const, place, number)
@@ -176,9 +176,8 @@ def query_grads_tile(const: Any, place: Any, given: Any) -> None:
 
 @ct.function
 def store_query_grads(const: Any, dq: Any, rows: Any, acc: Any, grad_factor: Any) -> None:
-    """Store a tile of dq ``[tile_m, tile_d]``, fp32 without its factor."""
-    grads = (acc * grad_factor).astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d))
-    ct.store(dq, (*rows, 0), grads, allow_tma=const.tma)
+    """Store a tile of dq, fp32 without its factor."""
+    wide.store(const, const.qk, dq, rows, wide.rounded(const.qk, acc, grad_factor, dq), const.tile_m)
 
 
 @ct.function
@@ -252,9 +251,9 @@ def slot_of(q: Any, place: Any, first: Any) -> Any:
 def add_queries(
     const: Any, place: Any, key_tile: Any, keys: Any, values: Any, given: Any, dq_sum: Any, sums: Any, masked: ConstBool
 ) -> Any:
-    """Take one block of queries into a tile of dk and dv; keys and values are tiles ``[tile_n, tile_d]``.
+    """Take one block of queries into a tile of dk and dv; keys and values are its rows.
 
-    With `dq_sum`, an fp32 view of such tiles, also add the block's share of dq to it. With `Given.ds` leave ds there.
+    With `dq_sum`, an fp32 view of tiles of dq, also add the block's share of dq to it. With `Given.ds` leave ds there.
     """
     if given.ds is not None:
         slot = slot_of(given.q, place, given.ds_first)
@@ -263,9 +262,9 @@ def add_queries(
     columns = (place.batch, place.head, column_tile(const, place, rows[2]))
     m = load_lse(const, given.lse, columns)[None, :]
     d = load_column(const, given.delta, columns)[None, :]
-    queries = wide.load(const, given.q, rows, const.tile_m, const.latency)
-    douts = wide.load(const, given.dout, rows, const.tile_m, const.latency)
-    raw = wide.multiply(const, keys, queries, none)  # [tile_n, tile_m]
+    queries = wide.load(const, const.qk, given.q, rows, const.tile_m, const.latency)
+    douts = wide.load(const, const.vo, given.dout, rows, const.tile_m, const.latency)
+    raw = wide.multiply(const.qk, keys, queries, none)  # [tile_n, tile_m]
     s, slope = scores.modify_with_slope(const, place, raw, given.score_factor, key_tile, True)
     if slope is not None:
         seen = is_seen(const, place, key_tile, masked)
@@ -276,15 +275,15 @@ def add_queries(
         seen = is_seen(const, place, key_tile, masked)
         if seen is not None:
             p = ct.where(seen, p, 0.0)
-    dv = wide.add(const, p.astype(given.k.dtype), douts, sums.dv)
+    dv = wide.add(const.vo, p.astype(given.k.dtype), douts, sums.dv)
     wants_gradients = scores.wants_gradients(const)
     if slope is not None and not wants_gradients:
         p = p * slope  # now, so that the next product finds the registers of one of them free
     if const.delta_first:
-        less = wide.multiply(const, values, douts, none - d)  # [tile_n, tile_m]
+        less = wide.multiply(const.vo, values, douts, none - d)  # [tile_n, tile_m]
         ds = p * less
     else:
-        dp = wide.multiply(const, values, douts, none)  # [tile_n, tile_m]
+        dp = wide.multiply(const.vo, values, douts, none)  # [tile_n, tile_m]
         ds = p * (dp - d)
     if wants_gradients:
         scores.add_gradients(const, place, raw, ds, key_tile, given.dcaptured)
@@ -294,16 +293,16 @@ def add_queries(
         ds = ct.where(tiles.is_key(const, place, key_tile), ds, 0.0)
     ds = ds.astype(given.k.dtype)
     if const.dq_transposed:  # before dk: tileiras keeps this order
-        share = wide.add_turned(const, ds, keys)
+        share = wide.add_turned(const, const.qk, ds, keys)
     if given.ds is not None:
         parts = given.ds.shape[3] // const.tile_m
         index = (slot, place.tile // parts, key_tile, place.tile % parts)
         ct.store(given.ds, index, ds.reshape((1, 1, const.tile_n, const.tile_m)))
-    dk = wide.add(const, ds, queries, sums.dk)
+    dk = wide.add(const.qk, ds, queries, sums.dk)
     if dq_sum is not None:
         if not const.dq_transposed:
-            share = wide.add_turned(const, ds, keys)
-        wide.add_to(const, dq_sum, rows, share)
+            share = wide.add_turned(const, const.qk, ds, keys)
+        wide.add_to(const, const.qk, dq_sum, rows, share)
     return KeyGradSums(dk=dk, dv=dv)
 
 
@@ -353,24 +352,23 @@ def key_grads_tile(const: Any, mine: Any, given: Any) -> None:
     q, k, dk, dv = given.q, given.k, given.dk, given.dv
     dq_view = None
     if given.dq_sum is not None:
-        dq_view = given.dq_sum.tiled_view((1, 1, const.tile_m, const.tile_d))
-        if const.tail_d > 0:
-            dq_view = Parts(first=dq_view, tail=given.dq_sum.tiled_view((1, 1, const.tile_m, const.tail_d)))
+        dq_view = given.dq_sum.tiled_view((1, 1, const.tile_m, const.qk.tile_d))
+        if const.qk.tail_d > 0:
+            dq_view = Parts(first=dq_view, tail=given.dq_sum.tiled_view((1, 1, const.tile_m, const.qk.tail_d)))
     index = (mine.batch, mine.head_kv, mine.tile)
-    keys = wide.load_keys(const, k, index, mine.seq_kv)
-    values = wide.load_keys(const, given.v, index, mine.seq_kv)
+    keys = wide.load_keys(const, const.qk, k, index, mine.seq_kv)
+    values = wide.load_keys(const, const.vo, given.v, index, mine.seq_kv)
     group = q.shape[1] // tiles.heads_of_keys(const, k)
-    zeros = wide.zeros(const, const.tile_n)
-    sums = KeyGradSums(dk=zeros, dv=zeros)
+    sums = KeyGradSums(dk=wide.zeros(const.qk, const.tile_n), dv=wide.zeros(const.vo, const.tile_n))
     if const.blocks is not None:
         sums = add_listed(const, mine, group, keys, values, given, dq_view, sums)
     else:
         sums = add_seen(const, mine, group, keys, values, given, dq_view, sums)
     own = (mine.batch, mine.head, mine.tile)
-    dk_rows = wide.rounded(const, sums.dk, given.grad_factor, dk)
-    dv_rows = wide.rounded(const, sums.dv, None, dv)
-    wide.store(const, dk, own, dk_rows, const.tile_n)
-    wide.store(const, dv, own, dv_rows, const.tile_n)
+    dk_rows = wide.rounded(const.qk, sums.dk, given.grad_factor, dk)
+    dv_rows = wide.rounded(const.vo, sums.dv, None, dv)
+    wide.store(const, const.qk, dk, own, dk_rows, const.tile_n)
+    wide.store(const, const.vo, dv, own, dv_rows, const.tile_n)
 
 
 @ct.function
@@ -403,13 +401,13 @@ def copy_columns_tile(const: Any, place: Any, lse: Any, delta: Any, columns: Any
 
 
 @ct.function
-def add_shares(const: Any, shares: Any, grads: Any, batch: Any, head: Any, tile: Any) -> None:
+def add_shares(const: Any, width: ConstInt, shares: Any, grads: Any, batch: Any, head: Any, tile: Any) -> None:
     """Add up the shares of a tile of gradients, and store it."""
-    acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
+    acc = ct.full((const.tile_m, width), 0.0, dtype=ct.float32)
     for share in range(0, const.shares):
         index = (batch, head * const.shares + share, tile, 0)
-        acc = acc + tiles.load_tile(const, shares, index, const.tile_m, 2)
-    ct.store(grads, (batch, head, tile, 0), acc.astype(grads.dtype).reshape((1, 1, const.tile_m, const.tile_d)))
+        acc = acc + tiles.load_part(const, shares, index, const.tile_m, width, 2)
+    ct.store(grads, (batch, head, tile, 0), acc.astype(grads.dtype).reshape((1, 1, const.tile_m, width)))
 
 
 # ---------------------------------------------------------------- kernels
@@ -477,19 +475,19 @@ def row_deltas_kernel(const: RowDeltaConstants) -> Callable[..., None]:
 
     def row_deltas(out: Array32, dout: Array32, dlse: Vectors32, delta: Vectors32, dq_sum: Array32) -> None:
         rows = find_rows(const, out)
-        row_delta(const, out, tiles.load_tile(const, dout, (*rows, 0), const.tile_m, 2), dlse, delta, rows)
-        ct.store(dq_sum, (*rows, 0), ct.full((1, 1, const.tile_m, const.tile_d), 0.0, dtype=ct.float32))
+        row_delta(const, out, wide.load(const, const.vo, dout, rows, const.tile_m, 2), dlse, delta, rows)
+        ct.store(dq_sum, (*rows, 0), ct.full((1, 1, const.tile_m, const.qk.tile_d), 0.0, dtype=ct.float32))
 
     return row_deltas
 
 
-def round_query_grads_kernel(const: RowConstants) -> Callable[..., None]:
+def round_query_grads_kernel(const: RoundConstants) -> Callable[..., None]:
     """After one pass: dq of its sum."""
 
     def round_query_grads(dq_sum: Array32, dq: Array32, grad_factor: float) -> None:
         rows = find_rows(const, dq)
-        grads = tiles.load_tile(const, dq_sum, (*rows, 0), const.tile_m, 2) * grad_factor
-        ct.store(dq, (*rows, 0), grads.astype(dq.dtype).reshape((1, 1, const.tile_m, const.tile_d)))
+        grads = wide.load(const, const.qk, dq_sum, rows, const.tile_m, 2) * grad_factor
+        ct.store(dq, (*rows, 0), grads.astype(dq.dtype).reshape((1, 1, const.tile_m, const.qk.tile_d)))
 
     return round_query_grads
 
@@ -523,7 +521,7 @@ def sum_shares_kernel(const: SumSharesConstants) -> Callable[..., None]:
 
     def sum_shares(dk_shares: Array32, dv_shares: Array32, dk: Array32, dv: Array32) -> None:
         batch, head, tile = find_rows(const, dk)
-        add_shares(const, dk_shares, dk, batch, head, tile)
-        add_shares(const, dv_shares, dv, batch, head, tile)
+        add_shares(const, const.qk.tile_d, dk_shares, dk, batch, head, tile)
+        add_shares(const, const.vo.tile_d, dv_shares, dv, batch, head, tile)
 
     return sum_shares

@@ -25,50 +25,28 @@ class BlockTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """Columns of the tiles of an array, as in `ForwardConstants`."""
+    """Columns of the tiles that hold a row, powers of two: one, or two or three side by side.
+
+    Loads fill up with zeros what is beyond the row, and stores clip it.
+    """
 
     tile_d: int
-    tail_d: int
-    last_d: int
-
-
-class WideConstants:
-    """Constants of a forward, whose arrays may be of several widths."""
-
-    head_dim: int
-    tile_d: int
-    tail_d: int
-    last_d: int
-
-    @property
-    def qk(self) -> Widths:
-        """Tiles of q and k."""
-        return Widths(tile_d=self.tile_d, tail_d=self.tail_d, last_d=self.last_d)
-
-    @property
-    def vo(self) -> Widths:
-        """Tiles of v and out, which are as wide as q."""
-        return Widths(tile_d=self.tile_d, tail_d=self.tail_d, last_d=self.last_d)
-
-    @property
-    def head_dim_v(self) -> int:
-        """Columns of v and out."""
-        return self.head_dim
+    tail_d: int = 0
+    """The rest of the row, where it is a part of its own (`parts`); else 0."""
+    last_d: int = 0
+    """The rest of the row then, where it is a third part; else 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardConstants(WideConstants):
+class ForwardConstants:
     """The forward kernel's constants. Flags are those of its rung, ways to run those of its config."""
 
     tile_m: int
     tile_n: int
-    tile_d: int
-    """head_dim rounded up to a power of two, with `tail_d` half of that; loads fill up with zeros, stores clip it."""
-    tail_d: int
-    """The rest of head_dim, rounded up to a power of two, where it is a part of its own (`parts`); else 0.
-    With `last_d` half of that."""
-    last_d: int
-    """The rest of head_dim then, rounded up to a power of two, where it is a third part; else 0."""
+    qk: Widths
+    """Tiles of q and k."""
+    vo: Widths
+    """Tiles of v and out."""
     banded: bool
     two_sided: bool
     """Both bounds of the mask are numbers that a launch gives (`reach`)."""
@@ -115,8 +93,10 @@ class BackwardConstants:
 
     tile_m: int
     tile_n: int
-    tile_d: int
-    """head_dim rounded up to a power of two; loads fill the rest with zeros, stores clip it."""
+    qk: Widths
+    """Tiles of q and k, and of their gradients."""
+    vo: Widths
+    """Tiles of v, out and dout, and of dv."""
     banded: bool
     two_sided: bool
     ragged: bool
@@ -141,8 +121,6 @@ class BackwardConstants:
     keys_in_registers: bool = False
     stagger: int = 0
     """All four as in the config."""
-    tail_d: int = 0
-    """As in `ForwardConstants`."""
     shares: int = 1
     """Blocks that share the query heads of a tile of keys."""
     own_columns: bool = False
@@ -164,7 +142,6 @@ class RowConstants:
     """Constants of a kernel that has rows only, before or after the one pass."""
 
     tile_m: int
-    tile_d: int
     latency = 2
     tma = True
     tma_columns = False
@@ -174,7 +151,16 @@ class RowConstants:
 class RowDeltaConstants(RowConstants):
     """Constants of the one before."""
 
+    qk: Widths
+    vo: Widths
     has_dlse: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundConstants(RowConstants):
+    """Constants of the one after."""
+
+    qk: Widths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +181,8 @@ class ColumnConstants(RowConstants):
 class SumSharesConstants(RowConstants):
     """Constants of the kernel that adds up shares."""
 
+    qk: Widths
+    vo: Widths
     shares: int
 
 
@@ -215,14 +203,15 @@ class ListTilesConstants:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitKeysConstants(WideConstants):
+class SplitKeysConstants:
     """Constants of the forward that divides keys among blocks. No length, no number of heads or splits is one."""
 
     tile_m: int
     tile_n: int
     head_dim: int
-    tile_d: int
-    """head_dim rounded up to a power of two, as in `ForwardConstants`."""
+    head_dim_v: int
+    qk: Widths
+    vo: Widths
     banded: bool
     two_sided: bool
     has_sinks: bool
@@ -247,8 +236,6 @@ class SplitKeysConstants(WideConstants):
     """The kernel that merges parts may begin once all blocks have, to wait for their end (`driver.launch_config`)."""
     score: Any = None
     """See the forward's."""
-    tail_d = 0
-    last_d = 0
     masked = True
     blocks = None
     packed = False

@@ -11,6 +11,7 @@ from typing import Any
 import cuda.tile as ct
 
 from multiattn.cutile.kernels import tiles
+from multiattn.cutile.kernels.rows import columns_of
 from multiattn.cutile.kernels.tiles import ZERO, ConstBool, ConstInt
 
 
@@ -77,27 +78,28 @@ def find_in_pages(const: Any, place: Any, k: Any, block: Any) -> Any:
 
 @ct.function
 def load_rows(
-    const: Any, place: Any, array: Any, tile_d: ConstInt, head_dim: ConstInt, keys: Any, block: Any, masked: ConstBool,
-    latency: Any,
+    const: Any, place: Any, array: Any, first: ConstInt, width: ConstInt, head_dim: ConstInt, keys: Any, block: Any,
+    masked: ConstBool, latency: Any,
 ) -> Any:  # fmt: skip
-    """The rows of a block of keys or values in pages, ``[tile_n, tile_d]``.
+    """A part of the rows of a block of keys or values in pages, ``[tile_n, width]``, as in `rows.columns_of`.
 
     With `masked` zeros of other rows, where the block is gathered: as in `without_others`.
     """
     if const.page_rows == const.tile_n:
-        index = (keys.entry, place.head_kv, keys.row, 0)
-        return tiles.load_part(const, array, index, const.tile_n, tile_d, latency)
+        index = (keys.entry, place.head_kv, keys.row, first)
+        return tiles.load_part(const, array, index, const.tile_n, width, latency)
     if const.page_rows > 0:
-        index = (keys.entry, ct.Slice(place.head_kv, 1), ct.Slice(0, const.page_rows), ct.Slice(0, tile_d))
+        columns = ct.Slice(first * width, width)
+        index = (keys.entry, ct.Slice(place.head_kv, 1), ct.Slice(0, const.page_rows), columns)
         tile = ct.load_advanced_indexing(array, index, padding_mode=ZERO, latency=latency, allow_tma=const.tma)
     else:
-        column = ct.arange(tile_d, dtype=ct.int32)[None, :]
+        column = columns_of(first, width)
         inside = column < head_dim
         if masked:
             inside = inside & tiles.is_key(const, place, block)
         index = (keys.entry[:, None], place.head_kv, keys.row[:, None], column)
         tile = ct.gather(array, index, mask=inside, check_bounds=False, latency=latency)
-    return tile.reshape((const.tile_n, tile_d))
+    return tile.reshape((const.tile_n, width))
 
 
 @ct.function

@@ -1,9 +1,9 @@
-"""Tiles as wide as head_dim: one, whose width must be a power of two, or two or three side by side.
+"""Tiles as wide as a row: one, whose width must be a power of two, or two or three side by side.
 
 At D=96 a tile of 128 columns is a quarter zeros, at D=160 one of 256 three eighths; parts of 64 and 32, and of 128 and
 32 columns have none, and parts of 64, 32 and 16 none at D=112. At D=256 two of 128 save no column, but the first
-product waits for half as much. With ``tail_d`` what is as wide as q and k (``const.qk``), or v and out (``const.vo``),
-is `Parts`, else one tile.
+product waits for half as much. What is as wide as q and k (``const.qk``), or as v and out (``const.vo``), is `Parts`
+where those have a ``tail_d``, else one tile.
 """
 
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ def load_q_part(const: Any, place: Any, q: Any, part: ConstInt) -> Any:
         index = (place.batch, place.head, place.tile, column(const.qk, part))
         tile = load_part(const, q, index, const.tile_m, width(const.qk, part), None)
     else:
-        tile = rows.load(const, place, q)
+        tile = rows.load(place, q, column(const.qk, part), width(const.qk, part), const.head_dim)
     if const.sign != 1:
         tile = tile * const.sign
     if const.q_in_registers:
@@ -94,8 +94,9 @@ def load_rows(const: Any, place: Any, array: Any, wide: Any, block: Any, latency
 def load_k(const: Any, place: Any, k: Any, block: Any, part: ConstInt) -> Any:
     """A part of a block of keys, transposed: ``[width, tile_n]``."""
     if const.paged and const.page_rows != const.tile_n:
+        first, columns = column(const.qk, part), width(const.qk, part)
         # Scores of what is behind the last key are masked.
-        tile = keys.load_rows(const, place, k, const.tile_d, const.head_dim, block, 0, False, const.k_latency)
+        tile = keys.load_rows(const, place, k, first, columns, const.head_dim, block, 0, False, const.k_latency)
         return ct.transpose(tile)
     if not const.k_transposed:
         return ct.transpose(load_rows(const, place, k, const.qk, block, const.k_latency, part))
@@ -137,8 +138,10 @@ def add_values_part(
 ) -> Any:
     """A part of acc and P V of one block of keys."""
     if const.paged:
-        width_v = const.vo.tile_d
-        values = keys.load_rows(const, place, v, width_v, const.head_dim_v, found, block, masked, const.v_latency)
+        first, columns = column(const.vo, part), width(const.vo, part)
+        values = keys.load_rows(
+            const, place, v, first, columns, const.head_dim_v, found, block, masked, const.v_latency
+        )
     else:
         values = load_rows(const, place, v, const.vo, found, const.v_latency, part)
     return ct.mma(p, keys.without_others(const, place, values, block, masked), acc)
@@ -211,7 +214,7 @@ def store_part(const: Any, place: Any, out: Any, acc: Any, l: Any, part: ConstIn
         o = o.astype(out.dtype).reshape((1, 1, const.tile_m, width(const.vo, part)))
         ct.store(out, (place.batch, place.head, place.tile, column(const.vo, part)), o, allow_tma=const.tma)
     else:
-        rows.store(const, place, out, o)
+        rows.store(place, out, column(const.vo, part), width(const.vo, part), const.head_dim_v, o)
 
 
 @ct.function

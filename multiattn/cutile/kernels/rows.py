@@ -11,19 +11,28 @@ from multiattn.cutile.kernels.tiles import ConstInt
 
 
 @ct.function
-def elements(place: Any, entry: Any, tile_d: ConstInt, head_dim: ConstInt) -> Any:
-    """The indices of the tile's rows in an array like q or out, ``[tile_m, tile_d]``, and those that there are."""
-    column = ct.arange(tile_d, dtype=ct.int32)[None, :]
+def columns_of(first: ConstInt, width: ConstInt) -> Any:
+    """The columns of a part ``[1, width]``, which begins `first` parts as wide as it behind the row's first column."""
+    column = ct.arange(width, dtype=ct.int32)[None, :]
+    if first > 0:
+        column = column + first * width
+    return column
+
+
+@ct.function
+def elements(place: Any, entry: Any, first: ConstInt, width: ConstInt, head_dim: ConstInt) -> Any:
+    """The indices of a part of the tile's rows in an array like q or out, ``[tile_m, width]``, and those there are."""
+    column = columns_of(first, width)
     inside = place.query < place.seq_q
-    if head_dim < tile_d:
+    if head_dim < (first + 1) * width:
         inside = inside & (column < head_dim)
     return (entry, place.head, place.query + place.sequence.offset_q, column), inside
 
 
 @ct.function
-def load(const: Any, place: Any, q: Any) -> Any:
-    """The tile's queries ``[tile_m, tile_d]``."""
-    indices, inside = elements(place, place.entry, const.tile_d, const.head_dim)
+def load(place: Any, q: Any, first: ConstInt, width: ConstInt, head_dim: ConstInt) -> Any:
+    """A part of the tile's queries ``[tile_m, width]``."""
+    indices, inside = elements(place, place.entry, first, width, head_dim)
     return ct.gather(q, indices, mask=inside, check_bounds=False)
 
 
@@ -34,9 +43,9 @@ def load_sinks(const: Any, place: Any, sinks: Any) -> Any:
 
 
 @ct.function
-def store(const: Any, place: Any, out: Any, tile: Any) -> None:
-    """Store results ``[tile_m, tile_d]``."""
-    indices, inside = elements(place, place.result, const.vo.tile_d, const.head_dim_v)
+def store(place: Any, out: Any, first: ConstInt, width: ConstInt, head_dim: ConstInt, tile: Any) -> None:
+    """Store a part of results ``[tile_m, width]``."""
+    indices, inside = elements(place, place.result, first, width, head_dim)
     ct.scatter(out, indices, tile.astype(out.dtype), mask=inside, check_bounds=False)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import backward, tiles, walk
+from multiattn.cutile.kernels import backward, tiles, walk, wide
 from multiattn.cutile.kernels.constants import BackwardConstants, RowDeltaConstants
 from multiattn.cutile.kernels.tiles import ZERO, Array32, ConstBool, Numbers, Place, Vectors32
 
@@ -48,8 +48,8 @@ def add_block(const: Any, place: Any, keys: Any, ds: Any, slot: Any, block: Any,
     tile = tile.reshape((const.tile_n, const.tile_m))
     if masked:  # nobody has written what lies beyond the diagonal
         tile = ct.where(tiles.is_visible(const, place, block).transpose(), tile, 0.0).astype(keys.dtype)
-    rows = tiles.load_tile(const, keys, (place.batch, place.head_kv, block, 0), const.tile_n, const.latency)
-    return ct.mma(tile.transpose(), rows, acc)
+    rows = wide.load(const, const.qk, keys, (place.batch, place.head_kv, block), const.tile_n, const.latency)
+    return wide.add(const.qk, tile.transpose(), rows, acc)
 
 
 # ---------------------------------------------------------------- kernels
@@ -60,7 +60,8 @@ def deltas_kernel(const: RowDeltaConstants) -> Callable[..., None]:
 
     def deltas(out: Array32, dout: Array32, dlse: Vectors32, delta: Vectors32) -> None:
         rows = backward.find_rows(const, out)
-        backward.row_delta(const, out, tiles.load_tile(const, dout, (*rows, 0), const.tile_m, 2), dlse, delta, rows)
+        douts = wide.load(const, const.vo, dout, rows, const.tile_m, 2)
+        backward.row_delta(const, out, douts, dlse, delta, rows)
 
     return deltas
 
@@ -91,7 +92,7 @@ def stored_query_grads_kernel(const: BackwardConstants) -> Callable[..., None]:
         number = tiles.digits_of(const, dq, number_of(first), order)
         place = tiles.place_tile(const, dq, k, (), order, (), number, False)
         slot = backward.slot_of(dq, place, first)
-        acc = ct.full((const.tile_m, const.tile_d), 0.0, dtype=ct.float32)
+        acc = wide.zeros(const.qk, const.tile_m)
         blocks = walk.key_blocks(const, place)
         full_end = blocks.full_end
         if not const.banded:

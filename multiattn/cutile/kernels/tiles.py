@@ -236,12 +236,6 @@ def load_part(const: Any, array: Any, index: Any, rows: Any, columns: Any, laten
     return tile.reshape((rows, columns))
 
 
-@ct.function
-def load_tile(const: Any, array: Any, index: Any, rows: Any, latency: Any) -> Any:
-    """A tile as wide as head_dim, ``[rows, tile_d]``."""
-    return load_part(const, array, index, rows, const.tile_d, latency)
-
-
 # ---------------------------------------------------------------- the mask
 
 
