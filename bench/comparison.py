@@ -25,7 +25,7 @@ AUTO = "auto"
 GPU_FOLDERS = ("h200", "h100")
 TITLES = {"triton": "Triton", "cutile": "cuTile", "cuda": "CUDA", AUTO: "`auto`"}
 PEER_TITLES = {
-    "sdpa-cudnn": "cuDNN", "cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4",
+    "sdpa-cudnn": "cuDNN", "cudnn": "cuDNN", "fa3": "FA3", "fa3-vllm": "FA3", "fa4": "FA4",
     "flex": "Flex", "flashinfer": "FlashInfer", "sdpa": "SDPA", "flex_attention": "Flex",
     "flash_attention_4": "FA4",
 }  # fmt: skip
@@ -73,7 +73,7 @@ def short_name(cell: Cell) -> str:
     length = f"{cell.seq // 1024}k" if cell.seq >= 1024 and cell.seq % 1024 == 0 else str(cell.seq)
     if isinstance(cell, DecodeCell):
         kind = "mixed" if cell.mixed else f"{cell.queries} quer{'y' if cell.queries == 1 else 'ies'}"
-        return f"D{cell.head_dim} {kind} B{cell.batch} {length} keys {cell.cache}"
+        return f"D{cell.widths} {kind} B{cell.batch} {length} keys {cell.cache}"
     return f"D{cell.head_dim} {cell.attention.replace('_', ' ')} {length}"
 
 

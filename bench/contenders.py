@@ -236,7 +236,7 @@ class Ours:
 def over_cache(cell: DecodeCell, served: Served, backend: str, arch: Arch) -> Contender:
     """The public call of a backend on each copy of a cache in turns; Unsupported with reasons."""
     options = {**cell.arguments(served), "backend": backend}
-    out, (k, v) = torch.empty_like(served.q), served.caches[0]  # out is in memory as q is
+    out, (k, v) = cell.empty_out(served), served.caches[0]
     asked = kvcache.cached_call(served.q, k, v, options | {"out": out}, kvcache.Where.of(options))
     (plan,) = choose(problem_of(*asked), arch, asked[1], "forward")
     calls = [functools.partial(multiattn.fmha_kvcache, served.q, *it, **options) for it in served.caches]

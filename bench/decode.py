@@ -89,7 +89,8 @@ def _reference(cell: DecodeCell, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     out, lse = reference_in_chunks(operands, problem, torch.float64)
     naive, _ = reference_in_chunks(operands, problem, q.dtype)
     _, naive_lse = reference_in_chunks(operands, problem, torch.float32)
-    return out.view(shape), lse.view(shape[:3]), naive.view(shape), naive_lse.view(shape[:3])
+    rows = shape[:3]
+    return out.view(*rows, -1), lse.view(rows), naive.view(*rows, -1), naive_lse.view(rows)
 
 
 # ---------------------------------------------------------------- running
@@ -261,8 +262,8 @@ def _place(row: Row) -> tuple[int, ...]:
 def summary(rows: Sequence[Row]) -> str:
     """Cells of one query by head_dim and kind of cache: geometric means over them, and the least of each."""
     timed = [row for row in rows if row.measured is not None and cell_of(row).queries == 1]
-    timed.sort(key=lambda it: (it.cell.head_dim, cell_of(it).page or 0))
-    groups = grouped(timed, lambda row: (str(row.cell.head_dim), cell_of(row).cache))
+    timed.sort(key=lambda it: (it.cell.head_dim, it.cell.width_v, cell_of(it).page or 0))
+    groups = grouped(timed, lambda row: (cell_of(row).widths, cell_of(row).cache))
     if not groups:
         return ""
     groups["all", "all"] = timed
@@ -295,7 +296,8 @@ def block(path: Path) -> str:
         cell = cell_of(row)
         kind = "mixed batches" if cell.mixed else "decode" if cell.has_rate_of_memory else "chunks of prefill"
         unit = "TB/s" if cell.has_rate_of_memory else "TFLOPS"
-        groups.setdefault(f"{kind}, D = {cell.head_dim}, {cell.dtype}, {unit}", []).append(row)
+        kind += " of a latent" * cell.latent
+        groups.setdefault(f"{kind}, D = {cell.widths}, {cell.dtype}, {unit}", []).append(row)
     made = [f"**{title}**\n\n{table(members)}" for title, members in groups.items() if report.timed_names(members)]
     if not made:
         return NOT_MEASURED

@@ -23,6 +23,9 @@ from multiattn.sequences import Batching
 COLD = 4
 """The copies of a cache together, in units of the L2. At random replacement 2 % of a copy is left at its next turn."""
 COPIES_ON_CPU = 2
+BALANCE = 188
+"""FLOP for each byte of keys and values from which products bound a cell. H200, 2026-11-28: 799 TFLOPS of a matrix
+product over 4.25 TB/s of a copy."""
 LARGEST_BYTES = 32 << 30
 """Keys and values of the largest cell."""
 CHUNKS, CHUNK = 4, 512
@@ -38,7 +41,8 @@ class Served(NamedTuple):
     page_table: torch.Tensor | None
     cu_seqlens_q: torch.Tensor | None
     caches: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """The copies: keys and values ``[B, Hkv, S, D]`` or ``[pages, Hkv, page, D]``, heads inside of tokens in memory."""
+    """The copies: keys and values ``[B, Hkv, S, D]`` or ``[pages, Hkv, page, D]``, heads inside of tokens in memory;
+    of a latent cell views of one tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +55,8 @@ class DecodeCell(Cell):
     """Tokens of a page; None: the cache is dense."""
     mixed: bool = False
     """Chunks of prefill beside decodes, with packed queries."""
+    latent: bool = False
+    """v is a view of the first columns of k, as in absorbed latent attention (MLA): `Problem.v_in_k`."""
 
     def __post_init__(self) -> None:
         Cell.__post_init__(self)
@@ -58,6 +64,8 @@ class DecodeCell(Cell):
             raise ValueError(f"causal: got {self.causal}; allowed {self.queries > 1} of {self.queries} queries")
         if self.page is not None and self.seq % self.page:
             raise ValueError(f"page: got {self.page}; allowed None, or a divisor of seq={self.seq}")
+        if self.latent and self.width_v > self.head_dim:
+            raise ValueError(f"head_dim_v: got {self.width_v}; allowed up to head_dim={self.head_dim} of a latent cell")
 
     @property
     def cache(self) -> str:
@@ -68,8 +76,13 @@ class DecodeCell(Cell):
     def key(self) -> str:
         """The name of the cell in results and on the terminal; distinct for distinct cells."""
         kind = "mixed " if self.mixed else ""
-        sizes = f"B{self.batch} H{self.heads_text} Q{self.queries} N{self.seq} D{self.head_dim}"
-        return f"{kind}{sizes} {self.dtype} {self.cache}"
+        sizes = f"B{self.batch} H{self.heads_text} Q{self.queries} N{self.seq} D{self.widths}"
+        return f"{kind}{sizes} {self.dtype} {self.cache}{' latent' * self.latent}"
+
+    @property
+    def widths(self) -> str:
+        """``128``, or ``192/128`` where v has a width of its own."""
+        return f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
 
     @property
     def lengths_q(self) -> tuple[int, ...]:
@@ -94,19 +107,26 @@ class DecodeCell(Cell):
         return sum(self.band.count_pairs(*its) for its in pairs)
 
     @property
+    def _columns(self) -> int:
+        """Elements of a key and its value in memory: values that are in keys count once."""
+        return self.head_dim if self.latent else self.head_dim + self.width_v
+
+    @property
     def cache_bytes(self) -> int:
-        """Bytes of all keys and values that a launch has to read."""
-        return 2 * sum(self.lengths_kv) * self._heads[1] * self.head_dim * DTYPES[self.dtype].itemsize
+        """Bytes of all keys and values that a launch has to read, of a latent cell of keys alone."""
+        return sum(self.lengths_kv) * self._heads[1] * self._columns * DTYPES[self.dtype].itemsize
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that every launch has to move: keys, values, q and out, each once."""
-        return self.cache_bytes + 2 * sum(self.lengths_q) * self.heads * self.head_dim * DTYPES[self.dtype].itemsize
+        of_rows = (self.head_dim + self.width_v) * DTYPES[self.dtype].itemsize
+        return self.cache_bytes + sum(self.lengths_q) * self.heads * of_rows
 
     @property
     def has_rate_of_memory(self) -> bool:
         """True if memory bounds it: its rate is told in TB/s, that of other cells in TFLOPS."""
-        return self.queries * self.group < 256 or self.mixed
+        flop = 2 * self.queries * self.group * (self.head_dim + self.width_v)  # for a key of a head
+        return flop < BALANCE * self._columns * DTYPES[self.dtype].itemsize or self.mixed
 
     def copies(self, device: torch.device) -> int:
         """The copies of the cache that launches go round."""
@@ -128,8 +148,10 @@ class DecodeCell(Cell):
             seq_q=sum(self.lengths_q) if self.mixed else self.queries,
             seq_kv=self.seq,
             head_dim=self.head_dim,
+            head_dim_v=self.width_v,
             dtype=self.dtype,
             band=self.band,
+            v_in_k=self.latent,
             batching=Batching.cached(self.batch, self.batch * pages, self.page, max_pages, max_q=longest),
         )
 
@@ -148,16 +170,24 @@ class DecodeCell(Cell):
             starts = starts_of(self.lengths_q, device)
         else:
             q = draw(self.batch, self.queries, self.heads, self.head_dim).transpose(1, 2)
-        shape = self.batch, self.seq, heads_kv, self.head_dim
+        shape = self.batch, self.seq, heads_kv
         if self.page is not None:
             pages = self.batch * self.seq // self.page
-            shape = pages, self.page, heads_kv, self.head_dim
+            shape = pages, self.page, heads_kv
             order = torch.randperm(pages, generator=torch.Generator().manual_seed(pages))
             table = order.view(self.batch, -1).to(device, torch.int32)
-        k, v = (draw(*shape).transpose(1, 2) for _ in "kv")
-        others = ((k.clone(), v.clone()) for _ in range(self.copies(device) - 1))
+        widths = (self.head_dim,) if self.latent else (self.head_dim, self.width_v)
+        drawn = [draw(*shape, width).transpose(1, 2) for width in widths]
+        copies = [drawn, *([it.clone() for it in drawn] for _ in range(self.copies(device) - 1))]
+        caches = tuple((its[0], its[0][..., : self.width_v] if self.latent else its[1]) for its in copies)
         lengths = torch.tensor(self.lengths_kv, dtype=torch.int32, device=device)
-        return Served(q, lengths, table, starts, ((k, v), *others))
+        return Served(q, lengths, table, starts, caches)
+
+    def empty_out(self, served: Served) -> torch.Tensor:
+        """A result that nobody has written yet, in memory as q is."""
+        rows = served.q if served.q.dim() == 3 else served.q.transpose(1, 2)
+        out = rows.new_empty((*rows.shape[:-1], self.width_v))
+        return out if served.q.dim() == 3 else out.transpose(1, 2)
 
     def arguments(self, tensors: Any) -> dict[str, Any]:
         """The keyword arguments of `multiattn.fmha_kvcache` behind q and the caches."""
@@ -203,6 +233,26 @@ def _few_queries() -> Iterable[DecodeCell]:
         yield replace(PLAIN, page=page, seq=seq, batch=batch, queries=queries, causal=True)
 
 
+def _latent() -> Iterable[DecodeCell]:
+    """Absorbed latent attention of DeepSeek's kind, on one GPU of eight and on all heads, and of a narrower latent."""
+    for page, (batch, heads), queries in itertools.product((64, None), ((64, 16), (16, 128)), (1, 2, 4)):
+        yield _wide(576, 512, page, queries, batch=batch, heads=heads, heads_kv=1, latent=True)
+    for page, queries in itertools.product((64, None), (1, 4)):
+        yield _wide(320, 256, page, queries, batch=64, heads=16, heads_kv=1, latent=True)
+
+
+def _wide(head_dim: int, head_dim_v: int, page: int | None, queries: int, **more: Any) -> DecodeCell:
+    """A cell whose values have a width of their own."""
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim_v, "page": page, "queries": queries, **more}
+    return replace(PLAIN, **sizes, causal=queries > 1)
+
+
+def _own_widths() -> Iterable[DecodeCell]:
+    """Full attention of MiMo's kind."""
+    for page, queries in itertools.product((64, None), (1, 4)):
+        yield _wide(192, 128, page, queries, batch=32, heads=64, heads_kv=4)
+
+
 def _chunks() -> Iterable[DecodeCell]:
     chunk = replace(PLAIN, heads=8, heads_kv=1, seq=65536, queries=CHUNK, causal=True)
     for page in (16, None, 64):
@@ -211,7 +261,10 @@ def _chunks() -> Iterable[DecodeCell]:
         yield replace(chunk, page=page, batch=64, heads=32, heads_kv=8, seq=8192, mixed=True)
 
 
-CELLS: tuple[DecodeCell, ...] = (*_one_query(128), *_few_queries(), *_chunks(), *_one_query(64), *_one_query(256))
+CELLS: tuple[DecodeCell, ...] = (
+    *(*_one_query(128), *_few_queries(), *_latent(), *_own_widths()),
+    *(*_chunks(), *_one_query(64), *_one_query(256)),
+)
 """All cells, those that say most first, as a run may end before the last."""
 
 

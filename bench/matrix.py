@@ -53,6 +53,8 @@ class Cell:
     window: int | None = None
     """The keys that a query of a causal cell sees, its own the last of them; None: all up to its own."""
     feature: features.Feature = "none"
+    head_dim_v: int | None = None
+    """The width of v and out where it is not head_dim."""
 
     def __post_init__(self) -> None:
         if self.direction not in DIRECTIONS:
@@ -71,6 +73,11 @@ class Cell:
     def heads_text(self) -> str:
         """``16``, or ``16/2`` of 16 query heads on 2 key/value heads."""
         return f"{self.heads}" if self.heads_kv is None else f"{self.heads}/{self.heads_kv}"
+
+    @property
+    def width_v(self) -> int:
+        """The width of v and out."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def group(self) -> int:
@@ -379,12 +386,12 @@ def narrowed(cells: tuple[Cell, ...], **wanted: Sequence[Any]) -> tuple[Cell, ..
 
 
 def forward_flops(cell: Cell) -> int:
-    """FLOP of one forward: two products of ``2*D`` FLOP per visible (query, key) pair, of every query head.
+    """FLOP of one forward: products of ``2*D`` and ``2*Dv`` FLOP per visible (query, key) pair, of every query head.
 
     Masked pairs do not count, so a causal kernel gains nothing by computing them. Exponentials do not count, nor does
     what a feature makes of a score.
     """
-    return 4 * cell.heads * cell.total_pairs * cell.head_dim
+    return 2 * cell.heads * cell.total_pairs * (cell.head_dim + cell.width_v)
 
 
 def cell_flops(cell: Cell) -> int:

@@ -1,4 +1,4 @@
-"""Peers over a cache of keys and values: cuDNN through SDPA and by its own graphs, FlashAttention-3 and 4, FlashInfer.
+"""Peers over a cache: cuDNN through SDPA and by its own graphs, FlashAttention-3, vLLM's build of it, 4, FlashInfer.
 
 Each is optional and imported only when it runs. All read the same copies of the same cache, one copy after another;
 plans and graphs are made before anything is timed. Where a peer leaves a choice to its caller, each choice is tried in
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -63,16 +64,24 @@ def _over(build: Callable[[DecodeCell, Served], Mapping[str, Call] | Iterator[tu
     return made
 
 
+Widths = Callable[[DecodeCell], str]
+"""Says what a peer accepts where it does not accept the widths of a cell, else nothing."""
+
+
+def _any(cell: DecodeCell) -> str:
+    return ""
+
+
 def _refuse(
-    *, dense: bool = True, paged: bool = True, mixed: bool = True, causal: bool = True, head_dim: int | None = None
+    *, dense: bool = True, paged: bool = True, mixed: bool = True, causal: bool = True, widths: Widths = _any
 ) -> Any:
     """The `refuse` of a Peer that lacks some of these."""
 
     def reasons(cell: Cell, tensors: Tensors) -> tuple[Reason, ...]:
         assert isinstance(cell, DecodeCell)
         found = []
-        if head_dim not in (None, cell.head_dim):
-            found.append(Reason(code="head_dim", got=str(cell.head_dim), allowed=str(head_dim)))
+        if allowed := widths(cell):
+            found.append(Reason(code="head_dim", got=cell.widths, allowed=allowed))
         if not (dense if cell.page is None else paged):
             found.append(Reason(code="cache", got=cell.cache, allowed="dense" if dense else "pages"))
         if cell.mixed and not mixed:
@@ -109,7 +118,7 @@ def _build_cudnn(cell: DecodeCell, served: Served) -> dict[str, Call]:
     cudnn = importlib.import_module("cudnn")
     handle, q = _handle(), served.q
     dtype = getattr(cudnn.data_type, {"bf16": "BFLOAT16", "fp16": "HALF"}[cell.dtype])
-    out = torch.empty_like(q)
+    out = cell.empty_out(served)
     lengths_q = torch.tensor(cell.lengths_q, dtype=torch.int32, device=q.device)
     given = {name: it.view(-1, 1, 1, 1) for name, it in (("q", lengths_q), ("kv", served.seqlens_kv))}
     graph = cudnn.pygraph(
@@ -131,16 +140,24 @@ def _build_cudnn(cell: DecodeCell, served: Served) -> dict[str, Call]:
         more["paged_attention_max_seq_len_kv"] = cell.seq
     if cell.causal:
         more |= {"diagonal_alignment": cudnn.diagonal_alignment.BOTTOM_RIGHT, "diagonal_band_right_bound": 0}
-    shape, strides = tuple(q.shape), q.stride()
-    if served.cu_seqlens_q is not None:  # a view of packed rows as padded ones, each of which begins where it does
-        shape = cell.batch, cell.heads, cell.queries, cell.head_dim
-        strides = cell.queries * q.stride(0), q.stride(1), q.stride(0), 1
+
+    def padded(rows: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
+        """Sizes and strides; of packed rows as of padded ones, each of which begins where it does."""
+        if served.cu_seqlens_q is None:
+            return rows.shape, rows.stride()
+        token, head, _ = rows.stride()
+        return (cell.batch, cell.heads, cell.queries, rows.shape[-1]), (cell.queries * token, head, token, 1)
+
+    def set_starts(node: Any, rows: torch.Tensor) -> None:
+        """Say where the rows of each sequence begin."""
+        if served.cu_seqlens_q is not None:
+            starts = (served.cu_seqlens_q.long() * rows.stride(0)).view(-1, 1, 1, 1)
+            pack[ragged := graph.tensor_like(starts)] = starts
+            node.set_ragged_offset(ragged)
+
+    shape, strides = padded(q)
     query = graph.tensor(dim=shape, stride=strides, data_type=dtype)
-    if served.cu_seqlens_q is not None:
-        starts = (served.cu_seqlens_q.long() * q.stride(0)).view(-1, 1, 1, 1)
-        ragged = graph.tensor_like(starts)
-        pack[ragged] = starts
-        query.set_ragged_offset(ragged)
+    set_starts(query, q)
     result, _ = graph.sdpa(
         name="sdpa",
         q=query,
@@ -153,9 +170,9 @@ def _build_cudnn(cell: DecodeCell, served: Served) -> dict[str, Call]:
         seq_len_kv=lengths["kv"],
         **more,
     )
+    shape, strides = padded(out)
     result.set_output(True).set_dim(shape).set_stride(strides)
-    if served.cu_seqlens_q is not None:
-        result.set_ragged_offset(ragged)
+    set_starts(result, out)
     try:
         graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     except cudnn.cudnnGraphNotSupportedError as error:
@@ -174,6 +191,34 @@ def _build_cudnn(cell: DecodeCell, served: Served) -> dict[str, Call]:
 # ---------------------------------------------------------------- FlashAttention
 
 
+def _is_absorbed(cell: DecodeCell) -> bool:
+    """True where FlashAttention-3 takes the latent columns of q apart, beside the 64 others."""
+    return cell.latent and cell.head_dim - cell.width_v == 64
+
+
+def _up_to_256(cell: DecodeCell) -> str:
+    return "" if cell.head_dim <= 256 else "up to 256"
+
+
+def _up_to_256_or_absorbed(cell: DecodeCell) -> str:
+    return "" if _is_absorbed(cell) else _up_to_256(cell)
+
+
+def _of_vllm(cell: DecodeCell) -> str:
+    return "" if _is_absorbed(cell) and cell.width_v == 512 else _up_to_256(cell)
+
+
+def _of_wheel(cell: DecodeCell) -> str:
+    return "" if cell.widths == "128" else "128"
+
+
+def _parted(cell: DecodeCell, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows of q or of keys as FlashAttention-3 takes them, and their latent columns, if it takes these apart."""
+    if not _is_absorbed(cell):
+        return rows, None
+    return rows[..., cell.width_v :], rows[..., : cell.width_v]
+
+
 def _fa3(module: str) -> Peer:
     """FlashAttention-3 from upstream's package, or from the wheel through `bench.peers_jax`."""
 
@@ -181,10 +226,12 @@ def _fa3(module: str) -> Peer:
         function = importlib.import_module(module).flash_attn_with_kvcache
         options = cell.arguments(served)
         options["cache_seqlens"] = options.pop("seqlens_kv")
-        q = _tokens_first(served.q)
+        q, latent = _parted(cell, _tokens_first(served.q))
+        options |= {} if latent is None else {"qv": latent}
 
         def attend(splits: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = function(q, k.transpose(1, 2), v.transpose(1, 2), **options, num_splits=splits)
+            keys, _ = _parted(cell, k.transpose(1, 2))
+            out: torch.Tensor = function(q, keys, v.transpose(1, 2), **options, num_splits=splits)
             return _tokens_first(out)
 
         return {f"num_splits={it}": on_each(served, functools.partial(attend, it)) for it in SPLITS}
@@ -192,8 +239,49 @@ def _fa3(module: str) -> Peer:
     (known,) = find_peers(("fa3",))
     assert known.instead is not None
     if module == known.module:
-        return replace(known, build=_over(build), refuse=_refuse(), instead=_fa3("bench.peers_jax"))
-    return replace(known.instead, build=_over(build), refuse=_refuse(head_dim=128))
+        refuse = _refuse(widths=_up_to_256_or_absorbed)
+        return replace(known, build=_over(build), refuse=refuse, instead=_fa3("bench.peers_jax"))
+    return replace(known.instead, build=_over(build), refuse=_refuse(widths=_of_wheel))
+
+
+def forward_of_vllm(module: str) -> Callable[..., Sequence[torch.Tensor]]:
+    """The forward of an extension module of vLLM's, which registers it as an op when it is loaded."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    torch.ops.load_library(spec.origin)
+    found: Callable[..., Sequence[torch.Tensor]] = torch.ops._vllm_fa3_C.fwd
+    return found
+
+
+def _fa3_of_vllm(*modules: str) -> Peer:
+    """FlashAttention-3 as vLLM 0.26 builds it, in its package or by itself; the first of `modules` that is there."""
+    module, *others = modules
+
+    def build(cell: DecodeCell, served: Served) -> dict[str, Call]:
+        forward, (q, latent) = forward_of_vllm(module), _parted(cell, _tokens_first(served.q))
+        where = (
+            *(None, None, latent, None),  # new keys and values, the latent part of q, out
+            *(served.cu_seqlens_q, None, None, None, served.seqlens_kv),
+            *(max(cell.lengths_q), None if served.page_table is None else cell.seq, served.page_table),
+            *(None,) * 8,  # entries of the batch, padding on the left, rotations, scales of fp8
+            *(cell.head_dim**-0.5, cell.causal, -1, -1, 0.0, True, None),  # no window, no softcap, no plan of its own
+        )
+        behind = None, 0, None, 1, 0, None  # heads packed as it likes, no SMs left free, no sinks, one GPU
+
+        def attend(splits: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            keys, _ = _parted(cell, k.transpose(1, 2))
+            return _tokens_first(forward(q, keys, v.transpose(1, 2), *where, splits, *behind)[0])
+
+        return {f"num_splits={it}": on_each(served, functools.partial(attend, it)) for it in SPLITS}
+
+    return Peer(
+        name="fa3-vllm",
+        module=module,
+        install="pip install vllm",
+        build=_over(build),
+        refuse=_refuse(widths=_of_vllm),
+        instead=_fa3_of_vllm(*others) if others else None,
+    )
 
 
 def _build_fa4(cell: DecodeCell, served: Served) -> dict[str, Call]:
@@ -257,16 +345,21 @@ def _peers() -> tuple[Peer, ...]:
     (sdpa,) = find_peers(("sdpa-cudnn",))
     (fa4,) = find_peers(("fa4",))
     return (
-        replace(sdpa, build=_over(_build_sdpa), refuse=_refuse(paged=False, mixed=False, causal=False)),
+        replace(
+            sdpa,
+            build=_over(_build_sdpa),
+            refuse=_refuse(paged=False, mixed=False, causal=False, widths=_up_to_256),
+        ),
         Peer(name="cudnn", module="cudnn", install="pip install nvidia-cudnn-frontend", build=_over(_build_cudnn)),
         _fa3("flash_attn_interface"),
-        replace(fa4, build=_over(_build_fa4), refuse=_refuse()),
+        _fa3_of_vllm("vllm.vllm_flash_attn._vllm_fa3_C", "_vllm_fa3_C"),
+        replace(fa4, build=_over(_build_fa4), refuse=_refuse(widths=_up_to_256)),
         Peer(
             name="flashinfer",
             module="flashinfer",
             install="pip install flashinfer-python",
             build=_over(_build_flashinfer),
-            refuse=_refuse(dense=False),
+            refuse=_refuse(dense=False, widths=lambda cell: "" if cell.width_v == cell.head_dim else "one width"),
         ),
     )
 

@@ -322,7 +322,7 @@ NO_GPU = Reason(code="gpu", got="none on this machine", allowed="an NVIDIA GPU",
 
 PEER_PACKAGES = (
     *("flash-attn", "flash-attn-3", "flash-attn3-jax", "flash-attn-4", "tilegym"),
-    *("flashinfer-python", "nvidia-cudnn-frontend"),
+    *("flashinfer-python", "nvidia-cudnn-frontend", "vllm"),
 )
 _PEERS = ("peers.py", "peers_cute.py", "peers_jax.py", "peers_decode.py", "xla_ffi.py")
 TIMED_WITH = ("matrix.py", "decode_cells.py", "features.py", "contenders.py", *_PEERS)

@@ -131,7 +131,8 @@ def _cached(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
     for row in one_run(rows):
         cell = row.cell
         if isinstance(cell, DecodeCell) and row.contender in BACKENDS and row.measured and row.regime == "graph":
-            key = row.environment.gpu, cell.head_dim, cell.queries * cell.group
+            width = (cell.head_dim + cell.width_v) // 2  # as cells are compared by
+            key = row.environment.gpu, width, cell.queries * cell.group
             groups.setdefault(key, {}).setdefault(cell, {})[row.contender] = row
     for (gpu, head_dim, count), by_cell in sorted(groups.items()):
         most = max(map(len, by_cell.values()))

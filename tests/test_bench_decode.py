@@ -25,9 +25,17 @@ DENSE = DecodeCell(
 PAGED = replace(DENSE, page=8, heads_kv=1)
 FEW = replace(DENSE, queries=3, causal=True, page=4)
 MIXED = replace(DENSE, batch=6, queries=5, causal=True, mixed=True, page=16)
+WIDE = replace(DENSE, head_dim_v=24)
+LATENT = replace(PAGED, head_dim=80, head_dim_v=16, latent=True)
 KINDS = (
     *(DENSE, PAGED, FEW, MIXED),
     *(replace(DENSE, heads_kv=None), replace(FEW, page=None, heads=8), replace(MIXED, page=None)),
+    *(WIDE, replace(MIXED, head_dim_v=24)),
+    *(
+        LATENT,
+        replace(LATENT, page=None, queries=3, causal=True),
+        replace(MIXED, head_dim_v=8, heads_kv=1, latent=True),
+    ),
 )
 
 
@@ -62,7 +70,7 @@ def run(folder, *providers, clock=None, seconds=60.0, now=None, told=print, **ch
 
 def attended(q, k, v, *, seqlens_kv, page_table=None, cu_seqlens_q=None, causal=False, **_):
     """Attention over a cache in fp64, a sequence at a time; q ``[B, Hq, Sq, D]`` or packed."""
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     for entry, length in enumerate(seqlens_kv.tolist()):
         own = entry if cu_seqlens_q is None else slice(*cu_seqlens_q[entry : entry + 2].tolist())
         rows = q[own] if cu_seqlens_q is None else q[own].transpose(0, 1)
@@ -83,10 +91,34 @@ def of_flash_attention(q, k, v, causal=False, packed=None, table=None, lengths=N
     return swap(attended(swap(q), k.transpose(1, 2), v.transpose(1, 2), **options))
 
 
-def fa3(q, k, v, *, cache_seqlens, num_splits, causal, page_table=None, cu_seqlens_q=None, max_seqlen_q=None):
+def whole(q, k, v, latent):
+    """q and k of absorbed latent attention, which FlashAttention-3 takes apart."""
+    if latent is None:
+        return q, k
+    assert q.shape[-1] == k.shape[-1] == 64
+    return torch.cat((latent, q), dim=-1), torch.cat((v, k), dim=-1)
+
+
+def fa3(q, k, v, *, cache_seqlens, num_splits, causal, page_table=None, cu_seqlens_q=None, max_seqlen_q=None, qv=None):
     assert num_splits in SPLITS
     assert (cu_seqlens_q is None) == (max_seqlen_q is None)
+    q, k = whole(q, k, v, qv)
     return of_flash_attention(q, k, v, causal, cu_seqlens_q, page_table, cache_seqlens)
+
+
+def fa3_of_vllm(q, k, v, *others):
+    """The op, by the places of its arguments."""
+    assert len(others) == 34
+    latent, starts, lengths, longest, most, table, scale, causal, splits = (
+        others[at] for at in (2, 4, 8, 9, 10, 11, 20, 21, 27)
+    )
+    assert others[22:26] == (-1, -1, 0.0, True)
+    assert splits in SPLITS
+    assert longest == q.shape[1] or starts is not None
+    assert most == (None if table is None else table.shape[1] * k.shape[1])
+    q, k = whole(q, k, v, latent)
+    assert scale == q.shape[-1] ** -0.5
+    return of_flash_attention(q, k, v, causal, starts, table, lengths), None
 
 
 def fa4(q, k, v, *, seqused_k, max_seqlen_q, causal, page_table=None, cu_seqlens_q=None):
@@ -97,7 +129,7 @@ def fa4(q, k, v, *, seqused_k, max_seqlen_q, causal, page_table=None, cu_seqlens
 
 
 def test_cells_have_names_of_their_own_and_the_largest_are_left_out():
-    assert len(CELLS) == len(set(CELLS)) == len({cell.key for cell in CELLS}) == 3 * 4 * 3 * 4 * 4 + 48 + 6
+    assert len(CELLS) == len(set(CELLS)) == len({cell.key for cell in CELLS}) == 3 * 4 * 3 * 4 * 4 + 48 + 6 + 20
     assert min(cell.cache_bytes for cell in CELLS if too_large(cell)) > 32 << 30
     largest = replace(DENSE, batch=128, heads=64, heads_kv=8, seq=131072, head_dim=128)
     assert "got 68.7 GB of keys and values; allowed up to 34.4 GB" in too_large(largest)
@@ -108,7 +140,7 @@ def test_cells_have_names_of_their_own_and_the_largest_are_left_out():
     ("patterns", "holds"),
     [
         ((), lambda cell: True),
-        (("H64/8 Q1 page*",), lambda cell: cell.heads == 64 and cell.queries == 1 and cell.page is not None),
+        (("H64/8 Q1 page*",), lambda cell: cell.heads_text == "64/8" and cell.queries == 1 and cell.page is not None),
         (("mixed", "Q512 B1"), lambda cell: cell.queries == 512),
         (("N1024 dense", "Q4"), lambda cell: cell.queries == 4 or (cell.seq == 1024 and cell.page is None)),
     ],
@@ -128,7 +160,7 @@ def test_the_truth_and_the_work_are_those_of_each_sequence(cell, limit, monkeypa
     truth = decode.truth_of(cell, served)
     assert len({k.data_ptr() for k, _ in served.caches}) == COPIES_ON_CPU
     pairs = [q * kv - q * (q - 1) // 2 for q, kv in zip(cell.lengths_q, cell.lengths_kv, strict=True)]
-    assert cell_flops(cell) == 4 * cell.heads * cell.head_dim * sum(pairs)
+    assert cell_flops(cell) == 2 * cell.heads * (cell.head_dim + cell.width_v) * sum(pairs)
     options = cell.arguments(served)
     out = attended(served.q.double(), *served.caches[1], **options)
     assert torch.allclose(truth.forward.out.truth, out, rtol=1e-12, atol=1e-12)
@@ -197,6 +229,7 @@ def modules(monkeypatch):
         "flash_attn_interface": {"flash_attn_with_kvcache": fa3},
         "flash_attn.cute": {"flash_attn_varlen_func": fa4},
     }
+    monkeypatch.setattr(peers_decode, "forward_of_vllm", lambda module: fa3_of_vllm)
     for name, members in functions.items():
         fakes.stand_in(monkeypatch, name, **members)
     monkeypatch.setattr(bench.peers, "_import_problem", lambda module: "")
@@ -209,7 +242,9 @@ def peer(name):
 
 
 @pytest.mark.parametrize("cell", KINDS, ids=str)
-@pytest.mark.parametrize(("name", "detail"), [("fa3", "num_splits=8"), ("fa4", "keys not split")])
+@pytest.mark.parametrize(
+    ("name", "detail"), [("fa3", "num_splits=8"), ("fa3-vllm", "num_splits=8"), ("fa4", "keys not split")]
+)
 def test_peers_compute_every_cell_that_they_take(name, detail, cell, modules, tmp_path):
     (row,), _ = run(tmp_path, peer(name), cells=(cell,))
     assert row.measured, row.error or row.reasons

@@ -53,6 +53,7 @@ _RARE = {
     "sdpa-flash": Style(light="#5f6470", dark="#b9bec9", shape="triangle-up", dash=DASHES[2]),
     "sdpa-efficient": Style(light="#8a6d00", dark="#d8c04a", shape="triangle-up", dash=DASHES[3]),
     "fa2": Style(light="#c2185b", dark="#ff7fae", shape="triangle-down", dash=DASHES[3]),
+    "fa3-vllm": Style(light="#9a4a2a", dark="#d08a5c", shape="cross", dash=DASHES[2]),
     "tilegym": Style(light="#7b5e57", dark="#c2a79f", shape="cross", dash=DASHES[4]),
 }
 _KNOWN = {**MAIN, **_RARE}
