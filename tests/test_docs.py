@@ -101,11 +101,15 @@ def test_the_readme_is_short_and_says_first_what_was_timed():
     assert len(BLOCKS) == 5
 
 
+NEEDED = {"transformers_model": "transformers", "gemma_layers": "transformers.models.gemma4"}
+"""Modules that examples need, and that may be missing."""
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda it: it.stem)
 def test_example_runs(path, capsys, monkeypatch):
     """Here on the CPU; each holds what it asserts."""
-    if path.stem == "transformers_model":
-        pytest.importorskip("transformers")
+    if path.stem in NEEDED:
+        pytest.importorskip(NEEDED[path.stem])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out
