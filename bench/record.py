@@ -132,6 +132,7 @@ def _plan(
             seq_q=seq if rule.rows_max is None else -(-rule.rows_max // GROUP),
             seq_kv=seq,
             head_dim=head_dim,
+            head_dim_v=min(head_dim, rule.head_dim_v_max or head_dim),
             dtype=dtype,
             causal=causal,
             batching=Batching.packed(batch) if rule.packed else cache,

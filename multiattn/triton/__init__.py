@@ -67,7 +67,9 @@ _FORWARD = (
         rules=rules_of(decode.VARIANT),
         summary="decode: query heads that share keys are rows of one tile, keys divided among blocks, parts merged by "
         "a second kernel",
-        capability=replace(plain.CAPABILITY, block_masks=0, packing=False, caches=True),
+        capability=replace(
+            plain.CAPABILITY, head_dim_max=decode.HEAD_DIM_MAX, block_masks=0, packing=False, caches=True
+        ),
     ),
     gluon_forward.FAMILY.variant(
         gluon_forward.VARIANT,

@@ -20,16 +20,17 @@ from multiattn.plan.schedule import (
     ROWS_MAX,
     choose_splits,
     most_multiprocessors,
+    one_width,
     power_of_two,
     row_tiles,
+    saving_widths,
 )
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.sequences import SPLITS_MAX, area_layouts
 from multiattn.triton.family import ASYNCHRONOUS, Areas, TritonFamily, TritonLaunch
-from multiattn.triton.kernels.constants import FEW_ROWS, OUT_VECTOR, MergeConstants, SplitConstants, widths
+from multiattn.triton.kernels.constants import FEW_ROWS, OUT_VECTOR, MergeConstants, SplitConstants, Width
 from multiattn.triton.ladder import STEPS
-from multiattn.triton.plain import pads
 from multiattn.triton.score import lowered_score
 from multiattn.triton.table import (
     ELEMENT_BYTES,
@@ -53,6 +54,10 @@ VARIANT = "split_keys"
 PARTS, MERGE = "attention_of_parts", "merge_splits"
 """The names of the kernels."""
 
+HEAD_DIM_MAX, VALUES_MAX = 576, 512
+"""The most columns of q and k, and of v: those of absorbed latent attention."""
+ONE_TILE_MAX = 256
+"""The most columns of q and k that are always one tile."""
 MERGED_COLUMNS = 32
 """Columns of a program that merges parts: few, so that there are many programs where there are few rows."""
 _MERGED_PARTS = (4, 16, 64, SPLITS_MAX)
@@ -144,6 +149,20 @@ def merge_programs(problem: Problem, splits: int) -> int:
     return -(-lines // merged(splits)[1]) * -(-problem.head_dim_v // MERGED_COLUMNS)
 
 
+def widths_of(problem: Problem) -> tuple[Width, Width, bool]:
+    """Columns of q and k in their first tile and behind it, and whether v is read there.
+
+    Up to 256 columns are one tile, unless the first columns of k are v, and are read once.
+    """
+    head_dim, first = problem.head_dim, one_width(problem.head_dim_v)
+    if problem.v_in_k and first < head_dim <= 2 * first:
+        return Width(first), Width(head_dim - first), True
+    pieces = saving_widths(head_dim) if head_dim > ONE_TILE_MAX else None
+    if pieces is not None:
+        return Width(pieces[0]), Width(head_dim - pieces[0]), False
+    return Width(head_dim), Width(0), problem.v_in_k and one_width(head_dim) == first
+
+
 def smem_bytes(problem: Problem, arch: Arch, config: TritonSplitConfig) -> int:
     """Shared memory that the tiles of q, k and v take; the compiler adds barriers and scratch of a few KiB.
 
@@ -151,9 +170,11 @@ def smem_bytes(problem: Problem, arch: Arch, config: TritonSplitConfig) -> int:
     """
     in_background = arch.name in ASYNCHRONOUS and config.tile_m >= _WGMMA_ROWS
     in_flight = config.stages if in_background else config.stages - 1
-    of_k, of_v = pads(problem)
-    streamed = in_flight * (of_k + of_v) if config.stages > 1 else max(of_k, of_v)
-    return (config.tile_m * of_k + config.tile_n * streamed) * ELEMENT_BYTES
+    width, rest, v_in_k = widths_of(problem)
+    of_q = width.pad + (rest.pad if rest else 0)
+    of_v = 0 if v_in_k else one_width(problem.head_dim_v)
+    streamed = in_flight * (of_q + of_v) if config.stages > 1 else max(of_q, of_v)
+    return (config.tile_m * of_q + config.tile_n * streamed) * ELEMENT_BYTES
 
 
 def why_not_fit(problem: Problem, arch: Arch, config: TritonSplitConfig) -> tuple[Reason, ...]:
@@ -167,6 +188,7 @@ def why_not_fit(problem: Problem, arch: Arch, config: TritonSplitConfig) -> tupl
     return limits.failed(
         (
             (problem.rows <= ROWS_MAX, rows, f"up to {ROWS_MAX}"),
+            (problem.head_dim_v <= VALUES_MAX, f"values of {problem.head_dim_v} columns", f"up to {VALUES_MAX}"),
             *limits.size_checks(config, arch, smem_bytes(problem, arch, config), programs),
             (merging <= GRID_MAX, f"{merging} blocks that merge parts", f"a grid of up to {GRID_MAX}"),
         )
@@ -185,12 +207,13 @@ def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
 def _parts(plan: Plan, config: TritonSplitConfig) -> KernelTable:
     problem, cache = plan.problem, plan.problem.cache
     known, constants = problem.layouts, _constants(plan, config)
-    is_aligned = problem.alignment == VECTOR_BYTES
+    is_aligned, streamed = problem.alignment == VECTOR_BYTES, ("k",) if constants.v_in_k else ("k", "v")
     paging: Parameter = NONE
     if cache is not None and cache.page is not None:
         paging = integers(page_keys=cache.page, table_stride=cache.table_stride)
     rows: dict[str, Parameter] = {
-        **{name: Tensor(of=name, is_aligned=is_aligned) for name in ("q", "k", "v")},
+        **{name: Tensor(of=name, is_aligned=is_aligned) for name in ("q", "k")},
+        "v": given("v" in streamed, Tensor(of="v", is_aligned=is_aligned)),
         **{name: given(constants.whole, Tensor(of=name)) for name in ("out", "lse")},
         **{name: given(not constants.whole, Tensor(of=name)) for name in ("partial_out", "partial_lse")},
         "scale": factor_row(problem, problem.scale_log2),
@@ -204,7 +227,7 @@ def _parts(plan: Plan, config: TritonSplitConfig) -> KernelTable:
             splits=config.splits,
         ),
         "strides": {
-            **{name: stride_rows(name, known[name].strides[:3], constants.vector) for name in ("q", "k", "v")},
+            **{name: stride_rows(name, known[name].strides[:3], constants.vector) for name in ("q", *streamed)},
             "out": _out_strides(problem),
         },
         "paging": paging,
@@ -225,11 +248,15 @@ def _parts(plan: Plan, config: TritonSplitConfig) -> KernelTable:
 def _constants(plan: Plan, config: TritonSplitConfig) -> SplitConstants:
     problem, cache = plan.problem, plan.problem.cache
     page = None if cache is None else cache.page
+    width, rest, v_in_k = widths_of(problem)
     return filled(
         SplitConstants,
         problem,
         config,
-        **widths(problem),
+        width=width,
+        width_v=Width(problem.head_dim_v),
+        rest=rest,
+        v_in_k=v_in_k,
         step=STEPS["full"].step,
         far_rows=max(problem.strides_k[2], problem.strides_v[2]) * config.tile_n >= INT32,
         vector=problem.alignment // ELEMENT_BYTES,

@@ -146,8 +146,15 @@ class TileConstants:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitConstants(TileConstants):
-    """Constants of the kernel of parts; those of `TileConstants` that are of lists and rungs stay as they are."""
+    """Constants of the kernel of parts; those of `TileConstants` that are of lists and rungs stay as they are.
 
+    Rows of q and k may be in two tiles: `width` is then what the first has.
+    """
+
+    rest: Width = field(default_factory=Width)
+    """Columns of q and k behind those; 0 where one tile has all."""
+    v_in_k: bool = False
+    """v is the first columns of the first tile of k, which is as wide as one of v: no other is read."""
     cached: bool = False
     """The device knows how many keys each sequence has."""
     paged: bool = False

@@ -23,7 +23,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def attention_of_parts(
     q,  # pointer, [B, Hq, Sq, D]; with packed queries [1, Hq, T, D]
     k,  # pointer, [B, Hkv, Skv, D]; with pages [pages, Hkv, page_keys, D]
-    v,  # like k, of Dv columns
+    v,  # like k, of Dv columns; None where it is in k
     out,  # pointer, like q, of Dv columns; None where there are parts
     lse,  # pointer, fp32 [B, Hq, Sq] or [1, Hq, T], contiguous; None where there are parts
     partial_out,  # pointer, fp32 [splits, lines, Dv], a line for each element of lse; None where there is one part
@@ -74,13 +74,16 @@ def attention_of_parts(
         q_tile = -q_tile
     if C.scale_sign == 0:
         q_tile = (q_tile * 0.0).to(q_tile.dtype)  # not zeros: inf * 0 must stay nan
+    if C.rest > 0:
+        q_rest = _load_rest(q + _offsets(batch, head, row, strides.q, C.vector)[:, None], exists, C)
 
     entry = sequence  # of k and v
     if C.paged:
         entry = 0
         page_table += sequence.to(tl.int64) * paging.table_stride
     k += (tl.cast(entry, tl.int64) * strides.k[0] + head_kv.to(tl.int64) * strides.k[1]) * C.vector
-    v += (tl.cast(entry, tl.int64) * strides.v[0] + head_kv.to(tl.int64) * strides.v[1]) * C.vector
+    if not C.v_in_k:
+        v += (tl.cast(entry, tl.int64) * strides.v[0] + head_kv.to(tl.int64) * strides.v[1]) * C.vector
 
     acc = tl.full([C.tile_m, C.width_v.pad], 0.0, tl.float32)
     row_max = tl.full([C.tile_m], LOWEST, tl.float32)
@@ -93,6 +96,9 @@ def attention_of_parts(
             ahead = _pages(page_table, first_key + C.tile_n, cached, True, C)
         k_tile = _load_keys(k, strides.k, pages, first_key, cached, C.width, C)  # [tile_n, width.pad]
         scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
+        if C.rest > 0:
+            rest_tile = _load_keys(k + C.width, strides.k, pages, first_key, cached, C.rest, C)  # [tile_n, rest.pad]
+            scores = tl.dot(q_rest, tl.trans(rest_tile), scores)
         keys = first_key + tl.arange(0, C.tile_n)
         of_score = (sequence, head[:, None], aux)
         scores = modified(scores, query[:, None], keys[None, :], of_score, band, C)
@@ -107,7 +113,9 @@ def attention_of_parts(
         acc = acc * decay[:, None]
         row_max = new_max
 
-        v_tile = _load_keys(v, strides.v, pages, first_key, cached, C.width_v, C)  # [tile_n, width_v.pad]
+        v_tile = k_tile  # [tile_n, width_v.pad]
+        if not C.v_in_k:
+            v_tile = _load_keys(v, strides.v, pages, first_key, cached, C.width_v, C)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc)
 
     total = tl.sum(row_sum, 1)  # [tile_m]
@@ -221,6 +229,18 @@ def _offsets(batch, head, row, strides, VECTOR: tl.constexpr):
     """Elements from the start of q or out to rows of heads, in 64 bits."""
     far = tl.cast(batch, tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + row.to(tl.int64) * strides[2]
     return far * VECTOR
+
+
+@triton.jit
+def _load_rest(rows, exists, C: tl.constexpr):
+    """The columns of q behind the first tile, ``[tile_m, rest.pad]``, with the sign of the scale."""
+    columns = tl.arange(0, C.rest.pad)[None, :]
+    tile = tl.load(rows + C.width + columns, mask=exists[:, None] & (columns < C.rest), other=0.0)
+    if C.scale_sign < 0:
+        tile = -tile
+    if C.scale_sign == 0:
+        tile = (tile * 0.0).to(tile.dtype)
+    return tile
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from multiattn.plan.config import COMPILED, Rule
-from multiattn.triton.decode import TritonSplitConfig
+from multiattn.triton.decode import HEAD_DIM_MAX, VALUES_MAX, TritonSplitConfig
 from multiattn.triton.kernels.constants import FEW_ROWS
 from multiattn.triton.rules.shorthand import decode
 
@@ -33,11 +33,22 @@ _PRODUCTS = COMPILED + "tiles of the forward without caches, no spills"
 _LITTLE_MEMORY = COMPILED + "99 KiB of shared memory a block"
 _SHARED = COMPILED + "8 warps share the accumulator, no spills"
 _SPILLS_OUTSIDE = COMPILED + "spills outside the loop alone"
+_TWO_PROGRAMS = COMPILED + "of k that has v two programs share an SM; no spills"
+_ALL_ROWS = COMPILED + "8 warps share the accumulator, no spills"
+_FEW_SPILLS = COMPILED + "the tile of a wgmma: 5 spills in the loop, with 64 keys 52"
+
+
+def _latent(
+    arches: tuple[str, ...], why: str, shape: tuple[int, int, int, int], blocks: int, *, rows_max: int | None = None
+) -> Rule[TritonSplitConfig]:
+    """A rule for absorbed latent attention: k and v fit the memory of a block as one tensor, and as two."""
+    return decode(arches, (257, HEAD_DIM_MAX), why, shape, blocks, rows_max=rows_max, v_max=VALUES_MAX)
+
 
 _RULES: tuple[Rule[TritonSplitConfig], ...] = (
-    decode(_CPU, (1, 256), _INTERPRETED, (16, 64, 4, 1), rows_max=16),
-    decode(_CPU, (1, 256), _INTERPRETED, (32, 64, 4, 1), rows_max=FEW_ROWS),
-    decode(_CPU, (1, 256), _INTERPRETED, (64, 64, 4, 1)),
+    decode(_CPU, (1, HEAD_DIM_MAX), _INTERPRETED, (16, 64, 4, 1), rows_max=16),
+    decode(_CPU, (1, HEAD_DIM_MAX), _INTERPRETED, (32, 64, 4, 1), rows_max=FEW_ROWS),
+    decode(_CPU, (1, HEAD_DIM_MAX), _INTERPRETED, (64, 64, 4, 1)),
     # ---------------------------------------------------------------- sm90
     decode(_SM90, (1, 64), _FEW_64, (16, 64, 4, 3), 4, rows_max=16, page_multiple=32, widens=True),
     decode(_SM90, (1, 64), _FEW_64_16, (16, 64, 4, 4), 4, rows_max=16, widens=True),
@@ -67,6 +78,15 @@ _RULES: tuple[Rule[TritonSplitConfig], ...] = (
     decode(_SMALL, (1, 64), _PRODUCTS, (64, 64, 4, 2), 1),
     decode(_SMALL, (65, 128), _PRODUCTS, (128, 32, 8, 3), 1),
     decode(_SMALL, (129, 256), _SHARED, (64, 32, 8, 2), 1),
+    # ---------------------------------------------------------------- more columns than one tile has
+    _latent((*_SM90, *_BLACKWELL), _TWO_PROGRAMS, (16, 32, 8, 3), 2, rows_max=16),
+    _latent(_LARGE, _ALL_ROWS, (16, 32, 8, 3), 1, rows_max=16),
+    _latent(_SMALL, _LITTLE_MEMORY, (16, 32, 8, 2), 1, rows_max=16),
+    _latent((*_SM90, *_BLACKWELL), _ALL_ROWS, (32, 32, 8, 3), 1, rows_max=FEW_ROWS),
+    _latent(_LARGE, _ALL_ROWS, (32, 32, 8, 2), 1, rows_max=FEW_ROWS),
+    _latent(_SM90, _FEW_SPILLS, (64, 32, 8, 2), 1),
+    _latent((*_LARGE, *_BLACKWELL), _SPILLS_OUTSIDE, (64, 32, 8, 2), 1),
+    _latent(_SMALL, _LITTLE_MEMORY, (32, 16, 8, 2), 1),
 )
 """The first that applies wins: those for the fewest rows come first."""
 

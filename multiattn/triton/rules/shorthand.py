@@ -72,14 +72,15 @@ def decode(
     *,
     rows_max: int | None = None,
     page_multiple: int = 1,
+    v_max: int | None = None,
     **more: Any,
 ) -> Rule[TritonSplitConfig]:
     """A rule for so many rows at most, with `split_tiles` of so many rows and keys, warps and stages.
 
-    `more` is of its config.
+    `v_max` is its `head_dim_v_max`, and `more` of its config.
     """
     config = replace(split_tiles(*shape, blocks_per_sm), **more)
-    return rule(arches, head_dims, why, config, rows_max=rows_max, page_multiple=page_multiple)
+    return rule(arches, head_dims, why, config, rows_max=rows_max, page_multiple=page_multiple, head_dim_v_max=v_max)
 
 
 def _rules(
