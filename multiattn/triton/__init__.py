@@ -80,7 +80,7 @@ _FORWARD = (
     *rung_variants(
         STEPS,
         plain.FAMILY.config,
-        capability_of=lambda step: plain.CAPABILITY,
+        capability_of=lambda step: plain.FORWARD_CAPABILITY,
         rules_of=rules_of,
         fits=plain.why_not_fit,
         workspace=plain.FAMILY.workspace,

@@ -113,6 +113,8 @@ CAPABILITY = Capability(
     packing=True,
 )
 """Problems that the plain kernels accept."""
+FORWARD_CAPABILITY = replace(CAPABILITY, head_dim_max=512)
+"""Problems that the forward accepts."""
 # cuTensorMapEncodeTiled: address and strides are multiples of 16 bytes, and no stride is zero. A Problem has one
 # alignment for all tensors, so this also holds for those that are read through pointers. A map knows one length: a tile
 # at the end of a packed sequence would have rows of the next one.
@@ -123,12 +125,17 @@ THROUGH_DESCRIPTORS = replace(
 
 def can_describe(problem: Problem, arch: Arch) -> bool:
     """True if TMA descriptors can be had of the tensors of a problem."""
-    return not THROUGH_DESCRIPTORS.why_not(problem, arch)
+    return not _why_not_described(problem, arch)
 
 
 def why_not_read(problem: Problem, arch: Arch, config: TritonConfig) -> tuple[Reason, ...]:
     """Every reason why descriptors cannot read the tensors, if the config has any."""
-    return THROUGH_DESCRIPTORS.why_not(problem, arch) if config.descriptors else ()
+    return _why_not_described(problem, arch) if config.descriptors else ()
+
+
+def _why_not_described(problem: Problem, arch: Arch) -> tuple[Reason, ...]:
+    """Every reason why descriptors cannot read a problem's tensors, of any width that kernels take."""
+    return replace(THROUGH_DESCRIPTORS, head_dim_max=FORWARD_CAPABILITY.head_dim_max).why_not(problem, arch)
 
 
 def checks_by_queries(problem: Problem, arch: Arch, config: TritonConfig, more_bytes: int = 0) -> list[limits.Check]:

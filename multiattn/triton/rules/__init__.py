@@ -57,7 +57,7 @@ _CPU: Mapping[str, tuple[Rule[Any], ...]] = {
         _interpreted((1, 192), GluonTwoPassConfig(tile_m=64, tile_n=64, kv_in_registers=True)),
         _interpreted((193, 256), GluonTwoPassConfig(tile_m=64, tile_n=64)),
     ),
-    "full": _both(forward(("cpu",), (1, 256), _INTERPRETED, _TILES, heads_together=2)),
+    "full": _both(forward(("cpu",), (1, 512), _INTERPRETED, _TILES, heads_together=2)),
     "atomic": _both(backward(("cpu",), (1, 256), _INTERPRETED, _TILES)),
     "two_pass": _both(backward(("cpu",), (1, 256), _INTERPRETED, _TILES, _TILES)),
 }

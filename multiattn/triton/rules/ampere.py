@@ -26,6 +26,7 @@ _FORWARD = (
     *forward(
         _BOTH, (129, 256), COMPILED + "what fits 99 KiB; on sm80 128x32 spills four times as often", (64, 32, 4, 2)
     ),
+    *forward(_SMALL, (257, 512), _LITTLE_MEMORY + "; 8 warps share the accumulator, no spills", (32, 32, 8, 2)),
 )  # fmt: skip
 _WIDE_ONE_PASS = backward(_BOTH, (129, 256), _LITTLE_MEMORY, (32, 32, 4, 1))
 _WIDE_TWO_PASS = backward(_BOTH, (129, 256), _LITTLE_MEMORY, (32, 32, 4, 1), (32, 32, 4, 1))
@@ -38,6 +39,7 @@ RULES: Mapping[str, tuple[Rule[Any], ...]] = {
             _LARGE, (65, 128), _WITHIN_A_WARP + "3.2 to 3.5 instructions an mma.sync, at 64x32 7.6; 4 warps spill",
             (128, 64, 8, 2),
         ),
+        *forward(_LARGE, (257, 512), COMPILED + "one spill in a loop; with two stages 9", (64, 32, 8, 1)),
         *_FORWARD,
     ),
     "atomic": (

@@ -30,10 +30,13 @@ _WIDE = (
 RULES: Mapping[str, tuple[Rule[Any], ...]] = {
     "full": (
         *by_descriptors(
-            *forward(_ARCHES, (1, 64), COMPILED + "one 128-row tile of tensor memory", (128, 64, 4, 3)), *_WIDE
+            *forward(_ARCHES, (1, 64), COMPILED + "one 128-row tile of tensor memory", (128, 64, 4, 3)),
+            *_WIDE,
+            *forward(_ARCHES, (257, 512), COMPILED + "8 warps share the accumulator, no spills", (64, 32, 8, 2)),
         ),
         *forward(_ARCHES, (1, 64), COMPILED + "4 warps, which descriptors leave registers for, spill", (128, 64, 8, 3)),
         *_WIDE,
+        *forward(_ARCHES, (257, 512), COMPILED + "8 warps share the accumulator, no spills", (32, 32, 8, 2)),
     ),
     "atomic": (*by_descriptors(*_ONE_PASS), *_ONE_PASS),
     "two_pass": (*by_descriptors(*_TWO_PASS), *_TWO_PASS),

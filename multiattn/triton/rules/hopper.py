@@ -116,9 +116,11 @@ RULES: Mapping[str, tuple[Rule[Any], ...]] = {
             *forward(
                 _SM90, (129, 256), _H200 + "653 TFLOPS full, 529 causal; 128x64, 8 warps 520 and 496", (64, 128, 4, 1)
             ),
+            *forward(_SM90, (257, 512), COMPILED + "8 warps share the accumulator, no spill in a loop", (64, 32, 8, 2)),
         ),
         *forward(_SM90, (1, 128), COMPILED + "at 64x128 pointers spill 56 bytes", (64, 64, 4, 2)),
         *forward(_SM90, (129, 256), COMPILED + "8 warps share the accumulator and hardly spill", (128, 64, 8, 2)),
+        *forward(_SM90, (257, 512), COMPILED + "of 64 rows pointers spill 65 times in a loop", (32, 32, 8, 2)),
     ),
     "math": forward(
         _SM90, (65, 128), _H200 + "310 TFLOPS; 128x64 299", (64, 128, 4, 1), masks=BANDED, heads_together=1
