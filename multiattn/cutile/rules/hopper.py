@@ -171,6 +171,8 @@ FORWARD = (
           why=_23 + "D=144 N=8k: 636 TFLOPS; not a block ahead 606"),
     _rule((129, 192), BANDED, replace(_AHEAD_128X128, heads_together=8), dtype="bf16",
           why=_23 + "D=144 N=8k: 607 TFLOPS; not a block ahead 569"),
+    _rule((161, 192), BANDED, replace(_AHEAD_128X128, heads_together=8), dtype="fp16", head_dim_v_max=128,
+          why=COMPILED + "192/128: no spills a block ahead, which there are where values have 192 columns"),
     _rule((129, 192), BANDED, replace(_128X128, heads_together=8, split_head_dim=True),
           why=_23 + "bf16 D=144 N=16k: 594 TFLOPS, of 14 heads 2 together; a block ahead spills in fp16"),
     _rule((193, 256), FULL, replace(_128X64, heads_together=4, pipeline="pilot_pairs", scheduler="static"), **_USUAL,
