@@ -8,7 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from multiattn.cutile.bind import bind
 from multiattn.cutile.decode import PARTS_ENOUGH, page_rows_of
 from multiattn.cutile.families import launches_of
 from multiattn.cutile.forward import FAMILY, PIPELINES, STEPS, widths_of
-from multiattn.cutile.kernels.constants import Widths
 from multiattn.cutile.launches import Together
 from multiattn.mask import CAUSAL, FULL
 from multiattn.operands import Operands
@@ -235,7 +234,7 @@ def test_keys_whose_rows_are_no_whole_sectors_are_read_by_tiles_of_128_queries(h
 )
 def test_head_dims_between_powers_of_two_have_parts(head_dim, causal, parts):
     plan, tried = swept(head_dim, 4096, heads_q=16, causal=causal)
-    assert sum(width > 0 for width in astuple(widths_of(plan.problem, head_dim, plan.config))) == parts
+    assert sum(width > 0 for width in widths_of(plan.problem, plan.config)["qk"].columns) == parts
     assert plan.config in tried
 
 
@@ -300,7 +299,7 @@ def test_widths_are_the_fewest_columns_of_two_tiles_the_first_half_of_one():
     for head_dim in range(1, 257):
         whole = max(16, 1 << (head_dim - 1).bit_length())
         config = replace(LAZY, split_head_dim=False)
-        assert widths_of(problem(head_dim), head_dim, config) == Widths(tile_d=whole)
+        assert widths_of(problem(head_dim), config)["qk"].columns == (whole, 0, 0)
         firsts = [first for first in (16, 32, 64, 128) if 2 * first == whole]
         pairs = [(first, tail) for first in firsts for tail in (16, 32, 64, 128) if first + tail >= head_dim]
         assert two_widths(head_dim) == min(pairs, key=sum, default=None)
@@ -314,7 +313,7 @@ def test_three_widths_are_the_fewest_columns_where_the_second_of_two_can_be_halv
         fitting = [it for it in threes if head_dim <= sum(it) < first + tail]
         assert three_widths(head_dim) == min(fitting, key=sum, default=None)
         if fitting:
-            assert astuple(widths_of(problem(head_dim), head_dim, replace(LAZY, **THREE))) == three_widths(head_dim)
+            assert widths_of(problem(head_dim), replace(LAZY, **THREE))["qk"].columns == three_widths(head_dim)
 
 
 @pytest.mark.parametrize(
@@ -323,8 +322,8 @@ def test_three_widths_are_the_fewest_columns_where_the_second_of_two_can_be_halv
      (8, 40, (16, 0, 0), (32, 16, 0))],
 )  # fmt: skip
 def test_the_narrower_of_two_widths_is_in_parts_where_that_saves_columns(head_dim, head_dim_v, qk, vo):
-    config, asked = replace(LAZY, **THREE), problem(head_dim, head_dim_v)
-    assert [astuple(widths_of(asked, it, config)) for it in (head_dim, head_dim_v)] == [qk, vo]
+    found = widths_of(problem(head_dim, head_dim_v), replace(LAZY, **THREE))
+    assert (found["qk"].columns, found["vo"].columns) == (qk, vo)
 
 
 @pytest.mark.parametrize("variant", STEPS)
@@ -332,7 +331,7 @@ def test_every_rung_can(variant):
     config = STEPS[variant].step.limit(ONLINE)
     plan = make_plan(BACKEND, problem(96), SM90, variant=variant, config=config, probe=False)
     (launch,) = launches_of(plan)
-    assert launch.constants.qk == Widths(tile_d=64, tail_d=32)
+    assert launch.constants.qk.columns == (64, 32, 0)
 
 
 @pytest.mark.parametrize(
@@ -388,6 +387,21 @@ def merge(problem, splits, parts, sums, sinks=None, last=0):
     arguments = launch.arguments(lambda it: tensors[it.tensor].as_strided(it.layout.shape, it.layout.strides))
     cpu.launch(launch.grid, get_kernel(launch), arguments)
     return tensors["out"], tensors["lse"]
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_values_that_are_in_keys_are_not_read_apart_from_them(page):
+    cache = Batching.cached(1, 2 * 64 // page, page, 2 * 64 // page)
+    sizes = {"heads_q": 4, "heads_kv": 1, "seq_q": 1, "seq_kv": 128, "head_dim": 320, "head_dim_v": 256}
+    problem = Problem.contiguous(batch=1, **sizes, v_in_k=True, batching=cache)
+    plan = make_plan(BACKEND, problem, ARCHS["cpu"], variant="split_keys")
+    layouts = {**problem.layouts, **area_layouts(plan.config.splits, 1, 4, 1, 256)}
+    tensors = {name: torch.zeros(it.shape, dtype=it.dtype) for name, it in layouts.items()}
+    tensors["v"] += math.nan
+    tensors["seqlens_kv"] += 100
+    for launch in launches_of(plan):
+        cpu.launch(launch.grid, get_kernel(launch), launch.arguments(lambda it: tensors[it.tensor]))
+    assert not tensors["out"].any()
 
 
 @pytest.mark.parametrize("splits", [2, 5, 16, 17])

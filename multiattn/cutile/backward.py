@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -72,16 +72,14 @@ class PassConfig(Config):
     latency: int = limited(launches.LATENCY, default=4)
     heads_together: int = limited(AT_LEAST_1, default=1)
 
-    def widths(self, problem: Problem) -> tuple[Widths, Widths]:
-        """Tiles of q and k, then those of v and out."""
-        split = getattr(self, "split_head_dim", False)
-        qk, vo = (launches.widths_of(problem, it, split=split) for it in (problem.head_dim, problem.head_dim_v))
-        return qk, vo
+    def widths(self, problem: Problem) -> dict[str, Widths]:
+        """The tiles of rows, by names of constants."""
+        return launches.widths_of(problem)
 
     def with_products(self, problem: Problem, owns: Side, qk: int, vo: int, parts: int = 1) -> Walk:
         """The kernel with these tiles, so many products a step with rows of either width, and blocks for a tile."""
         more = {"products": qk + vo, "begin": 4, "blocks_per_sm": self.blocks_per_sm, "parts": parts}
-        of_qk, of_vo = map(astuple, self.widths(problem))
+        of_qk, of_vo = (it.columns for it in self.widths(problem).values())
         columns = ((qk * it + vo * other) / (qk + vo) for it, other in zip(of_qk, of_vo, strict=True))
         return self.walk(owns, *columns, **more)
 
@@ -110,6 +108,10 @@ class OnePassConfig(PassConfig):
     def parts(self) -> int:
         """The blocks of a tile of keys."""
         return max(self.shares, 1)
+
+    def widths(self, problem: Problem) -> dict[str, Widths]:
+        """As they are, in parts where the config says so."""
+        return launches.widths_of(problem, split=self.split_head_dim)
 
     @property
     def listed_rows(self) -> int:
@@ -343,7 +345,7 @@ def one_pass(call: Asked) -> tuple[KernelLaunch, ...]:
     """The kernel that owns keys, with those of rows before and after it."""
     plan, problem = call.plan, call.problem
     config: OnePassConfig = launches.cut_of(problem, call.config)
-    rows = RoundConstants(tile_m=ROW_TILE, qk=Widths(tile_d=one_width(problem.head_dim)))
+    rows = RoundConstants(tile_m=ROW_TILE, qk=launches.widths_of(problem)["qk"])
     areas = divided_areas(problem, config)
     return (
         *launches.tile_lists(plan, query_tile=column_unit(problem, config), key_tile=config.tile_n),
@@ -384,14 +386,9 @@ def _row_tiles(problem: Problem) -> int:
     return -(-problem.seq_q // ROW_TILE) * problem.heads_q * problem.batch
 
 
-def _one_tile(problem: Problem) -> dict[str, Widths]:
-    """The tiles of kernels that have rows only."""
-    return {"qk": Widths(tile_d=one_width(problem.head_dim)), "vo": Widths(tile_d=one_width(problem.head_dim_v))}
-
-
 def _of_rows(call: Asked, kernel: str) -> KernelLaunch:
     """The launch that leaves delta."""
-    constants = RowDeltaConstants(tile_m=ROW_TILE, **_one_tile(call.problem), has_dlse=call.has_dlse)
+    constants = RowDeltaConstants(tile_m=ROW_TILE, **launches.widths_of(call.problem), has_dlse=call.has_dlse)
     hints = PassConfig(tile_m=ROW_TILE, tile_n=ROW_TILE, blocks_per_sm=ROW_BLOCKS)
     return _launch(call.plan, kernel, _row_tiles(call.problem), constants, hints)
 
@@ -418,7 +415,7 @@ def _sums(plan: Plan, config: OnePassConfig, areas: Mapping[str, Layout]) -> lis
     problem = plan.problem
     if SHARES[0] not in areas:
         return []
-    constants = SumSharesConstants(tile_m=ROW_TILE, **_one_tile(problem), shares=config.parts)
+    constants = SumSharesConstants(tile_m=ROW_TILE, **launches.widths_of(problem), shares=config.parts)
     tiles = -(-problem.seq_kv // ROW_TILE) * problem.heads_kv * problem.batch
     hints = PassConfig(tile_m=ROW_TILE, tile_n=ROW_TILE, blocks_per_sm=ROW_BLOCKS)
     return [_launch(plan, "sum_shares", tiles, constants, hints, areas=areas)]
@@ -445,12 +442,10 @@ def _constants_of_keys(plan: Plan, kernel: str, config: OnePassConfig) -> Backwa
 def _products(plan: Plan, names: Sequence[str], config: PassConfig) -> dict[str, Any]:
     """The constants of a kernel with products that follow from its tile; `names`: its lists of a block mask."""
     problem = plan.problem
-    qk, vo = config.widths(problem)
     return {
+        **config.widths(problem),
         "tile_m": config.tile_m,
         "tile_n": config.tile_n,
-        "qk": qk,
-        "vo": vo,
         "banded": problem.is_banded,
         "two_sided": problem.is_two_sided,
         "tma": launches.has_positive_strides(problem),

@@ -180,7 +180,8 @@ def merged_rows(problem: Problem, splits: int) -> tuple[int, int]:
     return heads, min(rows // heads, power_of_two(problem.seq_q))
 
 
-HEAD_DIM_MAX = 1024
+HEAD_DIM_MAX = 576
+"""Columns of the widest rows that were compiled, those of absorbed latent attention."""
 ONE_TILE_MAX = 256
 """Columns beyond which rows are in two parts, where that saves columns: 512 and 64 of 576."""
 
@@ -188,7 +189,13 @@ ONE_TILE_MAX = 256
 def widths_of(width: int) -> Widths:
     """The tiles of rows of a width."""
     first, tail = (saving_widths(width) if width > ONE_TILE_MAX else None) or (one_width(width), 0)
-    return Widths(tile_d=first, tail_d=tail)
+    return Widths(head_dim=width, tile_d=first, tail_d=tail)
+
+
+def reads_v_in_k(problem: Problem) -> bool:
+    """True where values are read as a part of k, whose first tile is as wide as theirs."""
+    qk, vo = widths_of(problem.head_dim), widths_of(problem.head_dim_v)
+    return problem.v_in_k and qk.head_dim > vo.head_dim and vo.columns == (qk.tile_d, 0, 0)
 
 
 # ---------------------------------------------------------------- what fits
@@ -224,6 +231,8 @@ def _split_keys(call: Asked) -> KernelLaunch:
     assumed = Assumptions(problem=problem, emitted=call.emitted)
     assumed.exactly(dtype=problem.dtype, head_dim=problem.head_dim, head_dim_v=problem.head_dim_v)
     assumed.exactly(mask=problem.band.kind, scale_sign=problem.scale_sign)
+    if reads_v_in_k(problem):
+        assumed.exactly(v_in_k=True)
     one_tile, divided = tiles_of(problem, config.tile_m) == 1, config.splits > 1
     assumed.exactly(one_tile=one_tile, divided=divided)
     page_rows = page_rows_of(problem, plan.arch, config.tile_n)
@@ -252,10 +261,9 @@ def _split_keys(call: Asked) -> KernelLaunch:
         constants=SplitKeysConstants(
             tile_m=config.tile_m,
             tile_n=config.tile_n,
-            head_dim=problem.head_dim,
-            head_dim_v=problem.head_dim_v,
             qk=widths_of(problem.head_dim),
             vo=widths_of(problem.head_dim_v),
+            v_in_k=reads_v_in_k(problem),
             banded=problem.is_banded,
             two_sided=problem.is_two_sided,
             has_sinks=problem.has_sinks and not divided,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from multiattn.block_mask import KEYS_OF_QUERIES
 from multiattn.cutile import launches
@@ -87,14 +87,13 @@ class CutileConfig(Config):
         width = math.gcd(problem.head_dim, problem.head_dim_v)
         slowness = 1.0 if has_whole_sectors(width, problem.torch_dtype.itemsize) else PARTS_OF_SECTORS
         slowness *= RAGGED if launches.has_ragged_keys(problem, self.tile_n) else 1.0
-        qk, vo = (widths_of(problem, it, self) for it in (problem.head_dim, problem.head_dim_v))
-        columns = (sum(it) / 2 for it in zip(astuple(qk), astuple(vo), strict=True))
+        columns = (sum(it) / 2 for it in zip(*(it.columns for it in widths_of(problem, self).values()), strict=True))
         return (self.walk("q", *columns, blocks_per_sm=self.blocks_per_sm or 1, begin=4, slowness=slowness),)
 
 
-def widths_of(problem: Problem, width: int, config: CutileConfig) -> Widths:
-    """Columns of the tiles of one of the problem's two widths."""
-    return launches.widths_of(problem, width, split=config.split_head_dim, tail=config.split_tail)
+def widths_of(problem: Problem, config: CutileConfig) -> dict[str, Widths]:
+    """The tiles of rows, by names of constants."""
+    return launches.widths_of(problem, split=config.split_head_dim, tail=config.split_tail)
 
 
 def begins_at_diagonal(problem: Problem, config: CutileConfig) -> bool:
@@ -307,6 +306,7 @@ def describe(call: Asked) -> tuple[KernelLaunch, ...]:
     grid = grid_of(problem, config, together, call.multiprocessors, linear=linear)
     if grid is None:
         raise ValueError(f"no grid for {plan}")
+    widths = widths_of(problem, config)
     launch = KernelLaunch(
         kernel="forward",
         module="forward",
@@ -327,8 +327,8 @@ def describe(call: Asked) -> tuple[KernelLaunch, ...]:
             "derived": derived,
         },
         constants=ForwardConstants(
-            qk=widths_of(problem, problem.head_dim, config),
-            vo=widths_of(problem, problem.head_dim_v, config),
+            qk=widths["qk"],
+            vo=widths["vo"],
             banded=problem.is_banded,
             two_sided=problem.is_two_sided,
             masked=masked,
@@ -389,7 +389,7 @@ def _lazy_candidates(variant: Variant, problem: Problem) -> Iterator[CutileConfi
     known = (it.config for it in rules if it.head_dim_min <= width and it.head_dim_max > width // 2)
     one, is_wide = one_width(Features.of(problem).width), Features.of(problem).width > 128
     for way in dict.fromkeys(replace(it, heads_together=1) for it in known):
-        saves = sum(astuple(widths_of(problem, Features.of(problem).width, way))) < one
+        saves = max(sum(it.columns) for it in widths_of(problem, way).values()) < one
         if way.split_head_dim and not saves and not (is_wide and way.pipeline == "ahead"):
             continue
         latencies = ((way.k_latency, way.v_latency), (None, None), (1, 1), (2, 4))

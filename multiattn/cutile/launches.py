@@ -331,15 +331,19 @@ def tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0) -> tuple[K
     )
 
 
-def widths_of(problem: Problem, width: int, *, split: bool, tail: bool = False) -> Widths:
-    """The tiles of one of the problem's two widths, in two parts with `split`, in three where `tail` saves columns.
+def widths_of(problem: Problem, *, split: bool = False, tail: bool = False) -> dict[str, Widths]:
+    """The tiles of rows, by names of constants: in two parts with `split`, in three where `tail` saves columns.
 
     The narrower of both widths is in parts only where that saves columns.
     """
-    two = two_widths(width) if width == Features.of(problem).width else saving_widths(width)
-    three = three_widths(width) if tail else None
-    first, *rest = (three or two if split else None) or (one_width(width),)
-    return Widths(tile_d=first, **dict(zip(("tail_d", "last_d"), rest, strict=False)))
+    found = {}
+    for name, width in (("qk", problem.head_dim), ("vo", problem.head_dim_v)):
+        two = two_widths(width) if width == Features.of(problem).width else saving_widths(width)
+        three = three_widths(width) if tail else None
+        first, *rest = (three or two if split else None) or (one_width(width),)
+        more = dict(zip(("tail_d", "last_d"), rest, strict=False))
+        found[name] = Widths(head_dim=width, tile_d=first, **more)
+    return found
 
 
 def split_check(problem: Problem, config: Any) -> limits.Check:

@@ -30,11 +30,18 @@ class Widths:
     Loads fill up with zeros what is beyond the row, and stores clip it.
     """
 
+    head_dim: int
+    """Columns of the row."""
     tile_d: int
     tail_d: int = 0
     """The rest of the row, where it is a part of its own (`parts`); else 0."""
     last_d: int = 0
     """The rest of the row then, where it is a third part; else 0."""
+
+    @property
+    def columns(self) -> tuple[int, int, int]:
+        """Those of each tile; 0 for one that there is not."""
+        return self.tile_d, self.tail_d, self.last_d
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +89,7 @@ class ForwardConstants:
     packed: bool = False
     """Tiles are of a packed batch's sequences, and come from a list."""
     ragged_queries = False
+    v_in_k = False
     cached = False
     paged = False
     divided = False
@@ -208,10 +216,10 @@ class SplitKeysConstants:
 
     tile_m: int
     tile_n: int
-    head_dim: int
-    head_dim_v: int
     qk: Widths
     vo: Widths
+    v_in_k: bool
+    """v is the first columns of k: a block of keys is loaded once, and no value apart from it."""
     banded: bool
     two_sided: bool
     has_sinks: bool

@@ -19,7 +19,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import keys, packed, parts, scores, tiles, walk
+from multiattn.cutile.kernels import packed, parts, scores, tiles, walk
 from multiattn.cutile.kernels.constants import SMALLEST_TILE, ForwardConstants
 from multiattn.cutile.kernels.rows import load_sinks, store_lse
 from multiattn.cutile.kernels.tiles import Array32, ConstBool, Derived, Numbers, Reach, Tuple32, Vectors32
@@ -96,7 +96,7 @@ def score(const: Any, at: Any, block: Any, masked: ConstBool) -> Any:
 @ct.function
 def attend(const: Any, at: Any, rows: Any, block: Any, masked: ConstBool) -> Any:
     """Take one block of keys into the running softmax, rescaled to the new maximum."""
-    found = keys.find(const, at.place, at.k, block)
+    found = parts.find(const, at.place, at.k, block, masked)
     s = score_found(const, at, block, found, masked)
     m, shifted = shift(const, s, rows.m, at.scale)
     p = power(const, shifted, False)  # [tile_m, tile_n]
