@@ -198,7 +198,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
         lazy_max = not problem.has_score
         for number, (tile_m, tile_n, q_slots) in enumerate(shapes):
             config = cls(tile_m=tile_m, tile_n=tile_n, q_slots=q_slots, pingpong=True, lazy_max=lazy_max)
-            choices = _OPEN[: (6, 2, 1, 1, 1)[number]] if problem.head_dim > 128 else ({},)
+            choices = _OPEN[: (6, 2, 1, 1)[number]] if problem.head_dim > 128 else ({},)
             tried = [{**choice, **order} for choice in choices for order in orders]
             for way in (*tried, *(_ALONE if number == 0 else ())):
                 yield from replace(config, **way)._deepest(problem, arch)
@@ -219,10 +219,12 @@ class WgmmaConfig(WgmmaFamilyConfig):
 SHAPES: Mapping[tuple[int, int], tuple[tuple[int, int, int], ...]] = {
     (64, 64): ((192, 128, 3), (192, 64, 3), (192, 96, 3), (192, 128, 2), (192, 64, 2)),
     (96, 96): ((192, 96, 2), (192, 64, 2), (192, 80, 2), (192, 80, 1), (128, 128, 2)),
+    (128, 64): ((192, 96, 2), (192, 128, 2), (192, 112, 2), (192, 64, 2)),
     (128, 128): ((192, 64, 2), (192, 80, 2), (192, 80, 1), (128, 128, 2), (128, 160, 2)),
     (160, 160): ((192, 64, 1), (192, 48, 1), (128, 96, 1), (128, 80, 2)),
-    (192, 128): ((128, 128, 1), (192, 96, 1), (192, 80, 1), (128, 96, 2), (192, 64, 1)),
+    (192, 128): ((128, 64, 1), (128, 80, 1), (192, 64, 1), (128, 128, 1)),
     (192, 192): ((128, 96, 1), (128, 128, 1), (128, 80, 2), (128, 64, 2)),
+    (256, 128): ((128, 64, 1), (128, 80, 1), (192, 64, 1)),
     (256, 256): ((128, 64, 1), (128, 80, 1)),
 }
 """(tile_m, tile_n, q_slots) by the widest head_dim and head_dim_v of a class: one that has as many panels, and
