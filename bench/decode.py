@@ -294,7 +294,7 @@ def block(path: Path) -> str:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         cell = cell_of(row)
-        kind = "mixed batches" if cell.mixed else "decode" if cell.has_rate_of_memory else "chunks of prefill"
+        kind = {"mixed batch": "mixed batches", "prefill chunk": "chunks of prefill"}.get(cell.work, cell.work)
         unit = "TB/s" if cell.has_rate_of_memory else "TFLOPS"
         kind += " of a latent" * cell.latent
         groups.setdefault(f"{kind}, D = {cell.widths}, {cell.dtype}, {unit}", []).append(row)

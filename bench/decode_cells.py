@@ -128,6 +128,11 @@ class DecodeCell(Cell):
         flop = 2 * self.queries * self.group * (self.head_dim + self.width_v)  # for a key of a head
         return flop < BALANCE * self._columns * DTYPES[self.dtype].itemsize or self.mixed
 
+    @property
+    def work(self) -> str:
+        """``decode``, ``prefill chunk`` or ``mixed batch``."""
+        return "mixed batch" if self.mixed else "decode" if self.queries < CHUNK else "prefill chunk"
+
     def copies(self, device: torch.device) -> int:
         """The copies of the cache that launches go round."""
         if device.type != "cuda":

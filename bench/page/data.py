@@ -90,8 +90,7 @@ def cell_data(cell: Cell) -> dict[str, Any]:
         "group": cell.group,
     }
     if isinstance(cell, DecodeCell):
-        work = "mixed batch" if cell.mixed else "prefill chunk" if not cell.has_rate_of_memory else "decode"
-        told |= {"queries": cell.queries, "cache": cell.cache, "work": work}
+        told |= {"queries": cell.queries, "cache": cell.cache, "work": cell.work}
         told["gb"] = _short(cell.moved_bytes / 1e9)
     return told
 
