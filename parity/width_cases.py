@@ -67,6 +67,12 @@ def _caches() -> Iterator[Case]:
             (70, 0, 33), queries, head_dim=576, head_dim_v=512, heads_q=16, heads_kv=1, page=page, joint="latent",
             causal=True, nightly=page == 5,
         )  # fmt: skip
+    for head_dim, head_dim_v, page in ((64, 64, 16), (192, 128, None), (320, 256, 5)):
+        yield cached(
+            f"latent_d{head_dim}_v{head_dim_v}", "v is in k, where kernels may read it from either", (70, 0, 33), 2,
+            head_dim=head_dim, head_dim_v=head_dim_v, heads_q=8, heads_kv=2, page=page, joint="latent", causal=True,
+            nightly=page == 5,
+        )  # fmt: skip
 
 
 def _long() -> Iterator[Case]:
