@@ -192,8 +192,8 @@ def test_the_truth_is_attention_of_each_sequence_alone(case):
 
 
 def rows_of(cache, case, inputs, entry, own):
-    """The rows of a sequence, ``[1, Hkv, length, D]``, each of which is some number; those that were freed are 0."""
-    found = cache.new_zeros(1, case.heads_kv, own.stop, case.head_dim)
+    """The rows of a sequence, ``[1, Hkv, length, D or Dv]``, each some number; those that were freed are 0."""
+    found = cache.new_zeros(1, case.heads_kv, own.stop, cache.shape[-1])
     for key in own:
         place, row = entry, key
         if case.cache.page is not None:
@@ -207,10 +207,12 @@ def rows_of(cache, case, inputs, entry, own):
 def test_what_no_sequence_has_is_nan_and_no_page_is_named_beyond_a_length(case):
     inputs = Inputs.of(case, CPU)
     lengths, page = torch.tensor(case.cache.lengths, dtype=torch.int64), case.cache.page
-    assert inputs.k.isfinite().sum() == inputs.v.isfinite().sum()
+    rows, rows_v = (int(it[..., 0].isfinite().sum()) for it in (inputs.k, inputs.v))
+    assert (rows, rows_v) == tuple(int(it.isfinite().all(dim=-1).sum()) for it in (inputs.k, inputs.v))
+    assert rows == rows_v
     owned = case.cache.owned(case)
     if not case.cache.shared:
-        assert int(inputs.k.isfinite().sum()) == sum(map(len, owned)) * case.heads_kv * case.head_dim
+        assert rows == sum(map(len, owned)) * case.heads_kv
     if page is not None:
         table = inputs.cached.tensors[1]
         places, first = torch.arange(table.shape[1]), torch.tensor([it.start // page for it in owned])
