@@ -108,7 +108,7 @@ def flex_attention(
     Args:
         query: ``[B, Hq, Sq, D]``, fp16 or bf16.
         key: ``[B, Hkv, Skv, D]``, same dtype as query. With `enable_gqa` Hq may be a multiple of Hkv.
-        value: Same shape and dtype as key.
+        value: ``[B, Hkv, Skv, Dv]``, same dtype as key. Dv need not be D.
         score_mod, block_mask, scale: As for `multiattn.fmha`.
         enable_gqa: Let query heads share key/value heads.
         return_lse: Also return the log-sum-exp, fp32 ``[B, Hq, Sq]``.

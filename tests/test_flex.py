@@ -15,7 +15,7 @@ BATCH, HEADS, SEQ_Q, SEQ_KV = 2, 4, 70, 90
 
 def tensors(heads_kv=HEADS, seq_kv=SEQ_KV):
     generator = torch.Generator().manual_seed(0)
-    shapes = ((BATCH, HEADS, SEQ_Q, 16), *((BATCH, heads_kv, seq_kv, 16),) * 2)
+    shapes = ((BATCH, HEADS, SEQ_Q, 16), *((BATCH, heads_kv, seq_kv, it) for it in (16, 24)))
     return tuple(torch.randn(shape, generator=generator) for shape in shapes)
 
 

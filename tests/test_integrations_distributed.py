@@ -15,7 +15,7 @@ import multiattn
 import multiattn.integrations.dtensor
 from multiattn.integrations import overrides, sdpa
 
-BATCH, HEADS, HEADS_KV, SEQ, HEAD_DIM = 4, 8, 4, 32, 16
+BATCH, HEADS, HEADS_KV, SEQ, HEAD_DIM, HEAD_DIM_V = 4, 8, 4, 32, 16, 24
 
 
 def ranks(number):
@@ -44,7 +44,8 @@ def _rank(rank, name, number, store):
 
 
 def qkv(dtype=torch.float32, heads=HEADS, heads_kv=HEADS_KV):
-    shapes = ((BATCH, heads, SEQ, HEAD_DIM), *((BATCH, heads_kv, SEQ, HEAD_DIM),) * 2)
+    widths = HEAD_DIM, HEAD_DIM if dtype == torch.bfloat16 else HEAD_DIM_V  # PyTorch's rules of SDPA know one
+    shapes = ((BATCH, heads, SEQ, HEAD_DIM), *((BATCH, heads_kv, SEQ, it) for it in widths))
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 

@@ -10,7 +10,8 @@ import multiattn
 from multiattn.integrations import flash_attn
 from parity.flash_attention_plugin import unpad_input
 
-HEADS_Q, HEADS_KV, SEQ_Q, SEQ_KV, HEAD_DIM = 4, 2, 23, 37, 20
+HEADS_Q, HEADS_KV, SEQ_Q, SEQ_KV = 4, 2, 23, 37
+HEAD_DIM, HEAD_DIM_V = 20, 12
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
@@ -40,7 +41,7 @@ def tensors(*shapes, seed=0):
 
 
 def qkv(batch=2, seq_q=SEQ_Q, seq_kv=SEQ_KV, heads_kv=HEADS_KV):
-    return tensors((batch, seq_q, HEADS_Q, HEAD_DIM), *((batch, seq_kv, heads_kv, HEAD_DIM),) * 2)
+    return tensors((batch, seq_q, HEADS_Q, HEAD_DIM), *((batch, seq_kv, heads_kv, it) for it in (HEAD_DIM, HEAD_DIM_V)))
 
 
 def assert_same(found, expected, inputs):

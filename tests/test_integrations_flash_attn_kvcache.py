@@ -92,6 +92,16 @@ def test_new_keys_are_put_into_the_cache_and_attended(kind, options):
     assert torch.equal(flash_attn_with_kvcache(q, *cached.views, **cached.where, **options), out)
 
 
+@pytest.mark.parametrize("kind", CACHES)
+def test_values_may_have_a_width_of_their_own(kind):
+    cached = Cached(kind)
+    q, k, v = (normal(3, NEW, heads, HEAD_DIM, seed=9 + heads) for heads in (HEADS_Q, HEADS_KV, HEADS_KV))
+    views, narrow = cached.views, (cached.views[0], cached.views[1][..., :8])
+    out = flash_attn_with_kvcache(q, *narrow, k, v[..., :8], **cached.where, causal=True)
+    wanted = flash_attn_with_kvcache(q, *views, k, v, **cached.where, causal=True)
+    torch.testing.assert_close(out, wanted[..., :8])
+
+
 @pytest.mark.parametrize("new", [(2, 0, 4), (0, 0, 0), (0, 5, 0)], ids=str)
 @pytest.mark.parametrize("kind", CACHES)
 def test_packed_queries_and_packed_new_keys(kind, new):

@@ -12,7 +12,7 @@ from multiattn.integrations.padding import fmha_padded
 def test_padded_is_attention_of_what_is_left(options, queries):
     """Each row by itself, without its padding; a row of padding alone is 0."""
     seed = torch.Generator().manual_seed(4)
-    q, k, v = (torch.randn(4, heads, 9, 8, generator=seed) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(4, heads, 9, width, generator=seed) for heads, width in ((4, 8), (2, 8), (2, 12)))
     q = q[:, :, 9 - queries :].requires_grad_()
     mask = torch.ones(4, 9, dtype=torch.long)
     mask[0, :3], mask[1, 7:], mask[2] = 0, 0, 0

@@ -21,9 +21,9 @@ from multiattn.integrations import overrides, sdpa
 BATCH, HEADS, HEADS_KV, HEAD_DIM = 2, 4, 2, 32
 
 
-def qkv(seq_q=24, seq_kv=24, dtype=torch.bfloat16):
+def qkv(seq_q=24, seq_kv=24, dtype=torch.bfloat16, width_v=HEAD_DIM):
     generator = torch.Generator().manual_seed(0)
-    shapes = ((BATCH, HEADS, seq_q, HEAD_DIM), *((BATCH, HEADS_KV, seq_kv, HEAD_DIM),) * 2)
+    shapes = ((BATCH, HEADS, seq_q, HEAD_DIM), *((BATCH, HEADS_KV, seq_kv, it) for it in (HEAD_DIM, width_v)))
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
@@ -53,13 +53,20 @@ def test_sdpa_is_what_it_was(ran, is_causal, seq_q, seq_kv):
     assert ran == ["forward", "backward"]
 
 
-def test_the_ops_of_a_gpu_are_causal_from_the_bottom_right():
-    """`torch.nn.attention.bias.causal_lower_right` asks them for that, and nobody for another with two lengths."""
-    q, k, v = (it.detach() for it in qkv(24, 40))
+@pytest.mark.parametrize("width_v", [HEAD_DIM, 16, 48])
+def test_the_ops_of_a_gpu_are_causal_from_the_bottom_right(width_v):
+    """`torch.nn.attention.bias.causal_lower_right` asks them for that, and nobody for another with two lengths.
+
+    PyTorch asks its other kernels where v has a width of its own; who calls the ops by name gets it.
+    """
+    q, k, v = (it.detach() for it in qkv(24, 40, width_v=width_v))
     out, lse, *rest = sdpa.flash_attention(q, k, v, 0.0, True, scale=0.3)
     gradients = sdpa.flash_attention_backward(2 * out, q, k, v, out, lse, *rest[:4], 0.0, True, *rest[4:6], scale=0.3)
     mask = torch.ones(24, 40, dtype=torch.bool).tril(40 - 24)
     assert_near((out, *gradients), truth((q, k, v), attn_mask=mask, scale=0.3))
+    out, lse = sdpa.flash_attention_for_cpu(q, k, v, 0.0, True, scale=0.3)
+    gradients = sdpa.flash_attention_for_cpu_backward(2 * out, q, k, v, out, lse, 0.0, True, scale=0.3)
+    assert_near((out, *gradients), truth((q, k, v), is_causal=True, scale=0.3))
 
 
 def test_a_backend_is_chosen_by_name(ran):

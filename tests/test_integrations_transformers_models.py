@@ -63,7 +63,7 @@ class Attention(torch.nn.Module):
         known = {"position_ids": positions if self.knows_positions else None}
         mask = create_causal_mask(self.config, states, mask, past_key_values=None, **known)
         heads = states.unflatten(-1, (4, -1)).transpose(1, 2)
-        return hook.attend(self, heads, heads, heads, mask, position_ids=positions)[0]
+        return hook.attend(self, heads, heads, heads[..., :6], mask, position_ids=positions)[0]  # as in MLA
 
 
 def attention(knows_positions):

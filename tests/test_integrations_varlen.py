@@ -22,10 +22,10 @@ def active():
     handle.remove()
 
 
-def packed(heads_kv=HEADS_KV):
+def packed(heads_kv=HEADS_KV, width_v=HEAD_DIM):
     generator = torch.Generator().manual_seed(0)
-    shapes = ((sum(LENGTHS_Q), HEADS), *((sum(LENGTHS_KV), heads_kv),) * 2)
-    tensors = [torch.randn(*shape, HEAD_DIM, generator=generator).bfloat16().requires_grad_() for shape in shapes]
+    shapes = ((sum(LENGTHS_Q), HEADS, HEAD_DIM), *((sum(LENGTHS_KV), heads_kv, it) for it in (HEAD_DIM, width_v)))
+    tensors = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
     starts = [torch.tensor((0, *it)).cumsum(0).to(torch.int32) for it in (LENGTHS_Q, LENGTHS_KV)]
     return tensors, (*starts, max(LENGTHS_Q), max(LENGTHS_KV))
 
@@ -40,9 +40,10 @@ def each(tensors, **options):
 MASKS = {(-1, -1): {}, (-1, 0): {"causal": True}, (4, 2): {"window": (4, 2)}, (3, 0): {"window": (3, 0)}}
 
 
+@pytest.mark.parametrize("width_v", [HEAD_DIM, 24])
 @pytest.mark.parametrize("window_size", MASKS)
-def test_varlen_attn(active, window_size):
-    tensors, lengths = packed()
+def test_varlen_attn(active, window_size, width_v):
+    tensors, lengths = packed(width_v=width_v)
     asked = {"return_aux": varlen.AuxRequest(lse=True), "scale": 0.3, "window_size": window_size}
     if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:  # before, nobody asked
         asked["enable_gqa"] = True

@@ -91,8 +91,8 @@ def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_theirs(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A result ``[B, H, S, D]``, or of a packed call ``[1, H, T, D]``, in the shape of what it is like."""
-    return result.transpose(1, 2).view(like.shape) if like.ndim == 3 else result.transpose(1, 2)
+    """A result ``[B, H, S, D]``, or of a packed call ``[1, H, T, D]``, in the layout of what it is like."""
+    return result[0].transpose(0, 1) if like.ndim == 3 else result.transpose(1, 2)
 
 
 _EACH = by_op(flash_attention_forward, flash_attention_forward_inplace, flash_attention_backward)

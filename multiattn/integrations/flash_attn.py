@@ -10,8 +10,8 @@ FlashAttention's too, except in three points:
   a causal mask, because it adds ``slope * j`` there; its output is the same.
 - The log-sum-exp is differentiable here.
 - Missing features are refused by name, before anything runs: dropout, quantised inputs (descales), a second query
-  (`qv`), chunks (`attention_chunk`), used lengths (`seqused_q`, and `seqused_k` without a cache), rotary embeddings,
-  and values with a head_dim of their own.
+  (`qv`), chunks (`attention_chunk`), used lengths (`seqused_q`, and `seqused_k` without a cache), and rotary
+  embeddings.
 
 As in FlashAttention, a head_dim that is no multiple of 8 is padded with zeros, at the cost of a copy of q, k and v. A
 cache is never copied, so there such a head_dim is refused.
@@ -73,7 +73,7 @@ def flash_attn_func(
     Args:
         q: ``[B, Sq, Hq, D]``, fp16 or bf16.
         k: ``[B, Skv, Hkv, D]`` with ``Hq % Hkv == 0``.
-        v: Like k.
+        v: ``[B, Skv, Hkv, Dv]``. Dv need not be D.
         dropout_p: 0.0. Dropout is refused.
         softmax_scale: A number. None is ``1/sqrt(D)``.
         causal: Aligned at the bottom right: query i sees key j when ``j <= i + Skv - Sq``.
@@ -89,7 +89,8 @@ def flash_attn_func(
         fa3: Options of FlashAttention 3: any of those in `HINTS`, and those in `REFUSED` with the value listed there.
 
     Returns:
-        The output, like q. On request also lse, fp32 ``[B, Hq, Sq]``, the natural log of the sum of exp of the scores.
+        The output, ``[B, Sq, Hq, Dv]``. On request also lse, fp32 ``[B, Hq, Sq]``, the natural log of the sum of exp of
+        the scores.
 
     Raises:
         NotImplementedError: An option is refused. The message says what came and what is accepted.
@@ -108,7 +109,7 @@ def flash_attn_func(
     )
     q_padded, k_padded, v_padded = (_padded(it).transpose(1, 2) for it in (q, k, v))
     out, lse = fmha(q_padded, k_padded, v_padded, sinks=learnable_sink, return_lse=True, **options)
-    return result_of(_like(q, out.transpose(1, 2)), lse, return_attn_probs, return_softmax_lse)
+    return result_of(_like(v, out.transpose(1, 2)), lse, return_attn_probs, return_softmax_lse)
 
 
 def flash_attn_kvpacked_func(
@@ -195,7 +196,7 @@ def flash_attn_varlen_func(
     Args:
         q: ``[Tq, Hq, D]``: the queries of all sequences.
         k: ``[Tkv, Hkv, D]``.
-        v: Like k.
+        v: ``[Tkv, Hkv, Dv]``.
         cu_seqlens_q: int32 ``[B + 1]`` on the device of q: where each sequence of q begins, and the end of the last.
         cu_seqlens_k: The same for k and v.
         max_seqlen_q, max_seqlen_k: At least the length of the longest sequence of q, and of k. Caches do not need the
@@ -204,13 +205,13 @@ def flash_attn_varlen_func(
         seqused_k: int32 ``[B]`` on the device, for caches: the keys of each sequence. If None, `cu_seqlens_k` gives
             them.
         s_aux: vLLM's name for `learnable_sink`.
-        out: A tensor like q to write the results to, and to return. Without a cache that costs a copy.
+        out: A tensor ``[Tq, Hq, Dv]`` to write the results to, and to return. Without a cache that costs a copy.
         fa3: As for `flash_attn_func`. For caches `num_splits` counts, and descales are ignored, as FlashAttention 3
             ignores them for fp16 and bf16.
         all others: As for `flash_attn_func`. Each sequence has its own mask, i and j.
 
     Returns:
-        The output, like q. On request also lse, fp32 ``[Hq, Tq]``.
+        The output, ``[Tq, Hq, Dv]``. On request also lse, fp32 ``[Hq, Tq]``.
 
     Raises:
         NotImplementedError, TypeError, ValueError, Unsupported: As `flash_attn_func`.
@@ -265,7 +266,7 @@ def flash_attn_varlen_func(
         return_lse=True,
         **options,
     )
-    found = _like(q, found) if out is None else out.copy_(_like(q, found))
+    found = _like(v, found) if out is None else out.copy_(_like(v, found))
     return result_of(found, lse, return_attn_probs, return_softmax_lse)
 
 
@@ -323,9 +324,6 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: int, layout:
         got = f"q={tuple(q.shape)}, k={tuple(k.shape)}, v={tuple(v.shape)}"
         hint = f"{layout}: heads come before D, and x.transpose(-3, -2) swaps them with rows"
         raise ValueError(f"heads of q must be a multiple of those of k and v; got {got}; allowed {hint}")
-    if v.shape[-1] != k.shape[-1]:
-        allowed = f"{k.shape[-1]}, that of q and k; pad v with zeros, and cut out"
-        raise NotImplementedError(f"v: got head_dim {v.shape[-1]}; allowed {allowed}")
 
 
 def _length(name: str, length: Any) -> int:
@@ -359,6 +357,6 @@ def _padded(tensor: torch.Tensor) -> torch.Tensor:
     return unit_stride(tensor)
 
 
-def _like(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The columns of out that q has."""
-    return out if out.shape[-1] == q.shape[-1] else out[..., : q.shape[-1]]
+def _like(v: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The columns of out that v has."""
+    return out if out.shape[-1] == v.shape[-1] else out[..., : v.shape[-1]]

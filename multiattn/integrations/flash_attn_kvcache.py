@@ -1,6 +1,6 @@
 """FlashAttention's attention over caches of keys and values, by `multiattn.fmha_kvcache`.
 
-Callers import the functions from `multiattn.integrations.flash_attn`. Caches are never copied: their head_dim must be a
+Callers import the functions from `multiattn.integrations.flash_attn`. Caches are never copied: each head_dim must be a
 multiple of 8, with unit stride. Nothing here waits for the device, not even to find the places of new keys, so one CUDA
 graph serves every step.
 """
@@ -77,12 +77,12 @@ def flash_attn_with_kvcache(
             ``[T, Hq, D]``.
         k_cache: ``[B, S, Hkv, D]``, or with `page_table` ``[pages, page, Hkv, D]`` of any page size; any strides with
             unit stride on D. If k is given, the call writes to it.
-        v_cache: Like k_cache.
+        v_cache: Like k_cache, but for its own head_dim Dv.
         k: New keys ``[B, Snew, Hkv, D]``, or ``[Tnew, Hkv, D]`` with `cu_seqlens_k_new`. They are put into the cache
             from place ``cache_seqlens[b]`` of each sequence on, and attended to. The cache must have room for them: a
             ValueError on a CPU, and with ``MULTIATTN_CHECK=1``. Else the host does not read the lengths, and the GPU's
             kernel that writes new keys fails.
-        v: New values, like k.
+        v: New values, as k is, of Dv columns.
         cache_seqlens: int32 ``[B]`` on the device, or an int for all: the keys of each sequence, without new ones. None
             is as many as the cache has room for.
         cache_batch_idx: int32 ``[B]``: each sequence's entry of the cache, or its row of the page table.
@@ -105,11 +105,11 @@ def flash_attn_with_kvcache(
             result here.
 
     Returns:
-        The output, like q. On request also lse, fp32 ``[B, Hq, Sq]`` or ``[Hq, T]``, natural log.
+        The output, like q but as wide as v_cache. On request also lse, fp32 ``[B, Hq, Sq]`` or ``[Hq, T]``, natural
+        log.
 
     Raises:
-        NotImplementedError: An option is refused, the head_dim is no multiple of 8, values have a head_dim of their
-            own, or an input wants a gradient.
+        NotImplementedError: An option is refused, a head_dim is no multiple of 8, or an input wants a gradient.
         TypeError, ValueError, Unsupported: As `multiattn.fmha_kvcache`.
     """
     refuse(
@@ -223,14 +223,10 @@ def _check(
         if tensor.ndim != rank:
             hint = "one query of each sequence is q.unsqueeze(1)" if name == "q" else "heads come before D"
             raise ValueError(f"{name} must have rank {rank}, {its}; got shape {list(tensor.shape)}; {hint}")
-    head_dim = k.shape[-1]
-    if v.shape[-1] != head_dim:
-        raise NotImplementedError(
-            f"{names[1]}: got head_dim {v.shape[-1]}; allowed {head_dim}, that of q and keys; pad it"
-        )
-    if head_dim % HEAD_DIM_MULTIPLE:
-        allowed = f"multiples of {HEAD_DIM_MULTIPLE}, as a cache is never copied; make it that wide, with zeros"
-        raise NotImplementedError(f"{names[0]}: got head_dim {head_dim}; allowed {allowed}")
+    for name, head_dim in zip(names, (k.shape[-1], v.shape[-1]), strict=True):
+        if head_dim % HEAD_DIM_MULTIPLE:
+            allowed = f"multiples of {HEAD_DIM_MULTIPLE}, as a cache is never copied; make it that wide, with zeros"
+            raise NotImplementedError(f"{name}: got head_dim {head_dim}; allowed {allowed}")
 
 
 def _append(
@@ -247,7 +243,7 @@ def _append(
     rows = [str(batch), "Snew"] if cu_seqlens is None else ["Tnew"]
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         is_like = new.dtype == cache.dtype and new.device == device and new.shape[len(rows) :] == cache.shape[2:]
-        if not is_like or new.shape != k.shape or (cu_seqlens is None and new.shape[0] != batch):
+        if not is_like or new.shape[:-1] != k.shape[:-1] or (cu_seqlens is None and new.shape[0] != batch):
             allowed = f"[{', '.join([*rows, *map(str, cache.shape[2:])])}], {cache.dtype} on {device}"
             hint = f"{name}.to(k_cache) has its dtype and device"
             raise ValueError(f"{name}: got {list(new.shape)}, {new.dtype} on {new.device}; allowed {allowed}; {hint}")

@@ -183,7 +183,12 @@ def strides_of_empty_like(shape: tuple[int, ...], strides: tuple[int, ...]) -> t
 
 
 def laid_out_like(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The result itself if it is laid out as ``torch.empty_like(like)``, else such a copy: compiled code asserts it."""
+    """The result itself if it is laid out as ``torch.empty_like(like)``, else such a copy: compiled code asserts it.
+
+    A result as wide as v stays as it is where `like` is a q of another width: no fake of PyTorch's knows it.
+    """
+    if result.shape[-1] != like.shape[-1]:
+        return result
     return laid_out(result, strides_of_empty_like(tuple(like.shape), tuple(like.stride())))
 
 

@@ -48,13 +48,13 @@ def fmha_padded(
             `alibi_slopes`, the queries are the last Sq of the Skv positions. Otherwise they may be those of another
             sequence.
         k: ``[B, Hkv, Skv, D]``.
-        v: Like k.
+        v: ``[B, Hkv, Skv, Dv]``.
         kv_mask: ``[B, Skv]``, bool or integers: nonzero for a token, zero for padding, which no query sees. Tokens of a
             row count as neighbours, even with padding between them. None is a batch without padding.
         all others: As for `multiattn.fmha`.
 
     Returns:
-        The output, ``[B, Hq, Sq, D]`` in the dtype of q. Rows that see no key are 0. A query that is padding itself
+        The output, ``[B, Hq, Sq, Dv]`` in the dtype of q. Rows that see no key are 0. A query that is padding itself
         sees the row's tokens where nothing depends on positions, or where Sq is 1. Otherwise its row is 0, and it gives
         zero gradients.
 

@@ -139,9 +139,7 @@ def attend(
     if not is_compiling():
         refuse_trace()
         refuse_untested(layer)
-    query, key, value, head_dim = _prepared(query, key, value)
-    if scaling is None:
-        scaling = head_dim[0] ** -0.5
+    query, key, value = _prepared(query, key, value)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "backend": backend}
     if deterministic:
         options["deterministic"] = True
@@ -185,13 +183,13 @@ def attend(
         if mask.dtype == torch.bool and not is_compiling():
             refuse_bools(layer)
         out = attend_masked(call, mask)
-    return out[..., : head_dim[1]].transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _prepared(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """q, k and v as multiattn takes them, and the head dims of queries and values that they had."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v as multiattn takes them."""
     dtype = value.dtype
     if dtype == torch.float32 and torch.is_autocast_enabled(value.device.type):
         dtype = torch.get_autocast_dtype(value.device.type)
@@ -199,12 +197,7 @@ def _prepared(
     batch = max(query.shape[0], key.shape[0])
     if query.shape[0] != key.shape[0]:  # learned queries, or keys, that all sequences share
         query, key, value = (it.expand(batch, -1, -1, -1) for it in (query, key, value))
-    dims = query.shape[-1], value.shape[-1]
-    if dims[1] < dims[0]:  # multi-head latent attention
-        value = torch.nn.functional.pad(value, (0, dims[0] - dims[1]))
-    elif dims[0] < dims[1]:
-        query, key = (torch.nn.functional.pad(it, (0, dims[1] - dims[0])) for it in (query, key))
-    return query, key, value, dims
+    return query, key, value
 
 
 def _as_mask(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:

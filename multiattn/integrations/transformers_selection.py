@@ -95,7 +95,7 @@ def attend_selected(
 
 
 def _with_means(out: torch.Tensor, mask: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The output ``[B, Hq, Sq, D]``, with the mean of all values for queries that see none of the keys they select.
+    """The output ``[B, Hq, Sq, Dv]``, with the mean of all values for queries that see none of the keys they select.
 
     MiniMax-M3 selects by positions, and hides by places: behind padding or other sequences nothing may be left. Eager
     attention then has the lowest number for every score, so that all values have one weight.
