@@ -79,7 +79,8 @@ def fmha_kvcache(
         k_cache: ``[B, Hkv, S, D]`` with ``Hq % Hkv == 0`` (GQA, MQA), any strides with unit stride on D. Same dtype and
             device as q. With `page_table` it is ``[pages, Hkv, page, D]``, with pages of any size. Pass a transposed
             view if pages are ``[page, Hkv, D]`` in memory (NHD).
-        v_cache: Like k_cache, with its own strides. Both may be views of one tensor.
+        v_cache: Like k_cache, with its own strides and head_dim Dv. Both may be views of one tensor: where the first
+            Dv columns of a key are its value (MLA), v_cache is ``k_cache[..., :Dv]``.
         seqlens_kv: int32 ``[B]`` on the device of q: the keys of each sequence, from 0 to S (or ``max_pages * page``).
             Values on a GPU are not checked, because a check would wait for the GPU. There larger ones are taken for S,
             and negative ones for 0.
@@ -95,8 +96,8 @@ def fmha_kvcache(
         num_splits: The number of parts, 1 to 256, that the keys of a sequence are divided into, each for its own block.
             None chooses by sizes, never by lengths. With 1, a sequence's result has the same bits in any batch
             whose sequences have as many queries at most.
-        out: A tensor to write the results to, and to return: shape, dtype and device of q, at a multiple of 16 bytes,
-            with unit stride on D and other strides that are multiples of 16 bytes. None is a fresh tensor.
+        out: A tensor to write the results to, and to return: like q but as wide as v_cache, at a multiple of 16 bytes,
+            with unit stride on Dv and other strides that are multiples of 16 bytes. None is a fresh tensor.
         causal: Aligned at the bottom right: query i of Sq sees the keys up to ``i + seqlens_kv[b] - Sq``.
         window: As for `multiattn.fmha`, by each sequence's own length.
         scale, softcap, sinks: As for `multiattn.fmha`.
@@ -105,7 +106,7 @@ def fmha_kvcache(
         return_lse: Also return the log-sum-exp.
 
     Returns:
-        The output, in the shape and dtype of q, laid out as by `multiattn.fmha` (or `multiattn.fmha_varlen`). With
+        The output, like q but as wide as v_cache, laid out as by `multiattn.fmha` (or `multiattn.fmha_varlen`). With
         `return_lse` also lse, fp32 ``[B, Hq, Sq]`` or ``[Hq, T]``, natural log. A row that sees no key has ``out = 0``
         and ``lse = -inf`` (with a sink: ``lse = sink``).
 

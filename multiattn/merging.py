@@ -25,7 +25,7 @@ def merge(
     exponential overflows, and the weights of a row add up to 1.
 
     Args:
-        out_a: ``[B, Hq, Sq, D]``, as from `multiattn.fmha`, or ``[T, Hq, D]``, as from `multiattn.fmha_varlen`. fp16,
+        out_a: ``[B, Hq, Sq, Dv]``, as from `multiattn.fmha`, or ``[T, Hq, Dv]``, as from `multiattn.fmha_varlen`. fp16,
             bf16, fp32 or fp64, any strides.
         lse_a: ``[B, Hq, Sq]``, or ``[Hq, T]`` of a packed batch: the natural log of the sum of exp of scores. fp32 or
             fp64, on the device of out_a.

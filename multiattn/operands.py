@@ -116,10 +116,10 @@ class Options(NamedTuple):
 class Operands(NamedTuple):
     """Every tensor of a launch, by name; None where a launch has none.
 
-    q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]``; out, dout and dq like q; dk and dv like k and v; lse, dlse and
-    delta fp32 ``[B, Hq, Sq]``; sinks ``[Hq]``, fp32 where a kernel reads it. A forward reads q, k, v and sinks, and
-    writes out and lse; a backward reads all of these, dout and perhaps dlse, and writes dq, dk and dv, and delta where
-    something is computed of it afterwards.
+    q ``[B, Hq, Sq, D]``, k ``[B, Hkv, Skv, D]``, v ``[B, Hkv, Skv, Dv]``; out and dout like q, but as wide as v; dq, dk
+    and dv like q, k and v; lse, dlse and delta fp32 ``[B, Hq, Sq]``; sinks ``[Hq]``, fp32 where a kernel reads it. A
+    forward reads q, k, v and sinks, and writes out and lse; a backward reads all of these, dout and perhaps dlse, and
+    writes dq, dk and dv, and delta where something is computed of it afterwards.
 
     An optional input stands behind the others: calls without any pay nothing for it. Autograd, planning and launching
     take `inputs` and `read` whole.

@@ -25,8 +25,8 @@ def random(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def qkv(seq_q=5, seq_kv=7, heads_kv=2, head_dim=8, dtype=torch.float64, requires_grad=True):
-    shapes = ((2, 4, seq_q, head_dim), (2, heads_kv, seq_kv, head_dim), (2, heads_kv, seq_kv, head_dim))
+def qkv(seq_q=5, seq_kv=7, heads_kv=2, head_dim=8, dtype=torch.float64, requires_grad=True, head_dim_v=None):
+    shapes = ((2, 4, seq_q, head_dim), *((2, heads_kv, seq_kv, it) for it in (head_dim, head_dim_v or head_dim)))
     return [random(*shape, seed=i, dtype=dtype).requires_grad_(requires_grad) for i, shape in enumerate(shapes)]
 
 
@@ -55,7 +55,7 @@ def close(actual, expected):
 @pytest.mark.parametrize("shape", [None, (2, 4, 7, 3), (1, 4, 1, 3), (2, 1, 7, 1), (1, 1, 1, 1)])
 def test_agrees_with_autograd_of_the_reference(shape, return_lse):
     """By autograd and by hand, plain and with a bias of this shape and all else of scores; some rows are empty."""
-    inputs, options = qkv(seq_q=7, seq_kv=3), {"causal": True}
+    inputs, options = qkv(seq_q=7, seq_kv=3, head_dim_v=12 if return_lse else 4), {"causal": True}
     if shape is not None:
         slopes, bias = random(4, dtype=torch.float32).requires_grad_(), random(*shape).requires_grad_()
         options |= {"alibi_slopes": slopes, "bias": bias, "softcap": 3.0, "scale": -0.7}
@@ -114,6 +114,11 @@ def test_views_of_one_packed_tensor_and_transposed_inputs_get_their_layout_back(
     q, k, v = packed.permute(2, 0, 3, 1, 4).unbind()
     out = fmha(q, k, v, causal=True)
     close(gradients(weigh(out), packed), gradients(weigh(truth(q, k, v, causal=True)[0]), packed))
+    latent = random(2, 1, 6, 12, seed=4).requires_grad_()  # MLA: its first columns are the values, too
+    queries = random(2, 4, 6, 12, seed=5).requires_grad_()
+    of_mla = queries, latent, latent[..., :8]
+    found, wanted = fmha(*of_mla, causal=True), truth(*of_mla, causal=True)[0]
+    close(*(gradients(weigh(it), of_mla[:2]) for it in (found, wanted)))
     tensors = [random(2, 6, 4, 8, seed=seed).transpose(1, 2).requires_grad_() for seed in range(3)]
     out, lse = fmha(*tensors, return_lse=True)
     assert out.stride() == tensors[0].stride()

@@ -9,9 +9,10 @@ from multiattn import fmha
 from multiattn.run import compat
 
 
-def qkv(dtype=torch.float32, **options):
+def qkv(dtype=torch.float32, width_v=24, **options):
     generator = torch.Generator().manual_seed(0)
-    tensors = (torch.randn(2, heads, 12, 16, generator=generator, dtype=dtype) for heads in (4, 2, 2))
+    sizes = (4, 16), (2, 16), (2, width_v)
+    tensors = (torch.randn(2, heads, 12, width, generator=generator, dtype=dtype) for heads, width in sizes)
     return [it.to(**options).requires_grad_() for it in tensors]
 
 

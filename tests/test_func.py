@@ -15,7 +15,8 @@ from multiattn.integrations.padding import fmha_padded
 from multiattn.score import program
 
 DTYPE = torch.float64
-ENTRIES, HEADS, HEADS_KV, SEQ_Q, SEQ_KV, HEAD_DIM = 2, 4, 2, 4, 5, 4
+ENTRIES, HEADS, HEADS_KV, SEQ_Q, SEQ_KV, HEAD_DIM, HEAD_DIM_V = 2, 4, 2, 4, 5, 4, 6
+SHAPES = (HEADS, SEQ_Q, HEAD_DIM), (HEADS_KV, SEQ_KV, HEAD_DIM), (HEADS_KV, SEQ_KV, HEAD_DIM_V)
 ROWS = torch.tensor([0, 1, 4], dtype=torch.int32)
 """Two sequences in so many rows, and one row behind them."""
 TOKENS = torch.tensor([[1, 1, 0, 1, 1], [0, 0, 1, 1, 1]], dtype=torch.bool)
@@ -73,7 +74,7 @@ RUNS = {
 
 def case_of(entry, features):
     """The call of an entry with these features; None for those that it does not take."""
-    q, k, v = (random(ENTRIES, *it, HEAD_DIM) for it in ((HEADS, SEQ_Q), (HEADS_KV, SEQ_KV), (HEADS_KV, SEQ_KV)))
+    q, k, v = (random(ENTRIES, *it) for it in SHAPES)
     if entry == "layer":
         torch.manual_seed(0)
         softcap = 2.0 if "softcap" in features else None
@@ -188,7 +189,7 @@ def test_entries_of_no_mapped_dimension_and_of_any(entry, features):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_backwards_are_mapped(packed):
-    q, k, v = (random(ENTRIES, *it, HEAD_DIM) for it in ((HEADS, SEQ_Q), (HEADS_KV, SEQ_KV), (HEADS_KV, SEQ_KV)))
+    q, k, v = (random(ENTRIES, *it) for it in SHAPES)
     forward, backward, lengths = multiattn.fmha, multiattn.fmha_backward, {}
     if packed:
         q, k, v = (it.transpose(1, 2).flatten(0, 1) for it in (q, k, v))
@@ -211,7 +212,7 @@ def test_backwards_are_mapped(packed):
 
 
 def test_a_cache_is_mapped_and_has_no_derivative():
-    q, k, v = random(2, HEADS, 1, HEAD_DIM), random(3, HEADS_KV, 2, HEAD_DIM), random(3, HEADS_KV, 2, HEAD_DIM + 0)
+    q, k, v = random(2, HEADS, 1, HEAD_DIM), random(3, HEADS_KV, 2, HEAD_DIM), random(3, HEADS_KV, 2, HEAD_DIM_V)
     lengths, table = torch.tensor([3, 2], dtype=torch.int32), torch.tensor([[2, 1], [0, 2]], dtype=torch.int32)
 
     def call(q, k, v, lengths, table):

@@ -299,10 +299,27 @@ OVERLAPPING = (0, 64, 64, 1), (64, 64, 64, 1), (512, 32, 64, 1)
 """Strides of an out whose elements share addresses."""
 OF_OUT = {
     ValueError: [
-        (dense, {"out": drawn(3, 4, 2, 64)}, "out must be like q: got (3, 4, 2, 64), | allowed (3, 4, 1, "),
-        (dense, {"out": drawn(3, 4, 1, 64).half()}, "must be like q: got | torch.float16 on cpu | torch.empty_like(q)"),
-        (dense, {"out": drawn(3, 4, 1, 64).to("meta")}, "out must be like q: got | on meta; allowed | on cpu"),
-        (dense, {"out": drawn(3, 4, 1, 64).float()}, "out must be like q: got | torch.float32"),
+        (
+            dense,
+            {"out": drawn(3, 4, 2, 64)},
+            "out must be like q, as wide as v: got (3, 4, 2, 64), | allowed (3, 4, 1, ",
+        ),
+        (
+            dense,
+            {"out": drawn(3, 4, 1, 64).half()},
+            "must be like q, as wide as v: got | torch.float16 on cpu | torch.empty_like(q)",
+        ),
+        (
+            dense,
+            {"out": drawn(3, 4, 1, 64).to("meta")},
+            "out must be like q, as wide as v: got | on meta; allowed | on cpu",
+        ),
+        (
+            dense,
+            {"v_cache": lambda it: it[..., :32], "out": drawn(3, 4, 1, 64)},
+            "allowed (3, 4, 1, 32), | q.new_empty((3, 4, 1, 32)) makes one",
+        ),
+        (dense, {"out": drawn(3, 4, 1, 64).float()}, "out must be like q, as wide as v: got | torch.float32"),
     ]
 }
 OF_THE_CALL = {

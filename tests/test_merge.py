@@ -271,7 +271,7 @@ OUT, LSE = torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4)
         ({"lse_a": LSE.double()}, TypeError, "lse_a and lse_b must share one dtype"),
         ({"lse_b": LSE.to("meta")}, ValueError, "lse_a and lse_b must be on one device; got lse_a=cpu, lse_b=meta"),
         ({"lse_a": LSE.to("meta"), "lse_b": LSE.to("meta")}, ValueError, "lse must be on the device of out, cpu"),
-        ({"out_a": OUT[0, 0], "out_b": OUT[0, 0]}, ValueError, r"out_a: got shape \[4, 8\]; allowed \[B, Hq, Sq, D\]"),
+        ({"out_a": OUT[0, 0], "out_b": OUT[0, 0]}, ValueError, r"out_a: got shape \[4, 8\]; allowed \[B, Hq, Sq, D"),
         ({"out_b": OUT[:1]}, ValueError, r"out_b: got shape \[1, 3, 4, 8\]; allowed \[2, 3, 4, 8\], that of out_a"),
         ({"lse_b": LSE[..., None]}, ValueError, r"lse_b: got shape \[2, 3, 4, 1\]; allowed \[2, 3, 4\], \[B, Hq, Sq\]"),
         ({"out_a": OUT[0], "out_b": OUT[0]}, ValueError, r"lse_a: got shape \[2, 3, 4\]; allowed \[4, 3\], \[Hq, T\]"),

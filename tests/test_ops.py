@@ -5,6 +5,7 @@ import torch
 from cached_calls import COMPILED
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from multiattn import fmha, fmha_backward, fmha_kvcache, fmha_varlen
 from multiattn.score.record import program_of
@@ -14,8 +15,8 @@ def random(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def qkv(seq_q=5, seq_kv=7, requires_grad=False, transposed=False, batch=2):
-    shapes = ((batch, 4, seq_q, 8), (batch, 2, seq_kv, 8), (batch, 2, seq_kv, 8))
+def qkv(seq_q=5, seq_kv=7, requires_grad=False, transposed=False, batch=2, width_v=8):
+    shapes = ((batch, 4, seq_q, 8), (batch, 2, seq_kv, 8), (batch, 2, seq_kv, width_v))
     tensors = [random(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     if transposed:
         tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
@@ -34,13 +35,15 @@ SAMPLES = {
     "window": ({"left": 2, "right": 1}, False),
     "sinks": ({"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])}, False),
     "softcap": ({"score": SOFTCAP, "scalars": [2.0]}, False),
+    "narrow v": ({"right": 0, "width_v": 4}, False),
+    "wide v": ({"left": 3, "width_v": 12}, True),
 }
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_opcheck(name):
-    options, transposed = SAMPLES[name]
-    inputs = qkv(requires_grad=True, transposed=transposed)
+    options, transposed = dict(SAMPLES[name][0]), SAMPLES[name][1]
+    inputs = qkv(requires_grad=True, transposed=transposed, width_v=options.pop("width_v", 8))
     if "sinks" in options:
         options = {**options, "sinks": options["sinks"].clone().requires_grad_()}
     forward, backward = torch.ops.multiattn.fmha_forward.default, torch.ops.multiattn.fmha_backward.default
@@ -106,8 +109,9 @@ def test_opcheck_of_batches_of_sequences(call, name, make, options):
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", [(5, 7), (1, 7), (5, 0), (0, 7)])
-def test_fakes_have_the_strides_of_the_real_ones(sizes, transposed):
-    inputs = qkv(*sizes, transposed=transposed)
+@pytest.mark.parametrize("width_v", [8, 4, 12])
+def test_fakes_have_the_strides_of_the_real_ones(sizes, transposed, width_v):
+    inputs = qkv(*sizes, transposed=transposed, width_v=width_v)
     out, lse = torch.ops.multiattn.fmha_forward(*inputs, [], [])
     real = (out, lse, *torch.ops.multiattn.fmha_backward(*inputs, out, lse, out)[:3])
     with FakeTensorMode() as mode:
@@ -118,7 +122,8 @@ def test_fakes_have_the_strides_of_the_real_ones(sizes, transposed):
         assert (made.shape, made.stride(), made.dtype) == (known.shape, known.stride(), known.dtype)
 
 
-def test_compiles_whole_for_every_length():
+@pytest.mark.parametrize("width_v", [8, 12])
+def test_compiles_whole_for_every_length(width_v):
     torch._dynamo.reset()
     graphs = []
 
@@ -129,11 +134,19 @@ def test_compiles_whole_for_every_length():
     compiled = torch.compile(loss_of, fullgraph=True, dynamic=True, backend=count)
     whole = torch.compile(loss_of, fullgraph=True, dynamic=True, backend="aot_eager")
     for lengths in ((5, 7), (9, 11), (12, 6)):  # in the last some rows see no key
-        inputs = qkv(*lengths, requires_grad=True, transposed=True)
+        inputs = qkv(*lengths, requires_grad=True, transposed=True, width_v=width_v)
         expected = torch.autograd.grad(loss_of(*inputs, causal=True), inputs)
         torch.testing.assert_close(torch.autograd.grad(compiled(*inputs, causal=True), inputs), expected)
         torch.testing.assert_close(torch.autograd.grad(whole(*inputs, causal=True), inputs), expected)
     assert len(graphs) == 1, "a new length must not compile anew"
+
+
+@pytest.mark.parametrize("width_v", [8, 12])
+def test_flops_are_those_of_both_widths(width_v):
+    with FlopCounterMode(display=False) as counter:
+        loss_of(*qkv(requires_grad=True, width_v=width_v)).backward()
+    pairs = 2 * 4 * 5 * 7
+    assert counter.get_total_flops() == pairs * (2 * (8 + width_v) + 2 * (3 * 8 + 2 * width_v))
 
 
 def test_a_refusal_comes_through_a_compiled_graph():
@@ -146,7 +159,7 @@ def test_a_refusal_comes_through_a_compiled_graph():
 
 @pytest.mark.parametrize("in_dims", [(0, None, None), (0, 0, 0), (None, 1, 2), (3, None, 0), (4, 4, 4)])
 def test_vmap_maps_any_mix_of_inputs(in_dims):
-    plain = zip(qkv(), in_dims, strict=True)
+    plain = zip(qkv(width_v=12), in_dims, strict=True)
     inputs = [it if dim is None else torch.stack([it, 2 * it, it.cos()], dim) for it, dim in plain]
     pairs = list(zip(inputs, in_dims, strict=True))
     each = [[it if dim is None else it.select(dim, i).contiguous() for it, dim in pairs] for i in range(3)]

@@ -40,9 +40,10 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 class Launcher(Protocol):
     """Kernels of one direction, ready to launch on tensors of one metadata: no planning, no validation, no waiting.
 
-    q ``[B, Hq, Sq, D]``, k and v ``[B, Hkv, Skv, D]`` as the Plan's Problem describes them; out like q, with the
-    strides of `Problem.strides_out`; lse fp32 ``[B, Hq, Sq]`` contiguous; both at multiples of 16 bytes. The tensors'
-    device is the current one; there is at least one query and at least one key. Launches go to the current stream.
+    q ``[B, Hq, Sq, D]``, k ``[B, Hkv, Skv, D]`` and v ``[B, Hkv, Skv, Dv]`` as the Plan's Problem describes them; out
+    ``[B, Hq, Sq, Dv]``, with its `strides_out`; lse fp32 ``[B, Hq, Sq]`` contiguous; both at multiples of 16 bytes. The
+    tensors' device is the current one; there is at least one query and at least one key. Launches go to the current
+    stream.
 
     A forward writes every element of out and lse. A backward reads them, of any backend; dout is like out, with its
     strides and alignment; dlse like lse and finite, or None where nothing depends on it. It writes every element of dq

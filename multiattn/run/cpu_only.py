@@ -21,9 +21,10 @@ def tell_cpu_only(problem: Problem, directions: Sequence[Direction]) -> None:
 
     Once for each dtype, and once for head dims.
     """
-    is_usual = problem.dtype in _USUAL.dtypes and not problem.head_dim % _USUAL.head_dim_multiple
-    key = f"{problem.dtype} {problem.head_dim} {directions}"
-    if key in _seen or (is_usual and problem.head_dim <= _USUAL.head_dim_max):  # asks no backend
+    widths, most = (problem.head_dim, problem.head_dim_v), _USUAL.head_dim_max
+    is_usual = problem.dtype in _USUAL.dtypes and max(widths) <= most
+    key = f"{problem.dtype} {problem.widths} {directions}"
+    if key in _seen or (is_usual and not any(it % _USUAL.head_dim_multiple for it in widths)):  # asks no backend
         return
     _seen.add(key)
     for direction in directions:

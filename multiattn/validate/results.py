@@ -25,7 +25,7 @@ def check_parts(outs: Mapping[str, torch.Tensor], lses: Mapping[str, torch.Tenso
     (first, out), lse = next(iter(outs.items())), next(iter(lses.values()))
     if out.ndim not in (3, 4):
         raise ValueError(
-            f"{first}: got shape {list(out.shape)}; allowed [B, Hq, Sq, D], or [T, Hq, D] in packed batches"
+            f"{first}: got shape {list(out.shape)}; allowed [B, Hq, Sq, Dv], or [T, Hq, Dv] in packed batches"
         )
     for name, tensor in outs.items():
         if tensor.shape != out.shape:
@@ -52,10 +52,11 @@ def check_out(out: object, q: torch.Tensor, v: torch.Tensor, *, layout: bool = T
     if not isinstance(out, torch.Tensor):
         raise not_a_tensor("out", out, "a torch.Tensor or None")
     shape = shape_of_out(q.shape, v.shape)
+    hint = f"{'torch.empty_like(q)' if shape == q.shape else f'q.new_empty({shape})'} makes one"
     if out.shape != shape or out.dtype != q.dtype or out.device != q.device or (layout and out.is_neg()):
         got = f"{tuple(out.shape)}, {out.dtype} on {out.device}"
         allowed = f"{shape}, {q.dtype} on {q.device}"
-        raise ValueError(f"out must be like q: got {got}; allowed {allowed}; torch.empty_like(q) makes one")
+        raise ValueError(f"out must be like q, as wide as v: got {got}; allowed {allowed}; {hint}")
     if not layout:
         return
     walked = [(stride, size) for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1]
@@ -64,7 +65,7 @@ def check_out(out: object, q: torch.Tensor, v: torch.Tensor, *, layout: bool = T
     for stride, size in sorted(walked):
         if stride < extent and out.numel():
             got = f"strides {tuple(out.stride())} for shape {tuple(out.shape)}"
-            allowed = "strides by which no two elements have one place; torch.empty_like(q) makes one"
+            allowed = f"strides by which no two elements have one place; {hint}"
             raise ValueError(f"out: got {got}; allowed {allowed}")
         extent = stride * size
     unit = VECTOR_BYTES // out.element_size()
@@ -72,8 +73,7 @@ def check_out(out: object, q: torch.Tensor, v: torch.Tensor, *, layout: bool = T
     if out.numel() and not (is_aligned and (out.shape[-1] == 1 or out.stride(-1) == 1)):
         raise ValueError(
             f"out: got strides {tuple(out.stride())}, address {out.data_ptr():#x}; allowed unit stride on D, other "
-            f"strides that are multiples of {unit}, an address that is a multiple of {VECTOR_BYTES}; "
-            "torch.empty_like(q) makes one"
+            f"strides that are multiples of {unit}, an address that is a multiple of {VECTOR_BYTES}; {hint}"
         )
 
 
