@@ -46,6 +46,11 @@ def shape_of_out(q: Sequence[int], v: Sequence[int]) -> Shape:
     return (*q[:-1], v[-1])
 
 
+def widths(head_dim: int, head_dim_v: int) -> str:
+    """``D=128``, or ``D=192 Dv=128`` where v has a width of its own."""
+    return f"D={head_dim}" if head_dim_v == head_dim else f"D={head_dim} Dv={head_dim_v}"
+
+
 def flops_per_pair(head_dim: int, head_dim_v: int, *, backward: bool = False) -> int:
     """FLOP of tensor cores for a query and a key that it sees, as they are counted everywhere.
 

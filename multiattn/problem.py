@@ -22,6 +22,7 @@ from multiattn.layout import (
     dense_strides,
     shape_of_out,
     strides_of,
+    widths,
 )
 from multiattn.mask import Band, Window, band_of
 from multiattn.operands import Operands, Options, ScoreSpec, score_spec
@@ -269,8 +270,7 @@ class Problem:
     @property
     def widths(self) -> str:
         """``D=128``, or ``D=192 Dv=128`` where v has a width of its own."""
-        of_v = "" if self.head_dim_v == self.head_dim else f" Dv={self.head_dim_v}"
-        return f"D={self.head_dim}{of_v}"
+        return widths(self.head_dim, self.head_dim_v)
 
     @property
     def shape_q(self) -> Shape:

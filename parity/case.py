@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from multiattn.layout import widths
 from multiattn.mask import Window
 
 Size = Literal["any", "gpu", "huge"]
@@ -194,7 +195,7 @@ class Case:
     @property
     def widths(self) -> str:
         """``D=128``, or ``D=192 Dv=128`` where v has a width of its own."""
-        return f"D={self.head_dim}" + (f" Dv={self.width_v}" if self.width_v != self.head_dim else "")
+        return widths(self.head_dim, self.width_v)
 
     @property
     def turn(self) -> int:

@@ -11,6 +11,7 @@ OF_EACH = ["\nauto takes ", "  config: tile_m=", "  why: ", "  workspace: "]
 PASSED_OVER = ["cuda forward takes wgmma", "variant split_q", "  rejected: rule tile_m="]
 BOTH = [" full forward on sm90", " full backward on sm90"]
 BACKWARDS = ["\ncutile backward, variant atomic: ", "\ncuda backward, variant wgmma: "]
+OF_ALL_KINDS = ("", "--packed", "--cache 16", "--cache --sinks", "--block 64 --softcap 3")
 SAME_BITS = [f"\n  deterministic=True: variant {it}, " for it in ("two_pass", "wgmma_ordered")]
 
 
@@ -21,7 +22,8 @@ SAME_BITS = [f"\n  deterministic=True: variant {it}, " for it in ("two_pass", "w
         ("--shape 2,16/4,1024,128 --causal --verbose", 0, [*EVERY, *OF_EACH, *PASSED_OVER]),
         ("--shape 1,2,128,64 --direction both", 0, BOTH),
         ("--shape 2,32,4096,64 --direction backward", 0, [*BACKWARDS, *SAME_BITS]),
-        ("--shape 1,1,64,260 --backend cutile", 1, ["head_dim: got 260; allowed multiples of 8 up to 256"]),
+        ("--shape 1,1,64,260 --backend cutile", 1, ["head_dim: got 260; allowed multiples of 8 up to 1024"]),
+        *((f"--shape 2,8/2,9/512,20/12 {it}", 1, [" D=20 Dv=12 ", "got 20 Dv=12; "]) for it in OF_ALL_KINDS),
         ("--shape 1,1,64,20", 1, ['auto takes none; backend="reference" runs it', "give scale=20**-0.5"]),
         ("--shape 1,2,64,64 --backend cuda --variant split_kv", 0, ["\ncuda forward, variant split_kv: "]),
         ("--shape 2,8/2,1/512,64 --softcap 30", 0, [" score=", *OF_EACH]),
@@ -52,7 +54,9 @@ def test_the_commands_take_one_set_of_flags(capsys):
             main([command, "--help"])
         assert stop.value.code == 0
         said = capsys.readouterr().out
-        flags = "--shape B,H[/Hkv],S[/Skv],D --kv-heads --kv-len --dtype --causal --window --scale --softcap --alibi "
+        flags = (
+            "--shape B,H[/Hkv],S[/Skv],D[/Dv] --kv-heads --kv-len --dtype --causal --window --scale --softcap --alibi "
+        )
         flags += "--bias --sinks --block --packed --cache --arch --direction --backend"
         for flag in flags.split():
             assert flag in said or (command, flag) in {("roofline", "--backend"), ("tune", "--arch")}, (command, flag)
@@ -67,7 +71,7 @@ def test_the_version_is_told(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("explain --shape 1,2,3", "got '1,2,3'; allowed B,H,S,D or B,H/Hkv,S/Skv,D"),
+        ("explain --shape 1,2,3", "got '1,2,3'; allowed B,H,S,D or B,H/Hkv,S/Skv,D/Dv"),
         ("explain --shape 1,2/1,64,64 --kv-heads 2", "--kv-heads: got 2 with a shape that has its own"),
         ("explain --shape 1,2,64,64 --arch h300", "got 'h300'; allowed cpu, sm80"),
         ("explain --shape 1,2,64,64 --cache --bias", "--bias: got it; allowed --cache, --softcap, --sinks: fmha_kv"),
@@ -98,6 +102,8 @@ def test_the_version_is_told(capsys):
         ("compile --variant split_q --backend cutile", "variant: got 'split_q'; cutile has split_keys, full, memory"),
         ("compile --variant nobody", "--variant: got 'nobody', which none of these backends has; allowed offered"),
         ("compile --shape 1,2,64,64 --head-dim 128", "got 128 with a shape of D=64"),
+        ("compile --shape 1,2,64,64 --head-dim 64/32", "got 64/32 with a shape of D=64"),
+        ("roofline --device h200 --head-dim 64/", "got ; allowed whole numbers from 1 on"),
         ("compile --shape 1,3,64,64 --kv-heads 2", "got Hq=3, Hkv=2"),
         ("compile --emit cubin,exe somewhere", "got exe; allowed cubin, ptx, sass, tileir, ttgir"),
     ],

@@ -95,6 +95,20 @@ def test_the_command_prints_a_row_of_each_problem(capsys):
     assert "a score at D=64: 0.0625 clocks of tensor cores, 0.0625 of exponentials" in text
 
 
+def test_the_command_counts_both_head_dims(capsys):
+    assert command("--device", "h200", "--head-dim", "192/128,128", "--seq", "16384", "--heads", "16", "--full") == 0
+    of_widths = capsys.readouterr().out
+    assert command("--device", "h200", "--shape", "1,16,16384,192/128", "--full") == 0
+    text = capsys.readouterr().out
+    (row,) = (it for it in text.splitlines() if "192/128 " in it)
+    assert row.split()[:5] == ["1", "16", "192/128", "16384", "full"]
+    assert row in of_widths
+    assert "a score at D=192/128: 0.1562 clocks of tensor cores, 0.0625 of exponentials" in text
+    found = bounds(layer(192, 4096, "causal", batch=1, heads=16, head_dim_v=128), H200)
+    assert found.flops == 2 * (192 + 128) * 16 * (4096 * 4097 // 2)
+    assert found.bytes == 16 * 4096 * (2 * (192 + 192 + 128 + 128) + 4)
+
+
 def test_the_command_takes_any_problem_on_all_devices(capsys):
     shape = "--head-dim 40 --seq 100,300 --kv-len 700 --heads 6 --kv-heads 2 --batch 3 --dtype fp16"
     for mask in ("--causal", "--mask window:64:0"):

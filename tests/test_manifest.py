@@ -77,9 +77,9 @@ def test_a_backward_kernel_is_not_loaded(tmp_path):
     [
         (None, "no such file; allowed a folder that"),
         ("{", "no JSON"),
-        ('{"schema": 7}', "schema: got 7; allowed 4"),
-        ("[]", "schema: got None; allowed 4"),
-        ('{"schema": 4, "kernels": [{"name": 1}]}', "kernels: got list; allowed a list of records with names"),
+        ('{"schema": 4}', "schema: got 4; allowed 5: emit into a new folder"),
+        ("[]", "schema: got None; allowed 5"),
+        ('{"schema": 5, "kernels": [{"name": 1}]}', "kernels: got list; allowed a list of records with names"),
     ],
 )
 def test_a_manifest_that_is_none(tmp_path, text, message):

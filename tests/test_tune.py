@@ -176,8 +176,8 @@ def spoil(**changes):
     ("text", "said"),
     [
         (lambda data: json.dumps(data)[:-30], "Unterminated string"),
-        (lambda data: "[]", "schema: got None; allowed 1"),
-        (spoil(schema=2), "schema: got 2; allowed 1"),
+        (lambda data: "[]", "schema: got None; allowed 2"),
+        (spoil(schema=1), "schema: got 1; allowed 2"),
         (spoil(multiattn="0.0.1"), "multiattn: got kernels of 0.0.1; allowed those of"),
         (spoil(gpu="NVIDIA Other"), "gpu: got 'NVIDIA Other'; allowed 'NVIDIA Test'"),
         (spoil(cells=[{}]), "got no backends"),
@@ -248,7 +248,7 @@ def test_a_backend_that_is_left_out_keeps_what_it_had():
 NEAR = [{}, {"seq_q": 1448, "seq_kv": 1448}, {"seq_q": 725, "seq_kv": 725}, {"batch": 4}]
 FAR = [
     *({"seq_q": 1449, "seq_kv": 1449}, {"seq_q": 724, "seq_kv": 724}, {"seq_kv": 2048}, {"batch": 5}),
-    *({"head_dim": 120}, {"heads_kv": 8}, {"dtype": "fp16"}),
+    *({"head_dim": 120}, {"head_dim_v": 64}, {"heads_kv": 8}, {"dtype": "fp16"}),
     *({"causal": False}, {"window": (512, 0)}, {"has_sinks": True}),
 ]
 

@@ -70,7 +70,8 @@ def write(folder: Path, plan: Plan, exported: Sequence[Exported]) -> tuple[Path,
 def _name(plan: Plan, kernel: Exported, index: int | None) -> str:
     """A kernel's name in its folder: what it is for, and a part of its hash, as one problem has many kernels."""
     problem = plan.problem
-    parts = [plan.backend, plan.direction, plan.arch.name, problem.dtype, f"d{problem.head_dim}", problem.mask]
+    widths = f"d{problem.head_dim}" + (f"v{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+    parts = [plan.backend, plan.direction, plan.arch.name, problem.dtype, widths, problem.mask]
     parts += [] if problem.score is None else [f"score{problem.score.program.digest[:8]}"]
     parts += [] if problem.packing is None else ["packed"]
     parts += [] if index is None else [str(index)]
@@ -225,14 +226,14 @@ class Kernel:
         Args:
             q: ``[B, Hq, Sq, D]`` in the dtype of the kernel; any strides with unit stride on D.
             k: ``[B, Hkv, Skv, D]``, where Hkv divides Hq.
-            v: Like k.
+            v: ``[B, Hkv, Skv, Dv]``.
             scale: The scale of the scores. None is ``1/sqrt(D)``.
             sinks: ``[Hq]``, if the kernel was compiled for them.
             scalars: The numbers of the change of scores that the kernel was compiled for, by name: ``softcap``.
             captured: The tensors that it loads from, by slot: ALiBi's slopes, bias, then those that `score_mod`
                 captures, in the order of `ScoreProgram.tensors`. Any strides, and any sizes that the call's indices
                 stay in.
-            out: A tensor to write to: like q, with strides ``Problem.strides_out``. None is a fresh one.
+            out: A tensor to write to: ``[B, Hq, Sq, Dv]``, strides ``Problem.strides_out``. None is a fresh one.
             lse: A tensor to write to: fp32 ``[B, Hq, Sq]``, contiguous. None is a fresh one.
 
         Returns:

@@ -25,7 +25,7 @@ from multiattn.plan.records import config_of, record_of, value_of
 from multiattn.problem import Problem
 from multiattn.score.serial import dumps, loads
 
-SCHEMA = 4
+SCHEMA = 5
 """Another number is another format."""
 
 MANIFEST = "manifest.json"

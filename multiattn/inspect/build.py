@@ -45,15 +45,15 @@ class Request:
     def place(self) -> tuple[Any, ...]:
         """Its place among others: by direction, backend, variant, head_dim, mask and arch."""
         which = DIRECTIONS.index(self.direction), BACKENDS.index(self.backend), self.variant or ""
-        return (*which, self.problem.head_dim, self.problem.mask, GPU_ARCHS.index(self.arch))
+        return (*which, self.problem.head_dim, self.problem.head_dim_v, self.problem.mask, GPU_ARCHS.index(self.arch))
 
     @property
     def what(self) -> str:
         """Its problem in short."""
         it = self.problem
-        heads, length = sizes_of(it)
+        heads, length, head_dims = sizes_of(it)
         packed = "" if it.packing is None else f" packed sequences={it.packing.sequences}"
-        return f"B={it.batch} H={heads} N={length} D={it.head_dim} {it.dtype} {it.mask}{it.features}{packed}"
+        return f"B={it.batch} H={heads} N={length} D={head_dims} {it.dtype} {it.mask}{it.features}{packed}"
 
     def __str__(self) -> str:
         variant = "" if self.variant is None else f"/{self.variant}"

@@ -14,13 +14,14 @@ from multiattn.bars import Bar
 from multiattn.inspect import build, emit, remarks, tables
 from multiattn.inspect.build import Compilation, Request
 from multiattn.inspect.options import (
+    HeadDims,
     add_backends,
     add_problem,
     check_work,
     count,
-    counts,
     directions_of,
     gpu_arches,
+    head_dims,
     layer,
     masks,
     masks_of,
@@ -53,7 +54,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both", help="default: %(default)s")
     told = "where there is no shape; default: 64,128,256, with 16k tokens, H*D=2048, S=4096"
-    command.add_argument("--head-dim", action="extend", type=counts, metavar="D,...", help=told)
+    command.add_argument("--head-dim", action="extend", type=head_dims, metavar="D[/Dv],...", help=told)
     command.add_argument("--variant", help="offered, all, or a name; default: the best for each problem")
     command.add_argument("--jobs", type=count, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     command.add_argument(
@@ -115,15 +116,18 @@ def verdict(entries: Sequence[Compilation]) -> int:
 
 def wanted_requests(options: argparse.Namespace) -> list[Request]:
     """The requests of the options; ValueError for an unknown variant, or sizes that contradict or need no kernel."""
-    batch, heads, seq, head_dim, *_ = options.shape or (None, None, SEQ, None)
-    if head_dim is not None and options.head_dim not in (None, [head_dim]):
-        asked = ", ".join(map(str, options.head_dim))
-        raise ValueError(f"--head-dim: got {asked} with a shape of D={head_dim}; allowed one of the two")
-    head_dims = (options.head_dim or HEAD_DIMS) if head_dim is None else (head_dim,)
+    batch, heads, seq, head_dim, *_, head_dim_v = options.shape or (None, None, SEQ, None, None)
+    head_dims = options.head_dim or [HeadDims(it, it) for it in HEAD_DIMS]
+    if head_dim is not None:
+        its = HeadDims(head_dim, head_dim if head_dim_v is None else head_dim_v)
+        if options.head_dim not in (None, [its]):
+            asked = ", ".join(map(str, options.head_dim))
+            raise ValueError(f"--head-dim: got {asked} with a shape of D={its}; allowed one of the two")
+        head_dims = [its]
     sizes = {"batch": batch, "heads": heads, "scale": options.scale, **sizes_given(options)}
     problems = [
-        with_features(layer(dim, seq, mask, dtype=options.dtype, **sizes), options)
-        for dim in head_dims
+        with_features(layer(dim, seq, mask, head_dim_v=dim_v, dtype=options.dtype, **sizes), options)
+        for dim, dim_v in head_dims
         for mask in masks_of(options)
     ]
     for problem in problems:

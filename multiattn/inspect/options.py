@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,8 +30,18 @@ TOKENS, HIDDEN = 16384, 2048
 `python -m bench --suite standard`: the work of a layer stays, its shape changes."""
 
 
+class HeadDims(NamedTuple):
+    """The head_dim of q and k, and that of v."""
+
+    head_dim: int
+    head_dim_v: int
+
+    def __str__(self) -> str:
+        return one_or_both(*self)
+
+
 class Shape(NamedTuple):
-    """The sizes of ``--shape``; None for those of k and v that are those of q."""
+    """The sizes of ``--shape``; None for those of k and v that are those of q, and of v that are those of k."""
 
     batch: int
     heads: int
@@ -38,20 +49,24 @@ class Shape(NamedTuple):
     head_dim: int
     heads_kv: int | None = None
     seq_kv: int | None = None
+    head_dim_v: int | None = None
 
 
 def shape(text: str) -> Shape:
-    """``2,16,1024,128``, ``2x16x1024x128`` or ``2,16/4,1/1024,128``: batch, heads and lengths of q and k, head_dim."""
+    """``2,16,1024,128``, ``2x16x1024x128`` or ``2,16/4,1/1024,192/128``: batch; heads, length and head_dim of q.
+
+    After a slash come the heads and the length of k and v, and the head_dim of v.
+    """
     parts = [part.strip().split("/") for part in text.replace("x", ",").split(",")]
     is_whole = all(it.strip().isdecimal() for part in parts for it in part)
     if not is_whole or [len(part) for part in parts] not in _SIZES:
-        allowed = "B,H,S,D or B,H/Hkv,S/Skv,D, as in 2,16,1024,128 and 2,16/4,1/1024,128"
+        allowed = "B,H,S,D or B,H/Hkv,S/Skv,D/Dv, as in 2,16,1024,128 and 2,16/4,1/1024,192/128"
         raise argparse.ArgumentTypeError(f"got {text!r}; allowed {allowed}")
-    (batch,), (heads, *heads_kv), (seq, *seq_kv), (head_dim,) = ([int(it) for it in part] for part in parts)
-    return Shape(batch, heads, seq, head_dim, next(iter(heads_kv), None), next(iter(seq_kv), None))
+    (batch,), *pairs = ([int(it) for it in part] for part in parts)
+    return Shape(batch, *(first for first, *_ in pairs), *(next(iter(rest), None) for _, *rest in pairs))
 
 
-_SIZES = [[1, heads, seq, 1] for heads in (1, 2) for seq in (1, 2)]
+_SIZES = [[1, *each] for each in itertools.product((1, 2), repeat=3)]
 
 
 def count(text: str) -> int:
@@ -64,6 +79,12 @@ def count(text: str) -> int:
 def counts(text: str) -> tuple[int, ...]:
     """Some counts with commas between them, each once."""
     return tuple(dict.fromkeys(map(count, text.split(","))))
+
+
+def head_dims(text: str) -> tuple[HeadDims, ...]:
+    """``64,192/128``: head_dims of q and k, and of v behind a slash where it is another; each once."""
+    pairs = ([count(it) for it in part.split("/", 1)] for part in text.split(","))
+    return tuple(dict.fromkeys(HeadDims(pair[0], pair[-1]) for pair in pairs))
 
 
 def some_of(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
@@ -135,7 +156,7 @@ def add_problem(command: argparse.ArgumentParser, *, required: bool, several: bo
     """
     again, told = ("append", "; may be given again") if several else ("store", "")
     add = command.add_argument_group("the problem").add_argument
-    sizes = "B,H[/Hkv],S[/Skv],D"
+    sizes = "B,H[/Hkv],S[/Skv],D[/Dv]"
     add("--shape", type=shape, action=again, required=required, metavar=sizes, help=f"of q, and of k and v{told}")
     add("--kv-heads", type=count, metavar="H", help="heads of k and v (default: those of q)")
     add("--kv-len", type=int, metavar="S", help="sequence length of k and v (default: that of q)")
@@ -206,10 +227,10 @@ def sizes_given(options: argparse.Namespace) -> dict[str, int | None]:
 
 def problem_of(options: argparse.Namespace) -> Problem:
     """The contiguous problem that the options ask for, without features; ValueError for sizes that do not fit."""
-    batch, heads, seq, head_dim, *_ = options.shape
+    batch, heads, seq, head_dim, *_, head_dim_v = options.shape
     band = band_of(options.causal, options.window)
-    sizes = sizes_given(options)
-    return layer(head_dim, seq, band, batch=batch, heads=heads, dtype=options.dtype, scale=options.scale, **sizes)
+    sizes = {"batch": batch, "heads": heads, "head_dim_v": head_dim_v, **sizes_given(options)}
+    return layer(head_dim, seq, band, dtype=options.dtype, scale=options.scale, **sizes)
 
 
 def called_problem(options: argparse.Namespace) -> Problem:
@@ -228,35 +249,38 @@ def with_features(plain: Problem, options: argparse.Namespace) -> Problem:
         return plain
     sizes = (plain.heads_q, plain.seq_q), (plain.heads_kv, plain.seq_kv)
     q, k = (_empty(plain, plain.batch, heads, seq, plain.head_dim) for heads, seq in sizes)
+    v = _empty(plain, *k.shape[:-1], plain.head_dim_v)
     given = {"window": plain.band.window, "scale": plain.scale, "softcap": options.softcap}
     given["sinks"] = torch.empty(plain.heads_q, device="meta") if options.sinks else None
     if options.cache is not None:
         check_features(options, "--cache", "--softcap", "--sinks", why="fmha_kvcache has no others")
-        return _cached(plain, options.cache, q, k, given)
+        return _cached(plain, options.cache, Operands(q, k, v), given)
     given["alibi_slopes"] = torch.empty(plain.heads_q, device="meta") if options.alibi else None
     given["bias"] = _empty(plain, 1, plain.heads_q, plain.seq_q, plain.seq_kv) if options.bias else None
     if options.packed:
         others = ("--packed", "--softcap", "--alibi", "--bias", "--sinks")
         check_features(options, *others, why="fmha_varlen takes no block mask")
         starts = torch.empty(plain.batch + 1, dtype=torch.int32, device="meta")
-        q, k = (_empty(plain, plain.batch * seq, heads, plain.head_dim) for heads, seq in sizes)
-        return problem_of_call(*packed_call(q, k, k, given, Lengths(starts, starts, plain.seq_q, plain.seq_kv)))
+        q, k, v = (_empty(plain, it.shape[0] * it.shape[2], it.shape[1], it.shape[3]) for it in (q, k, v))
+        return problem_of_call(*packed_call(q, k, v, given, Lengths(starts, starts, plain.seq_q, plain.seq_kv)))
     given["block_mask"] = None if options.block is None else _block_mask(plain, *options.block)
-    return problem_of_call(*dense_call(Operands(q, k, k), given))
+    return problem_of_call(*dense_call(Operands(q, k, v), given))
 
 
 def _empty(plain: Problem, *sizes: int) -> torch.Tensor:
     return torch.empty(sizes, dtype=plain.torch_dtype, device="meta")
 
 
-def _cached(plain: Problem, size: int, q: torch.Tensor, k: torch.Tensor, given: dict[str, Any]) -> Problem:
+def _cached(plain: Problem, size: int, operands: Operands, given: dict[str, Any]) -> Problem:
     """The problem of `fmha_kvcache` with pages of a `size` that are just enough; without any for size 0."""
     if size:
         pages = -(-plain.seq_kv // size)
         given["page_table"] = torch.empty(plain.batch, pages, dtype=torch.int32, device="meta")
-        k = _empty(plain, plain.batch * pages, plain.heads_kv, size, plain.head_dim)
+        rows = (plain.batch * pages, plain.heads_kv, size)
+        k, v = (_empty(plain, *rows, width) for width in (plain.head_dim, plain.head_dim_v))
+        operands = operands._replace(k=k, v=v)
     given["seqlens_kv"] = torch.empty(plain.batch, dtype=torch.int32, device="meta")
-    return problem_of_call(*cached_call(q, k, k, given, Where.of(given)))
+    return problem_of_call(*cached_call(*operands.qkv, given, Where.of(given)))
 
 
 def _block_mask(plain: Problem, queries: int, keys: int) -> BlockMask:
@@ -272,7 +296,7 @@ def _block_mask(plain: Problem, queries: int, keys: int) -> BlockMask:
 
 def arguments_of(problem: Problem) -> list[str]:
     """The options that make `problem_of` give this contiguous problem."""
-    q = f"{problem.batch},{problem.heads_q},{problem.seq_q},{problem.head_dim}"
+    q = f"{problem.batch},{problem.heads_q},{problem.seq_q},{HeadDims(problem.head_dim, problem.head_dim_v)}"
     sizes = ["--shape", q, "--kv-heads", str(problem.heads_kv), "--kv-len", str(problem.seq_kv)]
     flags = {"full": [], "causal": ["--causal"], "two_sided": [f"--{problem.mask.replace(':', '=', 1)}"]}
     mask = flags[problem.band.kind]
@@ -296,11 +320,15 @@ def layer(
     )
 
 
-def sizes_of(problem: Problem) -> tuple[str, str]:
-    """Heads and lengths: ``16`` and ``4096``, or of q and of k and v where they differ: ``16/4``, ``1/4096``."""
-    pairs = (problem.heads_q, problem.heads_kv), (problem.seq_q, problem.seq_kv)
-    heads, length = ("/".join(map(str, dict.fromkeys(pair))) for pair in pairs)
-    return heads, length
+def sizes_of(problem: Problem) -> tuple[str, str, str]:
+    """Heads, lengths and head_dims: ``16``, ``4096`` and ``128``, or two where they differ: ``16/4``, ``192/128``."""
+    heads, lengths = (problem.heads_q, problem.heads_kv), (problem.seq_q, problem.seq_kv)
+    return one_or_both(*heads), one_or_both(*lengths), str(HeadDims(problem.head_dim, problem.head_dim_v))
+
+
+def one_or_both(one: int, other: int) -> str:
+    """``16``, or ``16/4`` of two that differ."""
+    return "/".join(map(str, dict.fromkeys((one, other))))
 
 
 def check_work(problem: Problem) -> None:

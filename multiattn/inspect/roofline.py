@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from multiattn.inspect.options import (
     HIDDEN,
     TOKENS,
+    HeadDims,
     add_problem,
     check_features,
     count,
     counts,
     directions_of,
+    head_dims,
     layer,
     masks,
     masks_of,
@@ -128,9 +130,9 @@ def bounds(problem: Problem, gpu: Gpu, direction: Direction = "forward") -> Boun
     )
 
 
-def score_cycles(gpu: Gpu, head_dim: int, direction: Direction = "forward") -> tuple[float, float]:
+def score_cycles(gpu: Gpu, head_dims: HeadDims, direction: Direction = "forward") -> tuple[float, float]:
     """Clocks that one score keeps an SM's tensor cores and its special-function units busy."""
-    flops = flops_per_pair(head_dim, head_dim, backward=direction == "backward")
+    flops = flops_per_pair(*head_dims, backward=direction == "backward")
     return flops / gpu.tensor_rate, 1 / ARCHS[gpu.arch].ex2_rate
 
 
@@ -141,8 +143,8 @@ _HEADERS = ("B", "H", "D", "N", "mask", "FLOP/B", "tensor ms", "exp ms", "memory
 
 def _cells(problem: Problem, found: Bounds) -> list[str]:
     """The row of a table."""
-    heads, length = sizes_of(problem)
-    sizes = [f"{problem.batch}", heads, f"{problem.head_dim}", length, problem.mask]
+    heads, length, head_dims = sizes_of(problem)
+    sizes = [f"{problem.batch}", heads, head_dims, length, problem.mask]
     times = [f"{time:.3g}" for time in (found.tensor_ms, found.exp_ms, found.memory_ms)]
     rates = [_short(found.tflops), f"{found.peak_share:.0%}"]
     return [*sizes, _short(found.intensity), *times, " = ".join(found.busiest), *rates]
@@ -152,15 +154,15 @@ def _short(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def describe(gpu: Gpu, direction: Direction, head_dims: Iterable[int]) -> str:
+def describe(gpu: Gpu, direction: Direction, head_dims: Iterable[HeadDims]) -> str:
     """Describe a GPU for every problem: its peaks, and the cost of a score."""
     lines = [
         f"{gpu.name} {direction}: {gpu.arch}, {gpu.sms} SMs at {gpu.clock_ghz:.3f} GHz, {gpu.computed_tflops:.4g} "
         f"TFLOPS, {gpu.gbps:.0f} GB/s ({gpu.source})"
     ]
-    for head_dim in head_dims:
-        tensor, exp = score_cycles(gpu, head_dim, direction)
-        lines.append(f"  a score at D={head_dim}: {tensor:.4f} clocks of tensor cores, {exp:.4f} of exponentials")
+    for its in head_dims:
+        tensor, exp = score_cycles(gpu, its, direction)
+        lines.append(f"  a score at D={its}: {tensor:.4f} clocks of tensor cores, {exp:.4f} of exponentials")
     return "\n".join(lines)
 
 
@@ -175,7 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mask.add_argument("--full", action="store_const", dest="mask", const=MASKS[:1], help="no mask; default: both masks")
     mask.add_argument("--mask", type=masks, metavar="A,B,...", help="of full, causal, window:LEFT:RIGHT")
     sweep = parser.add_argument_group("in place of a shape").add_argument
-    sweep("--head-dim", type=counts, metavar="D,...", help="default: 64,128,256")
+    sweep("--head-dim", type=head_dims, metavar="D[/Dv],...", help="default: 64,128,256")
     sweep("--seq", type=counts, metavar="S,...", help="of q; default: 512 to 16384 in doublings")
     sweep("--batch", type=count, help=f"default: as many as {TOKENS} tokens make")
     sweep("--heads", type=count, help=f"of q (default: {HIDDEN} over D)")
@@ -185,12 +187,12 @@ def run(options: argparse.Namespace) -> int:
     """Print the roofs of every problem that the options name."""
     gpus = [gpu for name in options.device for gpu in _gpus(name)]
     problems = _problems(options)
-    head_dims = dict.fromkeys(problem.head_dim for problem in problems)
+    head_dims = dict.fromkeys(HeadDims(problem.head_dim, problem.head_dim_v) for problem in problems)
     for gpu in dict.fromkeys(gpus):
         for direction in directions_of(options):
             rows = [_cells(problem, bounds(problem, gpu, direction)) for problem in problems]
             print(f"{describe(gpu, direction, head_dims)}\n\n{table(rows, _HEADERS)}\n")
-    print("H q/kv, N q/kv where they differ")
+    print("H q/kv, D qk/v, N q/kv where they differ")
     return 0
 
 
@@ -204,18 +206,18 @@ def _gpus(name: str) -> list[Gpu]:
 def _problems(options: argparse.Namespace) -> list[Problem]:
     sweep = {"--head-dim": options.head_dim, "--seq": options.seq, "--batch": options.batch, "--heads": options.heads}
     batch, heads = options.batch, options.heads
-    lengths, head_dims = options.seq or LENGTHS, options.head_dim or HEAD_DIMS
+    lengths, head_dims = options.seq or LENGTHS, options.head_dim or [(it, it) for it in HEAD_DIMS]
     if (asked := options.shape) is not None:
         if given := [name for name, value in sweep.items() if value is not None]:
             raise ValueError(f"{given[0]}: got it with --shape, which has its own; allowed one or the other")
-        batch, heads, lengths, head_dims = asked.batch, asked.heads, (asked.seq,), (asked.head_dim,)
+        batch, heads, lengths, head_dims = asked.batch, asked.heads, (asked.seq,), [(asked.head_dim, asked.head_dim_v)]
     if batch is None and (longest := max(lengths)) > TOKENS:
         raise ValueError(f"--seq: got {longest}; allowed up to {TOKENS} tokens, or a --batch")
     check_features(options, "--packed", "--cache", why="bounds are of plain scores: what changes them costs more")
     sizes = {"batch": batch, "heads": heads, "scale": options.scale, **sizes_given(options)}
     return [
-        with_features(layer(head_dim, seq, mask, dtype=options.dtype, **sizes), options)
-        for head_dim in head_dims
+        with_features(layer(head_dim, seq, mask, head_dim_v=head_dim_v, dtype=options.dtype, **sizes), options)
+        for head_dim, head_dim_v in head_dims
         for mask in masks_of(options)
         for seq in lengths
     ]

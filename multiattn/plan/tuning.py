@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from multiattn.layout import widths
 from multiattn.mask import parse_band
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch, by_name
@@ -20,7 +21,7 @@ from multiattn.plan.measured import doublings
 from multiattn.plan.records import config_of, record_of
 from multiattn.problem import Problem
 
-SCHEMA = 1
+SCHEMA = 2
 """Another number is another format."""
 
 NEAR_LENGTH = math.sqrt(2)
@@ -39,6 +40,7 @@ class Sizes:
     seq_q: int
     seq_kv: int
     head_dim: int
+    head_dim_v: int
     dtype: str
     mask: str
 
@@ -56,7 +58,7 @@ class Sizes:
     def __str__(self) -> str:
         heads = f"Hq={self.heads_q} Hkv={self.heads_kv}" if self.heads_q != self.heads_kv else f"H={self.heads_q}"
         length = f"Sq={self.seq_q} Skv={self.seq_kv}" if self.seq_q != self.seq_kv else f"N={self.seq_q}"
-        return f"B={self.batch} {heads} {length} D={self.head_dim} {self.dtype} {self.mask}"
+        return f"B={self.batch} {heads} {length} {widths(self.head_dim, self.head_dim_v)} {self.dtype} {self.mask}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,13 +114,13 @@ class TunedCell:
         return {name: it.ways[0] for name, it in self.backends.items() if it.ways}
 
     def is_near(self, problem: Problem) -> bool:
-        """True for dense problems with the same head_dim, dtype, mask and heads that share keys.
+        """True for dense problems with the same head_dims, dtype, mask and heads that share keys.
 
         Lengths are within a factor of `NEAR_LENGTH`, batch times heads within one of `NEAR_HEADS`. Scores are not
         modified, and there are no sinks, which the measured problem had not either.
         """
         its = self.sizes
-        like = ("head_dim", "dtype", "mask")
+        like = ("head_dim", "head_dim_v", "dtype", "mask")
         return (
             is_plain(problem)
             and all(getattr(its, name) == getattr(problem, name) for name in like)

@@ -99,6 +99,7 @@ class Walk:
 
 def efficiency(problem: Problem, walks: Sequence[Walk], multiprocessors: int) -> float:
     """The share of the SMs' time that products of visible pairs take; 0 where there are none."""
-    pairs = problem.visible_pairs * problem.batch * problem.heads_q * problem.head_dim
+    columns = (problem.head_dim + problem.head_dim_v) // 2
+    pairs = problem.visible_pairs * problem.batch * problem.heads_q * columns
     time = sum(it.products * it.time(problem, multiprocessors) for it in walks)
     return pairs * sum(it.products for it in walks) / time if time > 0 else 0.0

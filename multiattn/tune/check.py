@@ -97,6 +97,7 @@ def ragged(problem: Problem) -> list[Problem]:
             seq_q=min(problem.seq_q, seq),
             seq_kv=seq,
             head_dim=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
             dtype=problem.dtype,
             band=problem.band.within(min(problem.seq_q, seq), seq),
             scale=problem.scale,

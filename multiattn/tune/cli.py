@@ -49,7 +49,7 @@ chosen. Tuned rules are kept in the cache's folder, a file for each GPU. From th
 shape runs the fastest config, `backend="auto"` the fastest backend, and `explain` cites the measurement."""
 
 EPILOG = """\
-near: the same head_dim, dtype, mask and query heads to a key head; lengths within a factor of 1.41 of the measured
+near: the same head_dims, dtype, mask and query heads to a key head; lengths within a factor of 1.41 of the measured
 ones, batch times heads within 2; no modified scores, sinks, packed batches or caches.
 MULTIATTN_TUNED=0 leaves the file unread. MULTIATTN_CACHE_DIR moves it.
 
