@@ -1,6 +1,7 @@
 """Results of a good kernel for parity's cases, and what breaks them: the tester's tests judge both."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,6 +55,59 @@ def each(broken: Mapping[str, tuple[Any, str]]) -> list[tuple[str, str]]:
     """Names of breaks, each with the name of a case that must find it."""
     return [(name, case) for name, (_, cases) in broken.items() for case in cases.split()]
 
+
+def rows_of_k(case: Case, inputs: Inputs) -> Result:
+    """V with rows as far apart as those of K."""
+    flat = inputs.v.flatten(2)
+    places = torch.arange(case.seq_kv)[:, None] * case.head_dim + torch.arange(case.width_v)
+    return attend(case, replace(inputs, v=flat[..., places % flat.shape[2]]))
+
+
+def products_of_width_v(case: Case, inputs: Inputs) -> Result:
+    """Q @ K of as many columns as V has."""
+    q = inputs.q.clone()
+    q[..., case.width_v :] = 0
+    return attend(case, replace(inputs, q=q))
+
+
+def columns_of_k(out: torch.Tensor, columns: int) -> torch.Tensor:
+    """Out of no more columns than K has."""
+    out[..., columns:] = 0
+    return out
+
+
+def half_again(out: torch.Tensor, lse: torch.Tensor) -> Result:
+    """Out whose second half is the first, as two warpgroups with one half of V make it."""
+    half = out.shape[-1] // 2
+    out[..., half:] = out[..., :half].clone()
+    return out, lse
+
+
+def block_late(keys: int) -> Break:
+    """Weights of each block times V of the next one, in the second half of columns: a twin that is a block ahead."""
+
+    def broken(case: Case, inputs: Inputs) -> Result:
+        v, half = inputs.v.clone(), case.width_v // 2
+        v[..., half:] = torch.nn.functional.pad(inputs.v[:, :, keys:, half:], (0, 0, 0, keys))
+        return attend(case, replace(inputs, v=v))
+
+    return broken
+
+
+WIDTHS: dict[str, tuple[Break, str]] = {
+    "v by the rows of k": (rows_of_k, "d192_v128_full d64_v128_causal d40_v72_full d128_v64_bshd d8_v256_full"),
+    "products as wide as v": (products_of_width_v, "d192_v128_full d128_v64_causal d72_v40_full d576_v512_causal"),
+    "scaled by the width of v": (
+        lambda case, inputs: attend(case, inputs, scale=case.width_v**-0.5), "d192_v128_causal d64_v128_full",
+    ),
+    "out as wide as k": (
+        lambda case, inputs: (columns_of_k((found := attend(case, inputs))[0], case.head_dim), found[1]),
+        "d64_v128_full d40_v72_causal d8_v256_causal",
+    ),
+    "half of v twice": (then(half_again), "d192_v128_full d64_v128_causal d320_v256_causal d576_v512_causal"),
+    "weights a block late": (block_late(64), "d192_v128_full d256_v128_causal d512_v256_causal d576_v512_causal"),
+}  # fmt: skip
+"""Results of kernels that take the width of v for that of k, or that share out the columns of v wrongly."""
 
 WINDOWS = {
     (1, 0): "window_0_0 window_7_3 window_64_0 window_130_causal window_left_only window_d128_bf16 window_30_0_113x203",

@@ -141,6 +141,18 @@ def a_key_of_each_sequence_left_out(case: Case) -> Grads:
     return differentiate(case, packed=inputs.packed._replace(cu_seqlens=(cu_seqlens_q, less)))
 
 
+def delta_as_wide_as_k(case: Case) -> Grads:
+    """The sum over out * dout ends with the columns that K has."""
+    inputs, _ = prepare_case(case, CPU)
+    out, _ = reference(inputs.q, inputs.k, inputs.v, causal=case.causal)
+    out[..., case.head_dim :] = 0
+    return differentiate(case, out=out)
+
+
+def half_of_dv_twice(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Grads:
+    return dq, dk, torch.cat([dv[..., : dv.shape[-1] // 2]] * 2, dim=-1)
+
+
 def last_tile_of_keys_dropped(case: Case) -> Grads:
     """The walk over the keys ends a tile early: dq lacks it, and dk and dv of these keys are zero."""
     assert not case.causal  # else fewer keys would move the mask
@@ -241,6 +253,8 @@ BROKEN: dict[str, tuple[Break, str]] = {
         lambda case: differentiate(case, out=torch.zeros_like(prepare_case(case, CPU)[0].q), dlse=None),
         "d64_bf16_full d64_fp16_causal len_300x1_full len_256x256_causal",
     ),
+    "delta as wide as k": (delta_as_wide_as_k, "d64_v128_full d64_v128_causal d40_v72_full d8_v256_causal"),
+    "half of dv twice": (then(half_of_dv_twice), "d192_v128_full d64_v128_causal d320_v256_causal"),
     "dlse ignored": (other(dlse=None), "d64_fp16_causal gqa4_b1 len_300x1_full len_203x113_causal large_fp16"),
     "empty rows NaN": (empty_rows_nan, "len_203x113_causal len_300x3_causal len_128x127_causal len_200x1_causal"),
     "one NaN": (one_nan, "d64_bf16_full gqa4_b1"),

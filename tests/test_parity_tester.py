@@ -7,7 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from parity_breaks import BY_NAME, CPU, WINDOWS, Break, Result, attend, check, each, moved_bounds, other, then
+from parity_breaks import (
+    BY_NAME,
+    CPU,
+    WIDTHS,
+    WINDOWS,
+    Break,
+    Result,
+    attend,
+    check,
+    each,
+    moved_bounds,
+    other,
+    then,
+)  # fmt: skip
 
 from multiattn import Problem, reference
 from multiattn.operands import Operands
@@ -240,6 +253,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
         then(lambda out, lse: (out, lse.masked_fill(lse.isinf(), 0.0))),
         "len_203x113_causal len_200x1_causal empty_keys",
     ),
+    **WIDTHS,
 }  # fmt: skip
 
 
