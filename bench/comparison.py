@@ -74,7 +74,7 @@ def short_name(cell: Cell) -> str:
     if isinstance(cell, DecodeCell):
         kind = "mixed" if cell.mixed else f"{cell.queries} quer{'y' if cell.queries == 1 else 'ies'}"
         return f"D{cell.widths} {kind} B{cell.batch} {length} keys {cell.cache}"
-    return f"D{cell.head_dim} {cell.attention.replace('_', ' ')} {length}"
+    return f"D{cell.widths} {cell.attention.replace('_', ' ')} {length}"
 
 
 def over_best_peer(rows: Iterable[Row]) -> dict[str, list[Ratio]]:

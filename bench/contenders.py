@@ -92,7 +92,9 @@ def contender_of(plan: Plan, tensors: Tensors, cell: Cell, forward: Plan | None 
     """
     given, _ = cell.asked(tensors)
     q, first = given.q, plan if forward is None else forward
-    out, lse = _empty(q, first.problem.strides_out), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    shape, its_strides, dtype = first.problem.layouts["out"]
+    out = torch.empty_strided(shape, its_strides, dtype=dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     launch_forward = registry.get(first.backend).forward.prepare(first)
 
     def run_forward() -> None:

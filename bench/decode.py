@@ -263,7 +263,7 @@ def summary(rows: Sequence[Row]) -> str:
     """Cells of one query by head_dim and kind of cache: geometric means over them, and the least of each."""
     timed = [row for row in rows if row.measured is not None and cell_of(row).queries == 1]
     timed.sort(key=lambda it: (it.cell.head_dim, it.cell.width_v, cell_of(it).page or 0))
-    groups = grouped(timed, lambda row: (cell_of(row).widths, cell_of(row).cache))
+    groups = grouped(timed, lambda row: (str(cell_of(row).widths), cell_of(row).cache))
     if not groups:
         return ""
     groups["all", "all"] = timed

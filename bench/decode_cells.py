@@ -80,11 +80,6 @@ class DecodeCell(Cell):
         return f"{kind}{sizes} {self.dtype} {self.cache}{' latent' * self.latent}"
 
     @property
-    def widths(self) -> str:
-        """``128``, or ``192/128`` where v has a width of its own."""
-        return f"{self.head_dim}" if self.width_v == self.head_dim else f"{self.head_dim}/{self.width_v}"
-
-    @property
     def lengths_q(self) -> tuple[int, ...]:
         """The queries of each sequence."""
         if not self.mixed:
@@ -114,7 +109,7 @@ class DecodeCell(Cell):
     @property
     def cache_bytes(self) -> int:
         """Bytes of all keys and values that a launch has to read, of a latent cell of keys alone."""
-        return sum(self.lengths_kv) * self._heads[1] * self._columns * DTYPES[self.dtype].itemsize
+        return sum(self.lengths_kv) * self._sizes[1][0] * self._columns * DTYPES[self.dtype].itemsize
 
     @property
     def moved_bytes(self) -> int:
@@ -164,7 +159,7 @@ class DecodeCell(Cell):
         """A `Served`."""
         device = torch.device(device)
         generator = torch.Generator(device=device).manual_seed(self.seq * 1000 + self.head_dim)
-        dtype, heads_kv = DTYPES[self.dtype], self._heads[1]
+        dtype, heads_kv = DTYPES[self.dtype], self._sizes[1][0]
 
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, dtype=dtype, device=device)

@@ -81,7 +81,7 @@ def _sections(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 PLACE: Mapping[str, report.Column] = {
-    "D": lambda cell, _: cell.head_dim,
+    "D": lambda cell, _: str(cell.widths),
     "mask": lambda cell, _: cell.mask,
     "N": lambda cell, _: cell.seq,
 }

@@ -11,8 +11,8 @@ import torch
 
 import multiattn
 from bench import features
-from multiattn.inspect.options import HIDDEN, TOKENS
-from multiattn.layout import DTYPES
+from multiattn.inspect.options import HIDDEN, TOKENS, HeadDims
+from multiattn.layout import DTYPES, flops_per_pair
 from multiattn.mask import CAUSAL, FULL, Band
 from multiattn.operands import Operands, Options
 from multiattn.packed import as_batch_of_one, of_batch_of_one
@@ -22,7 +22,7 @@ from multiattn.signatures import dense_call
 from multiattn.varlen import Lengths, packed_call
 
 Tensors = tuple[torch.Tensor, ...]
-"""q, k and v, each ``[B, H, S, D]``, and sinks ``[H]`` where there are any; or their gradients."""
+"""q, k and v, each ``[B, H, S, D or Dv]``, and sinks ``[H]`` where there are any; or their gradients."""
 
 
 class InputError(ValueError):
@@ -48,17 +48,19 @@ class Cell:
     layout: str
     """Order in memory: ``bshd`` (a projection's output, transposed without a copy) or ``bhsd`` (contiguous)."""
     direction: Direction = "fwd"
+    head_dim_v: int | None = None
+    """The width of v and out where it is not head_dim."""
     heads_kv: int | None = None
     """Key/value heads where they are fewer (GQA); None: as many as query heads."""
     window: int | None = None
     """The keys that a query of a causal cell sees, its own the last of them; None: all up to its own."""
     feature: features.Feature = "none"
-    head_dim_v: int | None = None
-    """The width of v and out where it is not head_dim."""
 
     def __post_init__(self) -> None:
         if self.direction not in DIRECTIONS:
             raise ValueError(f"direction: got {self.direction!r}; allowed {', '.join(DIRECTIONS)}")
+        if self.head_dim_v is not None and not 0 < self.head_dim_v != self.head_dim:
+            raise ValueError(f"head_dim_v: got {self.head_dim_v}; allowed None, or other than head_dim={self.head_dim}")
         if self.heads_kv is not None and not (0 < self.heads_kv < self.heads and self.heads % self.heads_kv == 0):
             allowed = f"None, or a divisor of heads={self.heads} below it"
             raise ValueError(f"heads_kv: got {self.heads_kv}; allowed {allowed}")
@@ -78,6 +80,11 @@ class Cell:
     def width_v(self) -> int:
         """The width of v and out."""
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def widths(self) -> HeadDims:
+        """The head_dim of q and k, and that of v and out; as text ``128``, or ``192/128``."""
+        return HeadDims(self.head_dim, self.width_v)
 
     @property
     def group(self) -> int:
@@ -141,7 +148,7 @@ class Cell:
     @property
     def key(self) -> str:
         """The name of the cell in results and on the terminal; distinct for distinct cells."""
-        sizes = f"B{self.batch} H{self.heads_text} N{self.seq} D{self.head_dim} {self.dtype}"
+        sizes = f"B{self.batch} H{self.heads_text} N{self.seq} D{self.widths} {self.dtype}"
         name = f"{sizes} {self.attention} {self.layout}"
         return name if self.direction == "fwd" else f"{name} {self.direction}"
 
@@ -183,7 +190,7 @@ class Cell:
         return found
 
     def attend(self, *tensors: torch.Tensor, **more: Any) -> torch.Tensor:
-        """The public call of the cell: out, shaped like q. `more` is the backend and the like."""
+        """The public call of the cell: out, like q but as wide as v. `more` is the backend and the like."""
         (q, k, v, *_), given = tensors, self.arguments(tensors)
         if not self.is_packed:
             out: torch.Tensor = multiattn.fmha(q, k, v, **given, **more)
@@ -213,32 +220,37 @@ class Cell:
         return features.capped if self.feature == "softcap30" else None
 
     @property
-    def _heads(self) -> tuple[int, int, int]:
-        heads_kv = self.heads // self.group
-        return self.heads, heads_kv, heads_kv
+    def _sizes(self) -> tuple[tuple[int, int], ...]:
+        """Heads and head_dim of q, k and v."""
+        heads_kv, (head_dim, head_dim_v) = self.heads // self.group, self.widths
+        return (self.heads, head_dim), (heads_kv, head_dim), (heads_kv, head_dim_v)
 
     def tensors(self, device: torch.device | str) -> Tensors:
-        """q ``[B, H, S, D]``, k and v ``[B, Hkv, S, D]``, normal values of a fixed seed, in memory as `layout` says.
+        """q ``[B, H, S, D]``, k ``[B, Hkv, S, D]`` and v ``[B, Hkv, S, Dv]``, in memory as `layout` says.
 
-        A cell with sinks has them as a fourth: fp32 ``[H]``.
+        They are normal values of a fixed seed. A cell with sinks has them as a fourth: fp32 ``[H]``.
         """
         generator = torch.Generator(device=device).manual_seed(self.seq * 1000 + self.head_dim)
         return self._made(functools.partial(torch.randn, generator=generator), device)
 
     def _made(self, make: Callable[..., torch.Tensor], device: torch.device | str) -> Tensors:
-        tensors = tuple(self._shaped(make, heads, device=device) for heads in self._heads)
+        tensors = tuple(self._shaped(make, *its, device=device) for its in self._sizes)
         return (*tensors, make((self.heads,), device=device)) if self.has_sinks else tensors
 
     def dout(self, device: torch.device | str) -> torch.Tensor:
-        """The gradient of out that a backward is given, made like q; in memory like out, which has the strides of q."""
+        """The gradient of out that a backward is given, made as q is; in memory like out, which lies as q does."""
         generator = torch.Generator(device=device).manual_seed(self.seq * 1000 + self.head_dim + 1)
-        return self._shaped(functools.partial(torch.randn, generator=generator), self.heads, device=device)
+        return self._shaped(
+            functools.partial(torch.randn, generator=generator), self.heads, self.widths[1], device=device
+        )
 
-    def _shaped(self, make: Callable[..., torch.Tensor], heads: int, device: torch.device | str) -> torch.Tensor:
+    def _shaped(
+        self, make: Callable[..., torch.Tensor], heads: int, width: int, device: torch.device | str
+    ) -> torch.Tensor:
         dtype = DTYPES[self.dtype]
         if self.layout == "bhsd":
-            return make((self.batch, heads, self.seq, self.head_dim), dtype=dtype, device=device)
-        return make((self.batch, self.seq, heads, self.head_dim), dtype=dtype, device=device).transpose(1, 2)
+            return make((self.batch, heads, self.seq, width), dtype=dtype, device=device)
+        return make((self.batch, self.seq, heads, width), dtype=dtype, device=device).transpose(1, 2)
 
     def as_dict(self) -> dict[str, Any]:
         """Fields by name, for JSON; without those that say nothing: None, and the feature ``none``."""
@@ -330,6 +342,16 @@ def _packed() -> tuple[Cell, ...]:
     )
 
 
+def _mla() -> tuple[Cell, ...]:
+    """Multi-head latent attention as DeepSeek V3 and its like train and prefill it, forward and then backward."""
+    return tuple(
+        _sized(192, seq, head_dim_v=128, heads=heads, causal=True, direction=direction)
+        for direction in ("fwd", "bwd")
+        for heads in (16, 128)
+        for seq in (2048, 4096, 8192, 16384, 32768)
+    )
+
+
 _STANDARD = _by_length((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384))
 _BACKWARD = tuple(replace(cell, direction="bwd") for cell in _STANDARD)
 SUITES: Mapping[str, tuple[Cell, ...]] = {
@@ -351,6 +373,7 @@ SUITES: Mapping[str, tuple[Cell, ...]] = {
     "backward": _BACKWARD,
     "features": _features(),
     "packed": _packed(),
+    "mla": _mla(),
     "floors": tuple(it for it in (*_STANDARD, *_BACKWARD) if it.head_dim == 128 and it.seq == 4096),
     "smoke": tuple(
         Cell(batch=1, heads=2, seq=256, head_dim=head_dim, dtype=dtype, causal=causal, layout="bshd")
@@ -391,7 +414,7 @@ def forward_flops(cell: Cell) -> int:
     Masked pairs do not count, so a causal kernel gains nothing by computing them. Exponentials do not count, nor does
     what a feature makes of a score.
     """
-    return 2 * cell.heads * cell.total_pairs * (cell.head_dim + cell.width_v)
+    return cell.heads * cell.total_pairs * flops_per_pair(*cell.widths)
 
 
 def cell_flops(cell: Cell) -> int:
@@ -400,7 +423,9 @@ def cell_flops(cell: Cell) -> int:
     A backward that computes scores and dp twice gets no credit for it, so that rates compare times (Dao,
     "FlashAttention-2", section 4.1).
     """
-    return {"fwd": 2, "bwd": 5, "fwdbwd": 7}[cell.direction] * forward_flops(cell) // 2
+    forward = forward_flops(cell)
+    backward = cell.heads * cell.total_pairs * flops_per_pair(*cell.widths, backward=True)
+    return {"fwd": forward, "bwd": backward, "fwdbwd": forward + backward}[cell.direction]
 
 
 def tflops(flops: int, time_ms: float) -> float:

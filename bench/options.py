@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.features import FEATURES
 from bench.matrix import DIRECTIONS, SUITES, Cell, in_directions, narrowed
 from bench.run import Job
-from multiattn.inspect.options import count, counts, some_of
+from multiattn.inspect.options import count, counts, head_dims, some_of
 from multiattn.layout import DTYPES
 from multiattn.plan.backend import BACKENDS
 from multiattn.tune.timing import Budget
@@ -37,7 +37,7 @@ def add_cells(command: argparse.ArgumentParser, default: str | None, told: str =
     command.add_argument("--suite", choices=tuple(SUITES), default=default, help=f"cells to time ({told})")
     for option, read, metavar, what in (
         ("--direction", some_of(DIRECTIONS), "A,B", f"of {','.join(DIRECTIONS)}; default the suite's"),
-        ("--head-dim", counts, "D,...", "some of the suite's"),
+        ("--head-dim", head_dims, "D[/Dv],...", "some of the suite's"),
         ("--seq", counts, "N,...", "some of the suite's"),
         ("--dtype", some_of(tuple(DTYPES)), "A,B", "some of the suite's"),
         ("--feature", some_of(FEATURES), "A,B", "some of the suite's"),
@@ -50,7 +50,8 @@ def add_cells(command: argparse.ArgumentParser, default: str | None, told: str =
 
 def cells_of(options: argparse.Namespace, suite: str) -> tuple[Cell, ...]:
     """The cells that were asked for, of `suite` where none was named."""
-    narrow = {name: getattr(options, name) for name in ("head_dim", "seq", "dtype", "feature", "causal")}
+    narrow = {name: getattr(options, name) for name in ("seq", "dtype", "feature", "causal")}
+    narrow["widths"] = options.head_dim
     return narrowed(in_directions(SUITES[options.suite or suite], options.direction), **narrow)
 
 

@@ -42,6 +42,8 @@ class Peer:
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     masks: tuple[Kind, ...] = ("full", "causal")
     features: tuple[Feature, ...] = ("none",)
+    values: bool = False
+    """It takes v of a head_dim of its own, some of them at least."""
     hint: str = ""
     """On masks and features that it has no way to ask for."""
     arches: tuple[str, ...] = ()
@@ -67,6 +69,8 @@ class Peer:
             found.append(Reason(code="mask", got=cell.mask, allowed=", ".join(self.masks), hint=self.hint))
         if cell.feature not in self.features:
             found.append(Reason(code="feature", got=cell.feature, allowed=", ".join(self.features), hint=self.hint))
+        if cell.head_dim_v is not None and not self.values:
+            found.append(Reason(code="head_dim_v", got=str(cell.head_dim_v), allowed=f"{cell.head_dim}, that of k"))
         if self.arches and arch is not None and arch.name not in self.arches:
             found.append(Reason(code="arch", got=arch.name, allowed=", ".join(self.arches), hint=self.hint))
         return tuple(found) if arch is not None else (NO_GPU, *found)
@@ -134,7 +138,9 @@ def _sdpa(name: str, backend: str, can_use: str) -> Peer:
         return manager
 
     module, install, hint = "torch.nn.attention", "part of torch", "SDPA has no argument for it but a dense mask"
-    return Peer(name=name, module=module, install=install, build=build, refuse=refuse, context=context, hint=hint)
+    return Peer(
+        name=name, module=module, install=install, build=build, refuse=refuse, context=context, values=True, hint=hint
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -293,6 +299,7 @@ PEERS: tuple[Peer, ...] = (
         context=_keep_graph,
         masks=KINDS,
         features=FEATURES,
+        values=True,
     ),
     _flash_attn(
         "fa2",
@@ -305,9 +312,17 @@ PEERS: tuple[Peer, ...] = (
         "flash_attn_interface",
         "build flash-attention/hopper, or pip install --no-deps flash-attn3-jax==0.2.3",
         features=("none", "softcap30", *PACKED),
+        values=True,
         instead=_wheel_of_3(),
     ),
-    _flash_attn("fa4", "flash_attn.cute", "pip install flash-attn-4", features=FEATURES, options_of=_options_of_4),
+    _flash_attn(
+        "fa4",
+        "flash_attn.cute",
+        "pip install flash-attn-4",
+        features=FEATURES,
+        options_of=_options_of_4,
+        values=True,
+    ),
     Peer(name="tilegym", module="tilegym.ops", install="pip install tilegym", build=_build_tilegym),
 )
 """Every peer. A module that is there but breaks is an error of its cell, never the end of a run."""

@@ -81,7 +81,7 @@ def _refuse(
         assert isinstance(cell, DecodeCell)
         found = []
         if allowed := widths(cell):
-            found.append(Reason(code="head_dim", got=cell.widths, allowed=allowed))
+            found.append(Reason(code="head_dim", got=str(cell.widths), allowed=allowed))
         if not (dense if cell.page is None else paged):
             found.append(Reason(code="cache", got=cell.cache, allowed="dense" if dense else "pages"))
         if cell.mixed and not mixed:
@@ -209,7 +209,7 @@ def _of_vllm(cell: DecodeCell) -> str:
 
 
 def _of_wheel(cell: DecodeCell) -> str:
-    return "" if cell.widths == "128" else "128"
+    return "" if cell.widths == (128, 128) else "128"
 
 
 def _parted(cell: DecodeCell, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -280,6 +280,7 @@ def _fa3_of_vllm(*modules: str) -> Peer:
         install="pip install vllm",
         build=_over(build),
         refuse=_refuse(widths=_of_vllm),
+        values=True,
         instead=_fa3_of_vllm(*others) if others else None,
     )
 
@@ -350,7 +351,13 @@ def _peers() -> tuple[Peer, ...]:
             build=_over(_build_sdpa),
             refuse=_refuse(paged=False, mixed=False, causal=False, widths=_up_to_256),
         ),
-        Peer(name="cudnn", module="cudnn", install="pip install nvidia-cudnn-frontend", build=_over(_build_cudnn)),
+        Peer(
+            name="cudnn",
+            module="cudnn",
+            install="pip install nvidia-cudnn-frontend",
+            build=_over(_build_cudnn),
+            values=True,
+        ),
         _fa3("flash_attn_interface"),
         _fa3_of_vllm("vllm.vllm_flash_attn._vllm_fa3_C", "_vllm_fa3_C"),
         replace(fa4, build=_over(_build_fa4), refuse=_refuse(widths=_up_to_256)),
@@ -359,7 +366,7 @@ def _peers() -> tuple[Peer, ...]:
             module="flashinfer",
             install="pip install flashinfer-python",
             build=_over(_build_flashinfer),
-            refuse=_refuse(dense=False, widths=lambda cell: "" if cell.width_v == cell.head_dim else "one width"),
+            refuse=_refuse(dense=False),
         ),
     )
 

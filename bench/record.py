@@ -22,6 +22,7 @@ from bench.record_kernels import Kernel, compile_task, promised_without_spills
 from bench.results import ROOT, dump, grouped, read
 from multiattn.bars import Bar
 from multiattn.inspect.mix import GENERATIONS
+from multiattn.inspect.options import sizes_of
 from multiattn.inspect.pool import run_isolated
 from multiattn.layout import DTYPES
 from multiattn.operands import Operands, Options, ScoreSpec, with_score
@@ -66,7 +67,8 @@ def key_of(plan: Plan) -> Key:
         mask += f" cache {problem.queries} x {problem.group}"
     elif problem.group > 1:
         mask += f" {problem.queries} x {problem.group}"
-    where = (plan.backend, plan.direction, plan.variant, plan.arch.name, str(problem.head_dim), mask)
+    *_, head_dims = sizes_of(problem)
+    where = (plan.backend, plan.direction, plan.variant, plan.arch.name, head_dims, mask)
     return (*where, str(plan.config))
 
 

@@ -100,7 +100,8 @@ def promised_without_spills(key: tuple[str, ...]) -> int | None:
     backend, direction, name, arch, head_dim = key[:5]
     variants = registry.get(backend).op("forward" if direction == "forward" else "backward").variants
     named = any(variant.name == name and variant.only_named for variant in variants)
-    return None if named or int(head_dim) > NO_SPILLS_UP_TO else KNOWN_SPILLS.get((backend, name, arch), 0)
+    width = max(map(int, head_dim.split("/")))
+    return None if named or width > NO_SPILLS_UP_TO else KNOWN_SPILLS.get((backend, name, arch), 0)
 
 
 # ---------------------------------------------------------------- machine code

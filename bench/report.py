@@ -95,7 +95,7 @@ def speed_tables(rows: Iterable[Row]) -> list[Table]:
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in one_run(rows):
         cell = row.cell
-        sizes = (cell.direction, cell.head_dim, cell.attention, cell.dtype, cell.layout, cell.heads_text)
+        sizes = (cell.direction, cell.widths, cell.attention, cell.dtype, cell.layout, cell.heads_text)
         found.setdefault((*sizes, row.regime, row.environment.gpu), []).append(row)
     return [_speed_table(members) for members in found.values() if timed_names(members)]
 
@@ -106,7 +106,7 @@ def _speed_table(members: Sequence[Row]) -> Table:
     names = dict.fromkeys(row.contender for row in members if row.measured is not None or row.error)
     tokens = {it.batch * it.seq for it in cells}
     batch = f"{tokens.pop()} tokens" if len(tokens) == 1 else f"B={cell.batch}"
-    title = f"TFLOPS, {TITLES[cell.direction]}D={cell.head_dim} {cell.attention}, H={cell.heads_text}, {batch}, "
+    title = f"TFLOPS, {TITLES[cell.direction]}D={cell.widths} {cell.attention}, H={cell.heads_text}, {batch}, "
     title += f"{cell.dtype} {cell.layout}, {members[0].regime} regime, {members[0].environment.gpu}"
     lines = tuple((str(it.seq), *(figure(by_name.get((it, name))) for name in names)) for it in cells)
     return Table(title=title, note="", header=("N", *names), rows=lines)

@@ -266,8 +266,8 @@ def output_bytes(cell: Cell) -> int:
     """Bytes of what a cell's direction computes: out and lse, or dq, dk and dv, or all of them."""
     problem = cell.problem
     rows, rows_kv = (cell.batch * heads * cell.seq for heads in (problem.heads_q, problem.heads_kv))
-    row = cell.head_dim * problem.torch_dtype.itemsize
-    forward, backward = rows * (row + 4), (rows + 2 * rows_kv) * row
+    row, row_v = (width * problem.torch_dtype.itemsize for width in cell.widths)
+    forward, backward = rows * (row_v + 4), (rows + rows_kv) * row + rows_kv * row_v
     return {"fwd": forward, "bwd": backward, "fwdbwd": forward + backward}[cell.direction]
 
 

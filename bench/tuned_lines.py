@@ -77,12 +77,14 @@ def _rule(
     length = length_of(problem)
     bundled = ", ".join(f"bundled {it.variant} {it.shown} {it.rate}" for it in own.bundled)
     tools = ", ".join(f"{name} {version}" for name, version in cell.versions.items() if name not in ("python", "torch"))
+    width, width_v = max(problem.head_dim, problem.head_dim_v), problem.head_dim_v
     return {
         "backend": backend,
         "variant": way.variant,
         "arches": [tuning.arch],
-        "head_dim_min": problem.head_dim,
-        "head_dim_max": problem.head_dim,
+        "head_dim_min": width,
+        "head_dim_max": width,
+        **({"head_dim_v_max": width_v} if width_v < width else {}),
         "banded": problem.is_banded,
         "dtype": problem.dtype,
         "seq_min": round(length / NEAR_LENGTH),

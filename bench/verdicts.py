@@ -92,12 +92,13 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
         setup, cell, measured = row.environment, row.cell, row.measured
         kinds = {"packed": cell.is_packed, "score": _SCORES.get(cell.attention, ""), "window": cell.window or 0}
         heads, group, is_backward = cell.batch * cell.heads, cell.group, cell.direction == "bwd"
-        key = (is_backward, *kinds.values(), setup.gpu, cell.head_dim, cell.seq, cell.causal, heads, group)
+        head_dim = sum(cell.widths) // 2  # as plans are compared with cells
+        key = (is_backward, *kinds.values(), setup.gpu, head_dim, cell.seq, cell.causal, heads, group)
         if measured is None or measured.host_bound or (cell, row.run) in outdated:
             continue
         if owners.setdefault(key, cell) != cell and not cell.is_packed:
             continue
-        told = {"arch": setup.arch, "gpu": setup.gpu, "date": setup.date, "head_dim": cell.head_dim}
+        told = {"arch": setup.arch, "gpu": setup.gpu, "date": setup.date, "head_dim": head_dim}
         told |= {"seq_kv": cell.seq, "causal": cell.causal, "heads": heads}
         told |= ({"group": group} if group != 1 else {}) | ({"direction": "backward"} if is_backward else {})
         told |= {name: it for name, it in kinds.items() if it}
@@ -131,8 +132,7 @@ def _cached(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
     for row in one_run(rows):
         cell = row.cell
         if isinstance(cell, DecodeCell) and row.contender in BACKENDS and row.measured and row.regime == "graph":
-            width = (cell.head_dim + cell.width_v) // 2  # as cells are compared by
-            key = row.environment.gpu, width, cell.queries * cell.group
+            key = row.environment.gpu, sum(cell.widths) // 2, cell.queries * cell.group
             groups.setdefault(key, {}).setdefault(cell, {})[row.contender] = row
     for (gpu, head_dim, count), by_cell in sorted(groups.items()):
         most = max(map(len, by_cell.values()))

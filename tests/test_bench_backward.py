@@ -18,6 +18,7 @@ from multiattn.problem import Problem
 
 OURS = Ours(backend="reference")
 BWD, BOTH = (replace(fakes.CELL, direction=direction) for direction in ("bwd", "fwdbwd"))
+MLA = replace(BOTH, head_dim_v=8)
 
 
 def run_once(folder, *providers, cell=BWD, **more):
@@ -51,7 +52,7 @@ def two_variants(monkeypatch, *, spoil=()):
 # ---------------------------------------------------------------- what is launched
 
 
-@pytest.mark.parametrize(("cell", "written"), [(BWD, {*GRADS}), (BOTH, {"out", "lse", *GRADS})])
+@pytest.mark.parametrize(("cell", "written"), [(BWD, {*GRADS}), *((it, {"out", "lse", *GRADS}) for it in (BOTH, MLA))])
 def test_a_launch_writes_what_its_direction_has(cell, written):
     tensors = cell.tensors("cpu")
     plan, forward = OURS.plans(cell, cell.problem, ARCHS["cpu"])
@@ -62,11 +63,11 @@ def test_a_launch_writes_what_its_direction_has(cell, written):
     assert all(results[name].stride() == like.stride() for name, like in zip(GRADS, tensors, strict=True))
 
 
-@pytest.mark.parametrize("cell", [BWD, BOTH])
+@pytest.mark.parametrize(("cell", "columns"), [(BWD, 80), (BOTH, 112), (MLA, 5 * 8 + 4 * 16 - 16)])
 @pytest.mark.parametrize("regime", ["device", "call"])
-def test_ours_and_peers_are_measured_in_a_backward(cell, regime, tmp_path):
-    ours, peer = run_once(tmp_path, OURS, fakes.peer("sdpa"), cell=cell, regime=regime)
-    flops = {"bwd": 2.5, "fwdbwd": 3.5}[cell.direction] * 4 * 2 * (48 * 49 // 2) * 16
+def test_ours_and_peers_are_measured_in_a_backward(cell, columns, regime, tmp_path):
+    ours, peer = run_once(tmp_path, OURS, replace(fakes.peer("sdpa"), values=True), cell=cell, regime=regime)
+    flops = 2 * columns * 2 * (48 * 49 // 2)
     assert ours.measured.tflops == pytest.approx(flops / 0.5e-3 / 1e12, rel=1e-5)
     assert 0 < ours.measured.error_ratio <= 1
     assert ours.plan["deterministic"] is True

@@ -47,6 +47,7 @@ HEADS = "heads_kv: got {}; allowed None, or a divisor of heads=2 below it"
     ("changes", "told"),
     [
         ({"direction": "forward"}, "direction: got 'forward'; allowed fwd, bwd, fwdbwd"),
+        *(({"head_dim_v": it}, f"head_dim_v: got {it}; allowed None, or other than head_dim=64") for it in (0, 64)),
         *(({"heads_kv": wrong}, HEADS.format(wrong)) for wrong in (0, 2, 3, 4)),
         ({"window": 0, "causal": True}, "window: got 0; allowed None, or 1 and more of a causal cell"),
         ({"window": 8}, "window: got 8"),
@@ -83,6 +84,23 @@ def test_fewer_key_value_heads_are_part_of_a_cell():
     assert grouped.dout("cpu").shape == cell.dout("cpu").shape
     assert cell_flops(grouped) == cell_flops(cell)
     assert Cell(**json.loads(json.dumps(grouped.as_dict()))) == grouped
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd", "fwdbwd"])
+def test_a_head_dim_of_v_is_part_of_a_cell(direction):
+    cell = replace(SUITES["smoke"][1], direction=direction)
+    mla = replace(cell, head_dim=192, head_dim_v=128)
+    assert mla.key == cell.key.replace("D64", "D192/128")
+    assert [it.shape[3] for it in (*mla.tensors("cpu"), mla.dout("cpu"))] == [192, 192, 128, 128]
+    assert (mla.problem.head_dim, mla.problem.head_dim_v) == mla.widths
+    assert (
+        cell_flops(mla) * 128
+        == cell_flops(cell)
+        * {"fwd": 320, "bwd": 416 * 2, "fwdbwd": 320 + 416 * 2}[direction]
+        / {"fwd": 1, "bwd": 2.5, "fwdbwd": 3.5}[direction]
+    )
+    assert Cell(**json.loads(json.dumps(mla.as_dict()))) == mla
+    assert narrowed(SUITES["mla"], widths=(mla.widths,), seq=(2048,))
 
 
 def test_tflops_and_how_they_are_told():

@@ -69,3 +69,10 @@ def test_flash_attn_is_called_in_its_own_layout(name, heads_kv, returns_lse, dir
     fakes.stand_in(monkeypatch, peer.module, flash_attn_func=flash_attn_func)
     (row,) = fakes.run_once(tmp_path, replace(peer, module="torch"), cells=(cell,))
     assert row.measured
+
+
+def test_peers_that_have_one_head_dim_say_so():
+    mla = replace(CELL, head_dim_v=128)
+    refusing = {it.name for it in PEERS if "head_dim_v" in {reason.code for reason in it.why_not(mla, ARCHS["sm90"])}}
+    assert refusing >= {"fa2", "tilegym"}
+    assert refusing.isdisjoint({"sdpa-cudnn", "sdpa-efficient", "flex", "fa4"})

@@ -111,7 +111,7 @@ def test_what_finds_no_memory_beside_others_is_checked_alone(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--head-dim", "77"], "head_dim: got 77; this suite has 64, 128, 256"),
+        (["--head-dim", "77"], "widths: got 77; this suite has 64, 128, 256"),
         (["--variant", "wide"], "--variant: got 'wide'; allowed all, or of fwd one of triton/"),
         (["--backend", "none", "--peer", "none"], "leaves nothing to time"),
         (["--suite", "backward", "--regime", "graph"], "--regime graph: got direction bwd; allowed fwd"),
@@ -149,7 +149,7 @@ def test_the_stored_command_is_the_given_one_and_overwrites_nothing(tmp_path, mo
     (command,) = {row.command for row in load(tmp_path / "smoke.json")}
     assert command == f"python -m bench run {' '.join(given)} --fresh --out out/bench/again"
     again = cli._parser().parse_args(command.split()[3:])
-    assert (again.out, again.fresh, list(again.head_dim)) == (Path(shared.AGAIN), True, [64])
+    assert (again.out, again.fresh, list(again.head_dim)) == (Path(shared.AGAIN), True, [(64, 64)])
 
 
 def test_each_direction_is_a_job_with_its_own_variants():

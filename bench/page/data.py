@@ -80,7 +80,7 @@ def cell_data(cell: Cell) -> dict[str, Any]:
         "key": cell.key,
         "kind": kind_of(cell),
         "n": cell.seq,
-        "d": cell.head_dim,
+        "d": cell.head_dim if cell.head_dim_v is None else str(cell.widths),
         "mask": cell.attention,
         "direction": {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward and backward"}[cell.direction],
         "layout": cell.layout,
