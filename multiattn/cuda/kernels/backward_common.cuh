@@ -78,13 +78,13 @@ struct KeySequence {
 
 // The strides of dq. It is as dense as out is, in the same order, but for the width of a row.
 template <class T>
-DEVICE Strides strides_dq(const BackwardParams& params) {
+DEVICE decltype(auto) strides_dq(const BackwardParams& params) {
   const Strides& out = params.strides_out;
   if constexpr (T::HEAD_DIM == T::HEAD_DIM_V) {
-    return out;
+    return (out);
   } else {
     const auto widened = [](int64 stride) { return stride / T::HEAD_DIM_V * T::HEAD_DIM; };
-    return {widened(out.batch), widened(out.head), widened(out.seq)};
+    return Strides{widened(out.batch), widened(out.head), widened(out.seq)};
   }
 }
 

@@ -121,7 +121,7 @@ DEVICE void convert_dq(const typename T::Params& params) {
   const TileOf<T> tile = tile_at<T>(params, &TileLists::query_list, place, place * T::TILE_ROWS);
   if (tile.is_none()) return;
   const float* sums = dq_sums<T>(params, head, tile.number, tile.sequence, tile.first_row);
-  const Strides strides = strides_dq<T>(params);
+  const Strides& strides = strides_dq<T>(params);
   uint16* rows = QuerySequence<SequenceOf<T>>{params, head, tile.sequence}.dq(strides) + tile.first_row * strides.seq;
   const int left = count_queries(params, tile.sequence) - tile.first_row, lane = thread_index() % WARP;
   const bool has_sums = has_place<T>(params, tile);

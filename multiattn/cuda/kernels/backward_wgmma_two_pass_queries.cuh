@@ -49,7 +49,7 @@ DEVICE void write_dq(const typename T::Params& params, const QueryTile<T>& tile,
                      const float (&dq)[T::HEAD_DIM / 2]) {
   const BackwardParams& backward = params.backward;
   const int first = first_query + warp_row_again();
-  const Strides strides = strides_dq<T>(backward);
+  const Strides& strides = strides_dq<T>(backward);
   const QuerySequence<SequenceOf<T>> queries{backward, tile.head, tile.sequence};
   write_rows<typename T::Element>(queries.dq(strides) + first * strides.seq, strides.seq, count_queries(backward, tile.sequence) - first,
                                   dq, backward.grad_factor);
