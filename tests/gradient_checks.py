@@ -14,11 +14,12 @@ FP32_NOISE = 1e-5
 NAMES = ("dq", "dk", "dv")
 
 
-def make_tensors(*, batch=1, heads_q=2, heads_kv=1, seq_q=37, seq_kv=75, head_dim=64):
+def make_tensors(*, batch=1, heads_q=2, heads_kv=1, seq_q=37, seq_kv=75, head_dim=64, head_dim_v=None):
     """q, k, v and dout."""
     generator = torch.Generator().manual_seed(seq_q * 1000 + seq_kv + head_dim)
-    queries, keys = (batch, heads_q, seq_q, head_dim), (batch, heads_kv, seq_kv, head_dim)
-    return [torch.randn(shape, generator=generator).bfloat16() for shape in (queries, keys, keys, queries)]
+    queries, keys, columns = (batch, heads_q, seq_q), (batch, heads_kv, seq_kv), head_dim_v or head_dim
+    shapes = (*queries, head_dim), (*keys, head_dim), (*keys, columns), (*queries, columns)
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
 
 
 def saved(problem, q, k, v):

@@ -35,6 +35,9 @@ def plan_of(problem, variant=None, config=None, *, arch=SM90, deterministic=Fals
     return make_plan(BACKEND, problem, arch, direction="backward", **options)
 
 
+SIZES = "batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "head_dim_v"
+"""The arguments of `make_tensors`: v is as wide as k where a case does not say."""
+
 # ---------------------------------------------------------------- beside parity's cases
 
 
@@ -175,7 +178,7 @@ def modified(head_dim, *, wants_gradient=False):
     ("problem", "deterministic", "variant"),
     [
         *((problem_of(192), it, STORED) for it in (False, True)),
-        (square(1, 1, 24_000, 1, head_dim=256), False, TWO),  # of which there is no memory for dS
+        (square(1, 1, 33_000, 1, head_dim=256), False, TWO),  # of which there is no memory for dS
         (square(8, 8, 17_000, 1, head_dim=256), False, TWO),  # of two heads; one has 2.02 waves of tiles
         (square(32, 1, 4096, 8, head_dim=256), False, TWO),  # of two heads of keys; one has 64 tiles
         (square(64, 8, 8192, 1, head_dim=256), False, STORED),
@@ -310,6 +313,9 @@ def test_a_launch_knows_of_parts():
         pytest.param((1, 1, 700, 300, 72), {}, replace(BY_TMA, stream_k=2), "ranges", id="ranges_d72"),
         pytest.param((1, 1, 700, 300, 128), {}, replace(TMA_HALVES, stream_k=2), "ranges", id="ranges_d128"),
         pytest.param((3, 1, 600, 600, 64), {}, replace(EARLY, stream_k=4), "ranges", id="ranges_over_heads"),
+        pytest.param((4, 1, 200, 300, 64, 32), {"causal": True}, replace(EARLY, stream_k=5), "shares", id="d64_v32"),
+        pytest.param((4, 2, 260, 300, 32, 64), {}, replace(EARLY, stream_k=12), "shares", id="d32_v64"),
+        pytest.param((1, 1, 700, 300, 128, 72), {}, replace(TMA_HALVES, stream_k=2), "ranges", id="ranges_d128_v72"),
     ],
 )
 def test_parts_make_up_the_gradients(sizes, options, config, expected, monkeypatch):
@@ -317,9 +323,7 @@ def test_parts_make_up_the_gradients(sizes, options, config, expected, monkeypat
     for name in ("PART_STEPS", "LEAST_RANGE_STEPS", "LEAST_SAVED_STEPS"):
         monkeypatch.setattr(stream_k, name, 2)
     monkeypatch.setattr(stream_k, "LEAST_SHARE_STEPS", 2 if expected == "shares" else 16)
-    heads_q, heads_kv, seq_q, seq_kv, head_dim = sizes
-    given = {"heads_q": heads_q, "heads_kv": heads_kv, "seq_q": seq_q, "seq_kv": seq_kv, "head_dim": head_dim}
-    q, k, v, dout = make_tensors(**given)
+    q, k, v, dout = make_tensors(**dict(zip(SIZES[1:], sizes, strict=False)))
     plan = plan_of(Problem.of(q, k, v, **options), ONE, config, arch=CPU)
     found = division_of(plan.problem, config.tile_m, config.tile_n, config.stream_k)
     assert found is not None
@@ -338,12 +342,13 @@ def test_parts_make_up_the_gradients(sizes, options, config, expected, monkeypat
         pytest.param((1, 1, 700, 300, 72), {"window": (64, 200)}, BY_TMA, id="window_d72"),
         pytest.param((2, 1, 260, 700, 104), {"window": (50, 0)}, TMA_HALVES, id="window_d104"),
         pytest.param((1, 1, 300, 500, 128), {"causal": True}, TMA_HALVES, id="causal_d128"),
+        pytest.param((2, 2, 200, 300, 32, 64), {}, EARLY, id="d32_v64"),
+        pytest.param((1, 1, 300, 500, 128, 64), {"causal": True}, TMA_HALVES, id="d128_v64"),
     ],
 )
 def test_tiles_of_keys_add_to_dq_one_after_another(sizes, options, config):
     """A tile that waited for one that does not come, or for a wrong number, ends the emulation."""
-    names = "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim"
-    q, k, v, dout = make_tensors(**dict(zip(names, sizes, strict=True)))
+    q, k, v, dout = make_tensors(**dict(zip(SIZES[1:], sizes, strict=False)))
     plan = plan_of(Problem.of(q, k, v, **options), ORDERED, replace(config, ordered=True, dq_by_tma=True), arch=CPU)
     check(plan, q, k, v, dout)
 
@@ -370,6 +375,7 @@ def test_tiles_that_no_query_sees_follow_those_of_other_heads(k_stages, monkeypa
         pytest.param(1, (1, 3, 3, 600, 600, 128), {}, replace(TMA_HALVES, stream_k=9), id="ranges_over_heads"),
         pytest.param(1, (1, 8, 2, 190, 260, 104), {}, replace(TMA_HALVES, stream_k=12), id="shares"),
         pytest.param(1, (3, 2, 1, 20, 900, 128), {"window": (50, 0)}, TMA_HALVES, id="fewer_rows_than_tiles"),
+        pytest.param(1, (1, 3, 3, 600, 600, 104, 40), {}, replace(TMA_HALVES, stream_k=9), id="d104_v40"),
     ],
 )
 def test_sums_of_later_heads_are_emptied_by_tiles_of_earlier_ones(section, sizes, options, config, blocks, monkeypatch):
@@ -382,8 +388,7 @@ def test_sums_of_later_heads_are_emptied_by_tiles_of_earlier_ones(section, sizes
         monkeypatch.setattr(stream_k, name, least)
     monkeypatch.setattr(host, "MULTIPROCESSORS", blocks)
     monkeypatch.setattr(PlannedLaunch, "grid", lambda it, sms, of=PlannedLaunch.grid: of(it, sms + 1))
-    names = "batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim"
-    q, k, v, dout = make_tensors(**dict(zip(names, sizes, strict=True)))
+    q, k, v, dout = make_tensors(**dict(zip(SIZES, sizes, strict=False)))
     check(plan_of(Problem.of(q, k, v, **options), ONE, config, arch=CPU), q, k, v, dout)
 
 
@@ -395,6 +400,7 @@ def test_sums_of_later_heads_are_emptied_by_tiles_of_earlier_ones(section, sizes
         pytest.param((1, 12, 4, 8192), [2, 2], 768, id="groups_stay_together"),
         pytest.param((5, 1, 1, 16000), [2, 2, 1], 976, id="nearly_as_many_in_each"),
         pytest.param((1, 8, 8, 17000), [1] * 8, 552, id="few_tiles_for_callers_who_name_it"),
+        pytest.param((1, 2, 2, 32768), [1] * 2, 2048, id="one_head_may_have_twice_as_much"),
     ],
 )
 def test_ds_is_stored_of_as_many_heads_as_there_is_memory_for(sizes, heads, mib):
@@ -406,7 +412,7 @@ def test_ds_is_stored_of_as_many_heads_as_there_is_memory_for(sizes, heads, mib)
     assert [it.numbers["heads"] for it in launches] == [it for it in heads for _ in range(2)]
     assert sum(it.blocks for it in launches[1::2]) == batch * heads_q * (-(-seq // 256) * 2)
     assert ({it.kernel.cluster for it in launches[1::2]}, plan.config.kept_steps) == ({2}, 4)  # as the rule has it
-    refused = plan.config.why_not(square(1, 1, 24_000, 1, head_dim=256), SM90)
+    refused = plan.config.why_not(square(1, 1, 33_000, 1, head_dim=256), SM90)
     assert any("for dS of one head" in it.got for it in refused)
 
 
@@ -422,13 +428,13 @@ def test_ds_is_stored_of_as_many_heads_as_there_is_memory_for(sizes, heads, mib)
         pytest.param((3, 2, 1, 20, 700, 136), {"window": (50, 0)}, id="keys_that_no_query_sees"),
         pytest.param((1, 5, 5, 260, 200, 192), {}, id="an_odd_number_of_tiles_in_clusters"),
         pytest.param((1, 6, 3, 100, 200, 192), {}, id="one_tile_in_clusters"),
+        pytest.param((1, 3, 3, 300, 260, 192, 128), {"causal": True}, id="d192_v128"),
     ],
 )
 def test_heads_take_turns_where_ds_is_stored(sizes, options, blocks, monkeypatch):
     """Two heads at a time, or one. Workspaces are full of NaN before: what was not stored is not read."""
     monkeypatch.setattr(host, "MULTIPROCESSORS", blocks)
-    names = "batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim"
-    q, k, v, dout = make_tensors(**dict(zip(names, sizes, strict=True)))
+    q, k, v, dout = make_tensors(**dict(zip(SIZES, sizes, strict=False)))
     config = WgmmaStoredConfig(tile_m=64, tile_n=64, dq=StoredQueriesConfig(cluster=2))
     problem = Problem.of(q, k, v, **options)
     monkeypatch.setattr(backward_wgmma_stored, "STORED_BYTES", 2 * config.head_bytes(problem))

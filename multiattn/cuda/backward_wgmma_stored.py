@@ -16,7 +16,7 @@ from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan
 from multiattn.plan.config import Config
 from multiattn.plan.limits import Check, between, limited, one_of
-from multiattn.plan.schedule import STORED_BYTES, most_multiprocessors
+from multiattn.plan.schedule import STORED_BYTES, STORED_HEAD_BYTES, most_multiprocessors
 from multiattn.plan.waves import Walk, efficiency
 from multiattn.problem import Problem
 
@@ -58,7 +58,7 @@ class WgmmaStoredConfig(HopperKeysConfig):
     """Launch parameters of Hopper's backward with dS stored.
 
     The kernel of dk and dv, which stores it, and that of dq, one product, take turns: each has as many heads at a time
-    as `STORED_BYTES` have dS of.
+    as `STORED_BYTES` have dS of, but at least one.
     """
 
     dq: StoredQueriesConfig = field(default_factory=StoredQueriesConfig)
@@ -102,7 +102,7 @@ class WgmmaStoredConfig(HopperKeysConfig):
         """First whether dS of a head is stored."""
         head_bytes = self.head_bytes(problem)
         needed = f"{head_bytes >> 20} MiB for dS of one head of keys"
-        fits = (head_bytes <= STORED_BYTES, needed, f"up to {STORED_BYTES >> 20} MiB")
+        fits = (head_bytes <= STORED_HEAD_BYTES, needed, f"up to {STORED_HEAD_BYTES >> 20} MiB")
         return (fits, *HopperKeysConfig.key_checks(self, problem))
 
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:

@@ -18,6 +18,8 @@ ROWS_MAX = 2**31 - 1 - 256
 """The most rows of a sequence: they are counted in 32 bits, and a tile may end beyond the last one."""
 STORED_BYTES = 1 << 30
 """The most memory for dS where a backward stores it. A launch has as many heads as it holds: 2 at N=16384."""
+STORED_HEAD_BYTES = 2 << 30
+"""The most for dS of one head of keys, where a backward stores no part of a head: N=32768."""
 KV_BYTES_SIDE_BY_SIDE = 16 << 20
 """K and V of heads whose tiles run side by side: a part of L2 (40 MB on A100, 50 on H100). A guess, not measured."""
 

@@ -287,6 +287,9 @@ _STORED = WgmmaStoredConfig(tile_m=64, tile_n=64, kept_steps=4, dq=StoredQueries
 _STORED_KEPT = replace(
     _STORED, q_stages=3, dout_stages=3, kept_steps=0, kv_in_registers=True, dq=StoredQueriesConfig(stages=5, cluster=2)
 )
+_STORED_NARROW, _STORED_NARROW_256 = replace(_STORED_KEPT, q_stages=4), replace(_STORED, q_stages=3)
+"""Where rows of v are narrower than those of q there is room for one more buffer of Q."""
+_H200_NARROW = "H200 2026-11-30, 16 heads, bf16, "
 _H200_STORED = "H200 2026-11-29, H*D=2048 in bf16, dS stored / two passes: "
 _NO_BIAS = COMPILED + "a bias spills up to 16 words in a loop, and goes to two passes"
 WGMMA_STORED_RULES: tuple[Rule[WgmmaStoredConfig], ...] = (
@@ -297,6 +300,23 @@ WGMMA_STORED_RULES: tuple[Rule[WgmmaStoredConfig], ...] = (
         "509, causal 511 for 450, N=16384 540 for 535, causal 544 for 510",
         busy_min=0.9,
         scored=False,
+    ),
+    _rule(
+        (129, 192),
+        _STORED_NARROW,
+        _H200_NARROW + "192/128, four and three buffers of Q / two passes: causal N=4096 515, 477 / 407 TFLOPS, "
+        "N=16384 574, 517 / 452, N=32768 591, 534 / 431, 128 heads N=16384 562, 521 / 454; full N=4096 548, 550 / 446. "
+        "Five, and two of dO, 499, 573 causal; K and V from shared memory 457, 490. A bias has no hot spills",
+        head_dim_v_max=128,
+        busy_min=0.85,
+    ),
+    _rule(
+        (193, 256),
+        _STORED_NARROW_256,
+        _H200_NARROW + "256/128, three and two buffers of Q / two passes: causal N=4096 567, 483 / 400 TFLOPS, N=16384 "
+        "633, 514 / 424, full N=4096 595, 501 / 405; three of dO as well 532, 601, 596. A bias has no hot spills",
+        head_dim_v_max=128,
+        busy_min=0.85,
     ),
     _rule(
         (129, 192),
@@ -311,7 +331,8 @@ WGMMA_STORED_RULES: tuple[Rule[WgmmaStoredConfig], ...] = (
         (193, 256),
         _STORED,
         _H200_STORED + "D=256 N=16384 604 / 477, causal 583 / 454 TFLOPS, N=4096 578 / 474, N=512 437 / 366, causal "
-        "291 / 243; no K and V in registers 594, 575, 574; N=4096 causal with ALiBi 563 / 408, softcap 569 / 391",
+        "291 / 243; no K and V in registers 594, 575, 574; N=4096 causal with ALiBi 563 / 408, softcap 569 / 391. "
+        "2026-11-30, 8 heads, one at a time, N=32768 causal 574 / 458",
         busy_min=0.8,
         reads_keys=False,
     ),
@@ -322,6 +343,18 @@ WGMMA_STORED_RULES: tuple[Rule[WgmmaStoredConfig], ...] = (
         only_named=True,
     ),
     _bias((193, 256), replace(_STORED, kept_steps=0), _NO_BIAS, only_named=True),
+    *(
+        Rule(
+            arches=("cpu",),
+            config=config,
+            why="emulated: as on sm90",
+            head_dim_min=least,
+            head_dim_max=most,
+            head_dim_v_max=128,
+            only_named=True,
+        )
+        for least, most, config in ((129, 192, _STORED_NARROW), (193, 256, _STORED_NARROW_256))
+    ),
     Rule(arches=("cpu",), head_dim_max=192, config=_STORED_KEPT, why="emulated: as on sm90", only_named=True),
     Rule(arches=("cpu",), config=_STORED, why="emulated: as on sm90", only_named=True),
 )
