@@ -68,14 +68,17 @@ _GEMMA = {**_LLAMA, **_HEADS_128, "query_pre_attn_scalar": 128, "sliding_window"
 _GPT_OSS = {
     **_HEADS_64, "intermediate_size": 2048, "num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 128,
 }  # fmt: skip
+_MLA = {"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "first_k_dense_replace": 8}
+"""DeepSeek's own widths of heads, and no experts."""
 MODELS = (
     Model(name="llama D128 4k", kind="Llama", options={**_LLAMA, **_HEADS_128}, batch=2, seq=4096),
     Model(name="llama D64 4k", kind="Llama", options={**_LLAMA, **_HEADS_64}, batch=2, seq=4096),
     Model(name="llama D128 16k", kind="Llama", options={**_LLAMA, **_HEADS_128}, batch=1, seq=16384),
     Model(name="gemma2 D128 4k", kind="Gemma2", options=_GEMMA, batch=2, seq=4096),
     Model(name="gpt-oss D64 4k", kind="GptOss", options=_GPT_OSS, batch=2, seq=4096),
+    Model(name="deepseek-v3 D192/128 4k", kind="DeepseekV3", options={**_LLAMA, **_MLA}, batch=2, seq=4096),
 )
-"""The Llama of the training figures in docs/hopper.md, and models of its size with a softcap and windows, or sinks."""
+"""The Llama of the training figures in docs/hopper.md, and models of its size: softcap and windows, sinks, latents."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
