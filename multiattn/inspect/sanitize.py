@@ -45,7 +45,8 @@ def sanitized_plans() -> Iterator[Plan]:
     """Ragged lengths, padded and unpadded head_dim, both masks, GQA, element loads, one stage and two, scale signs.
 
     And points of the forward's ladder whose buffers are shared, on a head_dim whose last slice is not whole; and the
-    kernel for Hopper with each scheduler, in a cluster, and with the output from shared memory and from registers.
+    kernel for Hopper with each scheduler, in a cluster, and with the output from shared memory and from registers. Its
+    forward also has a v narrower than k, and its backward a wider one.
     """
     make = Problem.contiguous
     masked = make(batch=2, heads_q=2, heads_kv=1, seq_q=37, seq_kv=101, head_dim=64, dtype="fp16", causal=True)
@@ -62,6 +63,10 @@ def sanitized_plans() -> Iterator[Plan]:
             yield make_plan(BACKEND, sliced, CPU, variant=name)
     for problem, config in zip((masked, padded, empty_rows), _HOPPER, strict=True):
         yield make_plan(BACKEND, problem, CPU, variant=WGMMA.name, config=config)
+    narrow = make(batch=1, heads_q=1, seq_q=37, seq_kv=70, head_dim=72, head_dim_v=40, dtype="fp16", causal=True)
+    wider = make(batch=1, heads_q=1, seq_q=37, seq_kv=70, head_dim=40, head_dim_v=72, dtype="fp16", causal=True)
+    yield make_plan(BACKEND, narrow, CPU, variant=WGMMA.name)
+    yield make_plan(BACKEND, wider, CPU, direction="backward", variant=WGMMA.name)
     for variant in BACKEND.backward.variants:
         for problem in (masked, unaligned if variant.capability.alignment < VECTOR_BYTES else padded, empty_rows):
             yield make_plan(BACKEND, problem, CPU, direction="backward", variant=variant.name)
