@@ -29,6 +29,7 @@ SAME_BITS = [f"\n  deterministic=True: variant {it}, " for it in ("two_pass", "w
         ("--shape 2,8/2,1/512,64 --softcap 30", 0, [" score=", *OF_EACH]),
         ("--shape 2,8/2,1/512,64 --window 128:0 --sinks", 0, [" window:128:0 sinks ", *OF_EACH]),
         ("--shape 2,8/2,1/512,64 --cache 16 --causal", 0, [" cache: pages of 16 ", *OF_EACH]),
+        ("--shape 2,8/2,1/512,64 --cache 16 --latent", 0, [" v in k cache: pages of 16 ", *OF_EACH]),
         ("--shape 2,8/2,1/512,64 --cache --softcap 30 --sinks --direction both", 0, ["cache: dense forward", *OF_EACH]),
         ("--shape 2,8/2,1/512,64 --block 128x64 --alibi", 0, [" blocks=128x64 ", *OF_EACH]),
         ("--shape 2,8/2,1/512,64 --packed --bias", 0, ["packed B=2 Hq=8 Hkv=2 Tq=2 Tkv=1024", *OF_EACH]),
@@ -57,7 +58,7 @@ def test_the_commands_take_one_set_of_flags(capsys):
         flags = (
             "--shape B,H[/Hkv],S[/Skv],D[/Dv] --kv-heads --kv-len --dtype --causal --window --scale --softcap --alibi "
         )
-        flags += "--bias --sinks --block --packed --cache --arch --direction --backend"
+        flags += "--bias --sinks --block --packed --cache --latent --arch --direction --backend"
         for flag in flags.split():
             assert flag in said or (command, flag) in {("roofline", "--backend"), ("tune", "--arch")}, (command, flag)
 
@@ -74,7 +75,8 @@ def test_the_version_is_told(capsys):
         ("explain --shape 1,2,3", "got '1,2,3'; allowed B,H,S,D or B,H/Hkv,S/Skv,D/Dv"),
         ("explain --shape 1,2/1,64,64 --kv-heads 2", "--kv-heads: got 2 with a shape that has its own"),
         ("explain --shape 1,2,64,64 --arch h300", "got 'h300'; allowed cpu, sm80"),
-        ("explain --shape 1,2,64,64 --cache --bias", "--bias: got it; allowed --cache, --softcap, --sinks: fmha_kv"),
+        ("explain --shape 1,2,64,64 --cache --bias", "--bias: got it; allowed --cache, --latent, --softcap"),
+        ("explain --shape 1,2,64,64/72 --latent", "--latent: got D=64 Dv=72; allowed values of up to 64 columns"),
         ("explain --shape 1,2,64,64 --packed --block 64", "--block: got it; allowed --packed"),
         ("explain --shape 1,2,64,64 --cache --direction backward", "allowed forward: a cache has no gradient"),
         ("tune --shape 1,2,64,64 --softcap 30", "--softcap: got it; allowed plain problems: calls with features run"),

@@ -1,5 +1,8 @@
 """Values that are the first columns of keys: told from all others, in problems, calls, launches and emitted kernels."""
 
+import argparse
+from dataclasses import replace
+
 import aot_fakes
 import driver_fakes
 import pytest
@@ -10,6 +13,7 @@ from multiattn import aot
 from multiattn.cuda.instances import kernels_of
 from multiattn.cuda.naming import walking_kernel
 from multiattn.cuda.source import translation_unit
+from multiattn.inspect.options import add_problem, called_problem
 from multiattn.operands import Operands, Options
 from multiattn.packed import as_batch_of_one
 from multiattn.plan import abi
@@ -79,6 +83,13 @@ def test_sizes_say_where_values_are():
     sizes = {"batch": 2, "heads_q": 1, "seq_q": 6, "head_dim": 24}
     assert Problem.contiguous(**sizes, head_dim_v=16, v_in_k=True) == Problem.of(ROWS, ROWS, ROWS[..., :16])
     assert Problem.contiguous(**sizes, head_dim_v=16).strides_v == (96, 96, 16)
+    asked = argparse.ArgumentParser()
+    add_problem(asked, required=True)
+    for shape, flags in (("2,1,6,24/16", ()), ("2,4/1,1/96,24/16", ("--cache", "16"))):
+        apart, within = (
+            called_problem(asked.parse_args(["--shape", shape, *flags, *more])) for more in ((), ("--latent",))
+        )
+        assert within == replace(apart, v_in_k=True, strides_v=apart.strides_k)
     with pytest.raises(ValueError, match="head_dim_v: got 32; allowed up to the 24 columns of k, with v in k"):
         Problem.contiguous(**sizes, head_dim_v=32, v_in_k=True)
 

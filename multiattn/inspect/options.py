@@ -172,6 +172,7 @@ def add_problem(command: argparse.ArgumentParser, *, required: bool, several: bo
     add("--packed", action="store_true", help="B sequences of S tokens, one after another (fmha_varlen)")
     told = "keys in a cache, of pages of PAGE keys if that is given (fmha_kvcache)"
     add("--cache", type=count, nargs="?", const=0, metavar="PAGE", help=told)
+    add("--latent", action="store_true", help="v is the first columns of k, as in absorbed latent attention (MLA)")
 
 
 def add_backends(command: argparse.ArgumentParser, default: str = "all") -> None:
@@ -198,7 +199,7 @@ def masks_of(options: argparse.Namespace) -> Sequence[str | Band]:
     return [band_of(options.causal, options.window)]
 
 
-_FEATURES = ("softcap", "alibi", "bias", "sinks", "block", "packed", "cache")
+_FEATURES = ("softcap", "alibi", "bias", "sinks", "block", "packed", "cache", "latent")
 
 
 def features_of(options: argparse.Namespace) -> list[str]:
@@ -247,18 +248,28 @@ def with_features(plain: Problem, options: argparse.Namespace) -> Problem:
     """
     if not features_of(options):
         return plain
+    found = _called(plain, options)
+    if not options.latent:
+        return found
+    if plain.head_dim_v > plain.head_dim:
+        raise ValueError(f"--latent: got {plain.widths}; allowed values of up to {plain.head_dim} columns")
+    return replace(found, v_in_k=True, strides_v=found.strides_k)
+
+
+def _called(plain: Problem, options: argparse.Namespace) -> Problem:
+    """`with_features`, with values apart from keys."""
     sizes = (plain.heads_q, plain.seq_q), (plain.heads_kv, plain.seq_kv)
     q, k = (_empty(plain, plain.batch, heads, seq, plain.head_dim) for heads, seq in sizes)
     v = _empty(plain, *k.shape[:-1], plain.head_dim_v)
     given = {"window": plain.band.window, "scale": plain.scale, "softcap": options.softcap}
     given["sinks"] = torch.empty(plain.heads_q, device="meta") if options.sinks else None
     if options.cache is not None:
-        check_features(options, "--cache", "--softcap", "--sinks", why="fmha_kvcache has no others")
+        check_features(options, "--cache", "--latent", "--softcap", "--sinks", why="fmha_kvcache has no others")
         return _cached(plain, options.cache, Operands(q, k, v), given)
     given["alibi_slopes"] = torch.empty(plain.heads_q, device="meta") if options.alibi else None
     given["bias"] = _empty(plain, 1, plain.heads_q, plain.seq_q, plain.seq_kv) if options.bias else None
     if options.packed:
-        others = ("--packed", "--softcap", "--alibi", "--bias", "--sinks")
+        others = ("--packed", "--latent", "--softcap", "--alibi", "--bias", "--sinks")
         check_features(options, *others, why="fmha_varlen takes no block mask")
         starts = torch.empty(plain.batch + 1, dtype=torch.int32, device="meta")
         q, k, v = (_empty(plain, it.shape[0] * it.shape[2], it.shape[1], it.shape[3]) for it in (q, k, v))
