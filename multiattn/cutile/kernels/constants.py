@@ -40,7 +40,7 @@ class Widths:
 
     @property
     def columns(self) -> tuple[int, int, int]:
-        """Those of each tile; 0 for one that there is not."""
+        """The columns of each tile; 0 for one that there is not."""
         return self.tile_d, self.tail_d, self.last_d
 
 
