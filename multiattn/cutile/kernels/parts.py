@@ -106,8 +106,10 @@ def load_anywhere(
     """A part of a block of keys or values, which is where `found` says (`keys.find`), ``[tile_n, width]``."""
     if const.paged:
         first, columns = column(wide, part), width(wide, part)
-        return keys.load_rows(const, place, array, first, columns, wide.head_dim, found, block, masked, latency)
-    return load_rows(const, place, array, wide, found, latency, part)
+        tile = keys.load_rows(const, place, array, first, columns, wide.head_dim, found, block, masked, latency)
+    else:
+        tile = load_rows(const, place, array, wide, found, latency, part)
+    return tile
 
 
 @ct.function
@@ -147,17 +149,13 @@ def load_k(const: Any, place: Any, k: Any, block: Any, part: ConstInt) -> Any:
 @ct.function
 def where(const: Any, found: Any) -> Any:
     """Where a block is that was found."""
-    if const.v_in_k:
-        return found.where
-    return found
+    return found.where if const.v_in_k else found
 
 
 @ct.function
 def first_k(const: Any, place: Any, k: Any, found: Any) -> Any:
     """The first part of a block of keys that was found, transposed."""
-    if const.v_in_k:
-        return ct.transpose(found.rows)
-    return load_k(const, place, k, found, FIRST)
+    return ct.transpose(found.rows) if const.v_in_k else load_k(const, place, k, found, FIRST)
 
 
 # ---------------------------------------------------------------- products

@@ -51,8 +51,10 @@ def rounded_part(tile: Any, factor: Any, array: Any) -> Any:
 def row_products(wide: Any, rows: Any, others: Any) -> Any:
     """The product of each row with the other's, fp32 ``[rows]``."""
     if wide.tail_d > 0:
-        return row_products_part(rows.first, others.first) + row_products_part(rows.tail, others.tail)
-    return row_products_part(rows, others)
+        sums = row_products_part(rows.first, others.first) + row_products_part(rows.tail, others.tail)
+    else:
+        sums = row_products_part(rows, others)
+    return sums
 
 
 @ct.function
