@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from multiattn.cutile.decode import NAME as SPLIT_KEYS
-from multiattn.cutile.forward import STEPS
+from multiattn.cutile.forward import HEAD_DIM_MAX, STEPS
 from multiattn.cutile.rules import ampere, blackwell, decode, hopper
 from multiattn.cutile.rules.shorthand import forward, one_pass, queries, rule, stored, two_passes
 from multiattn.plan.config import Rule
@@ -16,13 +16,13 @@ _INTERPRETED = "interpreted: small enough that a short sequence still has severa
 _KEYS, _QUERIES = one_pass(32, 32), queries(32, 32)
 
 
-def _interpreted(config: Any, **more: Any) -> tuple[Rule[Any], ...]:
-    return (rule(("cpu",), (1, 256), None, config, why=_INTERPRETED, **more),)
+def _interpreted(config: Any, widest: int = 256, **more: Any) -> tuple[Rule[Any], ...]:
+    return (rule(("cpu",), (1, widest), None, config, why=_INTERPRETED, **more),)
 
 
 OWN_RULES: Mapping[str, tuple[Rule[Any], ...]] = {
     SPLIT_KEYS: decode.SPLIT_KEYS,
-    "full": (*_interpreted(forward(64, 64)), *hopper.FORWARD, *blackwell.FORWARD, *ampere.FORWARD),
+    "full": (*_interpreted(forward(64, 64), HEAD_DIM_MAX), *hopper.FORWARD, *blackwell.FORWARD, *ampere.FORWARD),
     **hopper.RUNGS,
     "two_pass": (
         *_interpreted(two_passes(_KEYS, _QUERIES)),

@@ -205,6 +205,10 @@ FORWARD = (
           why=_23 + "bf16 as fp16 does it, N=1k: 403 TFLOPS; a block ahead 402"),
     _rule((193, 256), BANDED, replace(_ONLINE_128X128, heads_together=8), scored=True, seq_max=2896,
           why=_23 + "scores as they are, bf16 as fp16 does it, N=2k: 489 TFLOPS; lazy 128x64 462"),
+    _rule((257, 384), None, forward(64, 64, warps=8, heads_together=4, split_head_dim=True),
+          why=COMPILED + "wgmma, a warp for loads and no spills, a warpgroup for half of the columns of out"),
+    _rule((385, 512), None, forward(64, 64, warps=8, heads_together=4),
+          why=COMPILED + "wgmma, a warp for loads and no spills, as 64x32 has; 128 rows of out do not fit"),
     *(
         _rule((193, 256), BANDED, replace(_ONLINE_128X128, heads_together=4), **kind,
               why=_23 + "neither packed nor scored, bf16 as fp16 does it, N=8k 634, 16k 654 TFLOPS; cuDNN 544, 557")
