@@ -121,13 +121,17 @@ DEVICE void produce(const typename T::Params& params) {
   const ForwardParams& forward = params.forward;
   Mask<T::BAND> mask(forward);
   RingPlace<T::Q_SLOTS> q;
-  typename Shared::Places kv;
+  RingPlace<T::STAGES> k;
+  RingPlace<T::V_STAGES> v;  // of V, if it does not take turns with K
 
   const auto load_k = [&](const QueryTile<T>& tile, int head_kv, int block) {
-    load_keys<T, typename Shared::K>(kv.k(), params.map_k, tile, head_kv, block);
+    load_keys<T, typename Shared::K>(k, params.map_k, tile, head_kv, block);
   };
   const auto load_v = [&](const QueryTile<T>& tile, int head_kv, int block) {
-    load_keys<T, typename Shared::V>(kv.v(), params.map_v, tile, head_kv, block);
+    if constexpr (T::TAKES_TURNS)
+      load_keys<T, typename Shared::V>(k, params.map_v, tile, head_kv, block);
+    else
+      load_keys<T, typename Shared::V>(v, params.map_v, tile, head_kv, block);
   };
 
   admit_next_grid();
@@ -161,8 +165,8 @@ DEVICE void produce(const typename T::Params& params) {
   store_tile<T>(Shared::tile_place(q.slot), {0, 0, 0, NO_TILE, {}});
   mbarrier_arrive(ring_q.full(q.slot));
   // Shared memory must be there for the other blocks of the cluster until they have released every slot.
-  if constexpr (T::CLUSTER > 1) await_all_empty(Shared::K::ring(), kv.k());
-  if constexpr (T::CLUSTER > 1 && !T::TAKES_TURNS) await_all_empty(Shared::V::ring(), kv.v());
+  if constexpr (T::CLUSTER > 1) await_all_empty(Shared::K::ring(), k);
+  if constexpr (T::CLUSTER > 1 && !T::TAKES_TURNS) await_all_empty(Shared::V::ring(), v);
 }
 
 // Loads keys for the one tile of grouped rows that a block owns, and for which Q is gathered by those who compute. Pages are looked up

@@ -141,7 +141,7 @@ struct SharedLayout {
   static constexpr int RING_V_AT = T::TAKES_TURNS ? RING_K_AT : RING_K_AT + RingK::BYTES;
   using K = Slots<typename T::TileK, T::K_AT, T::K_BYTES, RingK, RING_K_AT>;
   using V = Slots<typename T::TileV, T::V_AT, T::V_BYTES, RingV, RING_V_AT>;
-  using Places = KeyPlaces<T::STAGES, T::V_STAGES>;
+  using Places = typename Choice<T::TAKES_TURNS, RingPlace<T::STAGES>, PlacesApart<T::STAGES, T::V_STAGES>>::Type;
 
   static DEVICE SharedAddress q(int slot) { return shared_base() + slot * T::Q_BYTES; }
   static DEVICE RingQ ring_q() { return {shared_base() + T::BARRIERS_AT}; }

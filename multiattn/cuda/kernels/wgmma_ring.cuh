@@ -30,25 +30,21 @@ struct RingPlace {
   }
 
   static DEVICE int before(int slot) { return slot == 0 ? SLOTS - 1 : slot - 1; }
+
+  // The places of K and of V where both take turns in a ring.
+  DEVICE RingPlace& k() { return *this; }
+  DEVICE RingPlace& v() { return *this; }
 };
 
-// Where a role is among the slots of K and those of V: each has a ring of its own or, without stages of V, they take turns in one.
+// Where a role is among the slots of K and those of V, which have a ring each.
 template <int STAGES, int V_STAGES>
-class KeyPlaces {
+class PlacesApart {
   RingPlace<STAGES> k_;
   RingPlace<V_STAGES> v_;
 
  public:
   DEVICE RingPlace<STAGES>& k() { return k_; }
   DEVICE RingPlace<V_STAGES>& v() { return v_; }
-};
-template <int STAGES>
-class KeyPlaces<STAGES, 0> {
-  RingPlace<STAGES> both_;
-
- public:
-  DEVICE RingPlace<STAGES>& k() { return both_; }
-  DEVICE RingPlace<STAGES>& v() { return both_; }
 };
 
 // The barriers of a ring of slots in shared memory that one thread fills by TMA, or `fillers` warps do, for warps to use. One of a
