@@ -39,7 +39,7 @@ Sinks = Literal["none", "normal", "large", "some"]
 PLANTED: tuple[Values, ...] = ("nan_q", "nan_k", "inf_k", "inf_k_blocks", "nan_v", "inf_v")
 """Values that are NaN or inf in some places."""
 
-BACKWARD_HEAD_DIM_MAX = 256
+BACKWARD_HEAD_DIM_MAX = 512
 """The widest head that any backend has a backward for."""
 
 

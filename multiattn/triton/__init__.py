@@ -80,7 +80,7 @@ _FORWARD = (
     *rung_variants(
         STEPS,
         plain.FAMILY.config,
-        capability_of=lambda step: plain.FORWARD_CAPABILITY,
+        capability_of=lambda step: plain.WIDE_CAPABILITY,
         rules_of=rules_of,
         fits=plain.why_not_fit,
         workspace=plain.FAMILY.workspace,
@@ -106,7 +106,7 @@ _BACKWARD = (  # Gluon's first, then two passes: the faster ones where both were
             name,
             rules=rules_of(name),
             summary=summary,
-            capability=plain.CAPABILITY,
+            capability=plain.CAPABILITY if one_pass else plain.WIDE_CAPABILITY,
             flags=(("one_pass", one_pass),),
             deterministic=not one_pass,
             fits=functools.partial(plain_backward.why_not_fit, one_pass=one_pass),

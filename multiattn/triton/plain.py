@@ -113,8 +113,8 @@ CAPABILITY = Capability(
     packing=True,
 )
 """Problems that the plain kernels accept."""
-FORWARD_CAPABILITY = replace(CAPABILITY, head_dim_max=512)
-"""Problems that the forward accepts."""
+WIDE_CAPABILITY = replace(CAPABILITY, head_dim_max=512)
+"""Problems that the forward accepts, and two passes of gradients."""
 # cuTensorMapEncodeTiled: address and strides are multiples of 16 bytes, and no stride is zero. A Problem has one
 # alignment for all tensors, so this also holds for those that are read through pointers. A map knows one length: a tile
 # at the end of a packed sequence would have rows of the next one.
@@ -135,7 +135,7 @@ def why_not_read(problem: Problem, arch: Arch, config: TritonConfig) -> tuple[Re
 
 def _why_not_described(problem: Problem, arch: Arch) -> tuple[Reason, ...]:
     """Every reason why descriptors cannot read a problem's tensors, of any width that kernels take."""
-    return replace(THROUGH_DESCRIPTORS, head_dim_max=FORWARD_CAPABILITY.head_dim_max).why_not(problem, arch)
+    return replace(THROUGH_DESCRIPTORS, head_dim_max=WIDE_CAPABILITY.head_dim_max).why_not(problem, arch)
 
 
 def checks_by_queries(problem: Problem, arch: Arch, config: TritonConfig, more_bytes: int = 0) -> list[limits.Check]:
@@ -310,12 +310,15 @@ def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
 
 
 _SHAPES = ((64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 64, 8), (128, 128, 8))
-"""(tile_m, tile_n, warps) that are worth a try, whatever the head_dim."""
+"""(tile_m, tile_n, warps) that are worth a try up to 256 columns, whatever the head_dim."""
+_WIDE_SHAPES = ((64, 32, 8), (32, 32, 8), (32, 16, 8), (64, 16, 8))
+"""Shapes for more columns."""
 
 
 def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[TritonConfig]:
     """In turn with one, two and three blocks of keys in flight."""
-    shapes: list[tuple[tuple[int, int, int], int | None]] = [(shape, None) for shape in _SHAPES]
+    tried = _SHAPES if max(pads(problem)) <= 256 else _WIDE_SHAPES
+    shapes: list[tuple[tuple[int, int, int], int | None]] = [(shape, None) for shape in tried]
     if max(pads(problem)) <= 128:
         shapes.append(((128, 64, 4), None))
     if max(pads(problem)) <= 64:

@@ -59,7 +59,7 @@ _CPU: Mapping[str, tuple[Rule[Any], ...]] = {
     ),
     "full": _both(forward(("cpu",), (1, 512), _INTERPRETED, _TILES, heads_together=2)),
     "atomic": _both(backward(("cpu",), (1, 256), _INTERPRETED, _TILES)),
-    "two_pass": _both(backward(("cpu",), (1, 256), _INTERPRETED, _TILES, _TILES)),
+    "two_pass": _both(backward(("cpu",), (1, 512), _INTERPRETED, _TILES, _TILES)),
 }
 _FAMILIES = (_CPU, hopper.RULES, blackwell.RULES, ampere.RULES)
 

@@ -29,7 +29,11 @@ _FORWARD = (
     *forward(_SMALL, (257, 512), _LITTLE_MEMORY + "; 8 warps share the accumulator, no spills", (32, 32, 8, 2)),
 )  # fmt: skip
 _WIDE_ONE_PASS = backward(_BOTH, (129, 256), _LITTLE_MEMORY, (32, 32, 4, 1))
-_WIDE_TWO_PASS = backward(_BOTH, (129, 256), _LITTLE_MEMORY, (32, 32, 4, 1), (32, 32, 4, 1))
+_WIDE_TWO_PASS = (
+    *backward(_BOTH, (129, 256), _LITTLE_MEMORY, (32, 32, 4, 1), (32, 32, 4, 1)),
+    *backward(_LARGE, (257, 512), COMPILED + "no spills", (16, 32, 8, 1), (32, 32, 8, 1)),
+    *backward(_SMALL, (257, 512), _LITTLE_MEMORY, (16, 16, 8, 1), (32, 16, 8, 1)),
+)
 
 RULES: Mapping[str, tuple[Rule[Any], ...]] = {
     "full": (

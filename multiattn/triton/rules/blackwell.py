@@ -19,6 +19,7 @@ _ONE_PASS = (
 _TWO_PASS = (
     *backward(_ARCHES, (1, 128), _NO_BETTER, (64, 64, 8, 2), (128, 64, 8, 2)),
     *backward(_ARCHES, (129, 256), _FULL_ACCUMULATORS, (32, 64, 8, 1), (64, 32, 8, 1)),
+    *backward(_ARCHES, (257, 512), COMPILED + "32 queries a step spill 76 times", (16, 32, 8, 1), (32, 32, 8, 1)),
 )
 _WIDE = (
     *forward(

@@ -31,6 +31,10 @@ _WIDE_TWO_PASS = backward(
     _SM90, (129, 256), _H200 + "243 TFLOPS full, 233 causal; 32x64 199 and 203", (64, 64, 8, 2), (128, 32, 8, 3)
 )
 
+_WIDEST_TWO_PASS = backward(
+    _SM90, (257, 512), COMPILED + "3 spills in a loop; 32 queries a step 76", (16, 32, 8, 1), (32, 32, 8, 1)
+)
+
 
 def _one_pass(
     low: int,
@@ -154,11 +158,13 @@ RULES: Mapping[str, tuple[Rule[Any], ...]] = {
                 (64, 64, 4, 2), (128, 64, 8, 3),
             ),
             *_WIDE_TWO_PASS,
+            *_WIDEST_TWO_PASS,
         ),
         *backward(
             _SM90, (1, 128), COMPILED + "at 64x64 with 4 warps pointers spill 112 bytes",
             (32, 64, 8, 2), (128, 64, 8, 3),
         ),
         *_WIDE_TWO_PASS,
+        *_WIDEST_TWO_PASS,
     ),
 }  # fmt: skip
