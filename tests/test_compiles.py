@@ -373,3 +373,16 @@ def test_a_part_of_a_cache_is_one_loop_with_keys_in_flight(head_dim, page, queri
     assert parts.hot["LDGSTS"] * parts.threads * 16 == 2 * plan.config.tile_n * head_dim * 2
     assert 0 <= parts.dynamic_smem_bytes - smem_bytes(plan.problem, plan.arch, plan.config) <= 4096
     assert not any(it.other_spills for it in merge)
+
+
+@reads_code
+@pytest.mark.parametrize("v_in_k", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_rows_that_are_keys_and_values_are_copied_once(v_in_k):
+    able("triton")
+    sizes = {"batch": 4, "heads_q": 16, "heads_kv": 1, "seq_q": 1, "seq_kv": 8192, "head_dim_v": 512, "v_in_k": v_in_k}
+    cache = Batching.cached(4, 4 * 128, 64, 128)
+    plan = plan_of("triton", "forward", "split_keys", 576, sizes | {"batching": cache})
+    parts, *_merge = read_plan(plan)
+    assert (parts.hot_loops, parts.hot_spills, parts.other_spills) == (1, 0, 0)
+    assert parts.hot["LDGSTS"] * parts.threads * 16 == plan.config.tile_n * 2 * (576 if v_in_k else 576 + 512)
+    assert 0 <= parts.dynamic_smem_bytes - smem_bytes(plan.problem, plan.arch, plan.config) <= 4096

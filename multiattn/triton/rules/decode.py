@@ -35,7 +35,7 @@ _SHARED = COMPILED + "8 warps share the accumulator, no spills"
 _SPILLS_OUTSIDE = COMPILED + "spills outside the loop alone"
 _TWO_PROGRAMS = COMPILED + "of k that has v two programs share an SM; no spills"
 _ALL_ROWS = COMPILED + "8 warps share the accumulator, no spills"
-_FEW_SPILLS = COMPILED + "the tile of a wgmma: 5 spills in the loop, with 64 keys 52"
+_FEW_SPILLS = COMPILED + "the tile of a wgmma: 5 spills in the loop, or 26 of v that is not in k; 64 keys 52"
 
 
 def _latent(
