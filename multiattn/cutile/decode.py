@@ -180,8 +180,6 @@ def merged_rows(problem: Problem, splits: int) -> tuple[int, int]:
     return heads, min(rows // heads, power_of_two(problem.seq_q))
 
 
-HEAD_DIM_MAX = 576
-"""Columns of the widest rows that were compiled, those of absorbed latent attention."""
 ONE_TILE_MAX = 256
 """Columns beyond which rows are in two parts, where that saves columns: 512 and 64 of 576."""
 
@@ -359,7 +357,9 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[Split
 FAMILY = Family(
     summary="decode: query heads that share keys are rows of one tile, keys divided among blocks, parts merged after",
     config=SplitKeysConfig,
-    capability=replace(launches.EVERYWHERE, head_dim_max=HEAD_DIM_MAX, block_masks=0, packing=False, caches=True),
+    capability=replace(
+        launches.EVERYWHERE, head_dim_max=launches.HEAD_DIM_MAX, block_masks=0, packing=False, caches=True
+    ),
     launches=describe,
     fits=why_not,
     candidates=candidates,

@@ -37,9 +37,6 @@ PARTS_OF_SECTORS, RAGGED = 1.05, 1.04
 """How much longer it takes where rows are no whole sectors: 0 to 17 % (H200, 2026-11-26, N=4096, D=40 to 248); where
 the last block of keys is not full: 0 to 8 % (N=3000, D=40 to 256)."""
 
-HEAD_DIM_MAX = 512
-"""Columns of the widest rows that any arch has a rule for."""
-
 HEADROOM = {"bf16": 16.0, "fp16": 0.0}
 """log2, by dtype: how much less than one the largest weight of the block that comes first is with `lazy_max`.
 
@@ -417,7 +414,7 @@ def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
 
 FAMILY = Family(
     config=CutileConfig,
-    capability=replace(launches.EVERYWHERE, head_dim_max=HEAD_DIM_MAX),
+    capability=replace(launches.EVERYWHERE, head_dim_max=launches.HEAD_DIM_MAX),
     launches=describe,
     fits=why_not,
     candidates=candidates,

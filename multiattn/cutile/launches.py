@@ -63,6 +63,8 @@ EVERYWHERE = Capability(
     values=True,
 )
 """Most families take all but caches."""
+HEAD_DIM_MAX = 576
+"""Columns of the widest rows that a forward was compiled for, those of absorbed latent attention."""
 
 
 @dataclass(frozen=True, kw_only=True)

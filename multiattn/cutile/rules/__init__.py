@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from multiattn.cutile.decode import NAME as SPLIT_KEYS
-from multiattn.cutile.forward import HEAD_DIM_MAX, STEPS
+from multiattn.cutile.forward import STEPS
+from multiattn.cutile.launches import HEAD_DIM_MAX
 from multiattn.cutile.rules import ampere, blackwell, decode, hopper
 from multiattn.cutile.rules.shorthand import forward, one_pass, queries, rule, stored, two_passes
 from multiattn.plan.config import Rule

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from multiattn.cutile.decode import HEAD_DIM_MAX, SplitKeysConfig
+from multiattn.cutile.decode import SplitKeysConfig
+from multiattn.cutile.launches import HEAD_DIM_MAX
 from multiattn.plan.config import COMPILED, Rule
 
 _PLAIN_ROWS, _PLAIN_KEYS = 32, 512

@@ -209,6 +209,8 @@ FORWARD = (
           why=COMPILED + "wgmma, a warp for loads and no spills, a warpgroup for half of the columns of out"),
     _rule((385, 512), None, forward(64, 64, warps=8, heads_together=4),
           why=COMPILED + "wgmma, a warp for loads and no spills, as 64x32 has; 128 rows of out do not fit"),
+    _rule((513, 576), None, forward(64, 64, warps=8, heads_together=4, split_head_dim=True), head_dim_v_max=512,
+          why=COMPILED + "576/512: wgmma, a warp for loads and no spills, in 220 of 227 KiB"),
     *(
         _rule((193, 256), BANDED, replace(_ONLINE_128X128, heads_together=4), **kind,
               why=_23 + "neither packed nor scored, bf16 as fp16 does it, N=8k 634, 16k 654 TFLOPS; cuDNN 544, 557")
