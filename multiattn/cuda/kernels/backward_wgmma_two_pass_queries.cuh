@@ -50,9 +50,10 @@ DEVICE void write_dq(const typename T::Params& params, const QueryTile<T>& tile,
   const BackwardParams& backward = params.backward;
   const int first = first_query + warp_row_again();
   const Strides& strides = strides_dq<T>(backward);
+  const int64 stride = strides.seq;
   const QuerySequence<SequenceOf<T>> queries{backward, tile.head, tile.sequence};
-  write_rows<typename T::Element>(queries.dq(strides) + first * strides.seq, strides.seq, count_queries(backward, tile.sequence) - first,
-                                  dq, backward.grad_factor);
+  write_rows<typename T::Element>(queries.dq(strides) + first * stride, stride, count_queries(backward, tile.sequence) - first, dq,
+                                  backward.grad_factor);
 }
 
 // Tiles of Q and dO, and for each of them its blocks of K and V.
