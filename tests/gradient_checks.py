@@ -37,7 +37,7 @@ def run(plan, q, k, v, dout, dlse=None, *, out=None, lse=None):
     def empty(like, strides):
         return torch.empty_strided(like.shape, (*strides, 1), dtype=q.dtype).fill_(math.nan)
 
-    out, dout = (empty(q, problem.strides_out).copy_(tensor) for tensor in (out, dout))
+    out, dout = (empty(it, problem.strides_out).copy_(it) for it in (out, dout))
     grads = empty(q, problem.strides_dq), empty(k, problem.strides_dk), empty(v, problem.strides_dv)
     registry.get(plan.backend).backward.prepare(plan)(Operands(q, k, v, out, lse.contiguous(), dout, dlse, *grads))
     return grads
