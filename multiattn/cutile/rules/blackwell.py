@@ -14,6 +14,8 @@ FORWARD = (
          why=COMPILED + "no spills; NVIDIA's own cuTile examples take it; it reads k and v half as often as 128x128"),
     rule(_ARCHES, (1, 128), False, forward(128, 128, blocks_per_sm=2),
          why=COMPILED + "no spills in its loops; the other tile of NVIDIA's examples, in twice as many blocks"),
+    rule(_ARCHES, (161, 192), None, forward(128, 128, split_head_dim=True), head_dim_v_max=128,
+         why=COMPILED + "192/128: a sixth fewer products than of one tile, and no spills in its loops either"),
     rule(_ARCHES, (129, 256), None, forward(128, 128),
          why=COMPILED + "the accumulator of one tile fills half of tensor memory"),
 )  # fmt: skip
