@@ -44,8 +44,21 @@ def widths() -> Iterator[Case]:
             f"d{head_dim}_v{head_dim_v}", "rows of v are not as long as those of k", UNEVEN, head_dim=head_dim,
             head_dim_v=head_dim_v, causal=causal, heads_q=4, heads_kv=2, nightly=nightly,
         )  # fmt: skip
+    yield from _wide_gradients()
     yield from _caches()
     yield from _long()
+
+
+def _wide_gradients() -> Iterator[Case]:
+    """Gradients that are too wide for one warp, with what changes scores or where they lie."""
+    sizes = {"seq_q": 60, "seq_kv": 75}
+    why = "warps share the rows of a gradient, and the scores otherwise"
+    yield _case(264, 512, "window_sinks", why, heads_q=4, heads_kv=2, window=(20, 5), sinks="normal", **sizes)
+    yield _case(384, 320, "bias", why, bias="hqk", causal=True, dtype="fp16", **sizes)
+    yield _case(512, 384, "softcap_bias", "scores go to partners as they are", softcap=2.0, bias="hqk", **sizes)
+    yield _case(328, 296, "odd_rows", why, layout=Memory(row_pad=1), heads_q=4, nightly=True, **sizes)
+    yield _case(512, 264, "blocks", why, blocks=(64, 64), mask_mod="causal", nightly=True, **sizes)
+    yield packed("d512_v384", why, UNEVEN, head_dim=512, head_dim_v=384, causal=True, heads_q=2, nightly=True)
 
 
 def _caches() -> Iterator[Case]:

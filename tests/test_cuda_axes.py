@@ -76,11 +76,12 @@ def test_every_point_has_a_config_for_every_head_dim_or_says_what_is_missing(arc
             assert isinstance(plan, Plan), (axes.name, head_dim, plan)
 
 
-def test_wide_heads_run_without_naming_a_variant_forward_only():
+def test_wide_heads_run_without_naming_a_variant():
     problem = Problem.contiguous(batch=1, heads_q=2, seq_q=100, head_dim=512)
     assert explain(problem, backend="cuda", arch="sm90").variant == TILED.name
-    with pytest.raises(Unsupported, match=r"head_dim: got 512; allowed multiples of 8 up to 256"):
-        make_plan(BACKEND, problem, CPU, direction="backward")
+    assert make_plan(BACKEND, problem, CPU, direction="backward").variant == "atomic"
+    with pytest.raises(Unsupported, match=r"head_dim: got 520; allowed multiples of 8 up to 512"):
+        make_plan(BACKEND, replace(problem, head_dim=520, head_dim_v=520), CPU, direction="backward")
     q = torch.randn(1, 1, 16, 512).to(torch.bfloat16)
     with pytest.raises(Unsupported, match=r"triton cannot run[^$]*Can run it: cuda \(variant split_kv"):
         fmha(q, q, q, backend="triton")

@@ -31,13 +31,15 @@ WIDE_SINCE = (9, 0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProductConfig(Config):
-    """Fields of the kernels of dk and dv and of dq; warps split the rows that a block owns."""
+    """Fields of the kernels of dk and dv and of dq; warps split the rows that a block owns, or share them."""
 
     warps: int = limited(one_of(2, 4, 8, 16))
     stages: int = limited(one_of(1, 2))
     """Buffers of what the kernel walks over, K and V or Q and dO."""
     blocks_per_sm: int = 1
     """Blocks on an SM that the compiler must leave registers for."""
+    column_warps: int = limited(one_of(1, 2, 4, 8), default=1)
+    """Warps that share rows of a gradient and have columns of it each: where it is too wide for one."""
 
     @property
     def threads(self) -> int:
@@ -51,11 +53,12 @@ class QueryConfig(ProductConfig):
 
     def smem_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block, which the kernel asserts when compiled."""
-        return 2 * (self.tile_m + self.stages * self.tile_n) * padded(problem.head_dim) * ELEMENT_BYTES
+        ds = self.tile_m * self.tile_n if self.column_warps > 1 else 0
+        return ((self.tile_m + self.stages * self.tile_n) * _row_of_both(problem) + ds) * ELEMENT_BYTES
 
     def registers_at_least(self, problem: Problem) -> int:
         """32-bit registers a thread needs for its accumulators; operands, addresses and read-ahead come on top."""
-        return self.tile_m // self.warps * (2 * self.tile_n + padded(problem.head_dim)) // WARP_THREADS
+        return self.tile_m * (2 * self.tile_n + padded(problem.head_dim)) // self.warps // WARP_THREADS
 
     def launch(self, plan: Plan) -> PlannedLaunch:
         """The kernel, with a block for each tile of queries."""
@@ -77,10 +80,11 @@ class BackwardConfig(FamilyConfig, ProductConfig):
         if (blocks := problem.blocks) is None:
             return self
         tile_m, tile_n = math.gcd(self.tile_m, blocks.queries), math.gcd(self.tile_n, blocks.keys)
-        pairs = min(self.warps // 2, tile_n // FRAGMENT_ROWS)
+        pairs = min(self.warps // 2, tile_n // FRAGMENT_ROWS * self.column_warps)
         if (dq := self.dq) is not None:
             rows, keys = math.gcd(dq.tile_m, blocks.queries), math.gcd(dq.tile_n, blocks.keys)
-            dq = replace(dq, tile_m=rows, tile_n=keys, warps=min(dq.warps, rows // FRAGMENT_ROWS))
+            warps = min(dq.warps, rows // FRAGMENT_ROWS * dq.column_warps)
+            dq = replace(dq, tile_m=rows, tile_n=keys, warps=warps)
         return replace(self, tile_m=tile_m, tile_n=tile_n, warps=2 * pairs, dq=dq)
 
     def listed(self) -> Mapping[str, int]:
@@ -90,16 +94,16 @@ class BackwardConfig(FamilyConfig, ProductConfig):
 
     def smem_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block, which the kernel asserts when compiled."""
-        row = padded(problem.head_dim) * ELEMENT_BYTES
-        scores = self.tile_m * self.tile_n
+        row, scores = _row_of_both(problem) * ELEMENT_BYTES, self.tile_m * self.tile_n
         weights = scores * (FP32_BYTES if sends_raw(problem) else ELEMENT_BYTES)
-        ds = scores * ELEMENT_BYTES if self.dq is None else 0
+        rounded = scores * ELEMENT_BYTES if self.dq is None or self.column_warps > 1 else 0  # dS, or P
         statistics = 2 * self.tile_m * FP32_BYTES
-        return 2 * self.tile_n * row + weights + ds + self.stages * (2 * self.tile_m * row + statistics)
+        return self.tile_n * row + weights + rounded + self.stages * (self.tile_m * row + statistics)
 
     def registers_at_least(self, problem: Problem) -> int:
         """32-bit registers a thread needs for its accumulators; operands, addresses and read-ahead come on top."""
-        return self.tile_n // (self.warps // 2) * (self.tile_m + padded(problem.head_dim)) // WARP_THREADS
+        width = padded(max(problem.head_dim, problem.head_dim_v))
+        return self.tile_n * (self.tile_m + width) // (self.warps // 2) // WARP_THREADS
 
     def areas(self, problem: Problem) -> dict[str, int]:
         """With sinks delta is an operand."""
@@ -112,20 +116,23 @@ class BackwardConfig(FamilyConfig, ProductConfig):
         if adds_dq != (self.dq is None):
             allowed = "dq=None, as dq is added up beside dk and dv" if adds_dq else "a QueryConfig as dq"
             return (Reason(code="config", got=str(self), allowed=allowed, hint=remedies.CONFIG),)
-        unit, pair = FRAGMENT_ROWS, FRAGMENT_ROWS * (self.warps // 2)
+        unit, pair = FRAGMENT_ROWS, FRAGMENT_ROWS * (self.warps // 2 // self.column_warps)
         needed = [self.smem_bytes(problem)]
         blocks = [key_tiles(problem, self.tile_n), query_tiles(problem, ROW_TILE)]
         has_wide = not arch.is_gpu or arch.capability >= WIDE_SINCE
-        keys_fit = pair > 0 and self.tile_n % pair == 0 and self.tile_n > 0
+        is_shared = self.warps // 2 % self.column_warps == 0
+        keys_fit = is_shared and pair > 0 and self.tile_n % pair == 0 and self.tile_n > 0
         checks = [
             (self.tile_m % unit == 0 and self.tile_m > 0, str(self), f"tile_m in multiples of {unit}"),
-            (keys_fit, str(self), f"tile_n in multiples of {unit} per pair of warps"),
+            (keys_fit, str(self), f"tile_n in multiples of {unit} per pair of warps, or pairs that share keys"),
             (not self.wide or has_wide, f"wide on {arch.name}", "wide on sm90 and later"),
             *limit_checks(self),
         ]
         if (dq := self.dq) is not None:
-            allowed = f"dq: tile_m in multiples of {unit} per warp, tile_n in multiples of {unit}"
-            checks.append((dq.tile_m % (unit * dq.warps) == dq.tile_n % unit == 0, str(self), allowed))
+            allowed = f"dq: tile_m in multiples of {unit} per warp, or warps that share rows, tile_n of {unit}"
+            rows = max(dq.warps // dq.column_warps, 1)
+            rows_fit = dq.warps % dq.column_warps == dq.tile_m % (unit * rows) == dq.tile_n % unit == 0
+            checks.append((rows_fit, str(self), allowed))
             checks += limit_checks(dq)
             needed.append(dq.smem_bytes(problem))
             blocks.append(query_tiles(problem, dq.tile_m))
@@ -153,9 +160,11 @@ class BackwardConfig(FamilyConfig, ProductConfig):
         add up."""
         adds_dq = dict(variant.flags)["dq"] == "atomic"
         wide = adds_dq and arch.is_gpu and arch.capability >= WIDE_SINCE
-        key_shapes, query_shapes = (_KEY_SHAPES, _QUERY_SHAPES) if problem.head_dim <= 128 else _SHAPES_FROM_129
+        columns, (key_shapes, query_shapes) = _shapes_of(max(problem.head_dim, problem.head_dim_v))
+        more: dict[str, Any] = {"column_warps": columns}
+        own = {**more, "wide": wide}
         keys = [
-            cls(tile_m=tile_m, tile_n=tile_n, warps=warps, stages=stages, blocks_per_sm=blocks_per_sm, wide=wide)
+            cls(tile_m=tile_m, tile_n=tile_n, warps=warps, stages=stages, blocks_per_sm=blocks_per_sm, **own)
             for (tile_m, tile_n, warps), stages, blocks_per_sm in itertools.product(key_shapes, (2, 1), (1, 2, 3))
         ]
         keys = [it for it in keys if _may_win(it, problem, arch)]
@@ -163,7 +172,7 @@ class BackwardConfig(FamilyConfig, ProductConfig):
             yield from keys
             return
         queries = [
-            QueryConfig(tile_m=tile_m, tile_n=tile_n, warps=warps, stages=stages, blocks_per_sm=blocks_per_sm)
+            QueryConfig(tile_m=tile_m, tile_n=tile_n, warps=warps, stages=stages, blocks_per_sm=blocks_per_sm, **more)
             for (tile_m, tile_n, warps), stages, blocks_per_sm in itertools.product(query_shapes, (1, 2), (1, 2, 3))
         ]
         queries = [it for it in queries if _may_win(it, problem, arch)]
@@ -178,11 +187,13 @@ def _product(
     header: str,
     traits: str,
     options: str = "",
-    **flags: bool,
+    **flags: bool | int,
 ) -> Instance:
     """A kernel that multiplies; `flags` are constants beside its sizes."""
     sizes = {name: getattr(config, name) for name in ("tile_m", "tile_n", "warps", "stages")}
-    tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}_s{config.stages}_o{config.blocks_per_sm}"
+    columns = f"c{config.column_warps}" if config.column_warps > 1 else ""
+    flags |= {"column_warps": config.column_warps} if columns else {}
+    tiles = f"{config.tile_m}x{config.tile_n}_w{config.warps}{columns}_s{config.stages}_o{config.blocks_per_sm}"
     return walking_kernel(
         plan,
         traits,
@@ -195,6 +206,11 @@ def _product(
         blocks_per_sm=config.blocks_per_sm,
         smem_bytes=config.smem_bytes(plan.problem),
     )
+
+
+def _row_of_both(problem: Problem) -> int:
+    """Elements of a row of Q and one of dO in shared memory, or of K and V."""
+    return padded(problem.head_dim) + padded(problem.head_dim_v)
 
 
 # ---------------------------------------------------------------- of every backward
@@ -248,10 +264,19 @@ def backward_numbers(
 
 # ---------------------------------------------------------------- what a sweep tries
 
-_KEY_SHAPES = ((64, 128, 8), (64, 64, 4), (32, 64, 4), (32, 128, 8))  # tile_m, tile_n, warps
-_QUERY_SHAPES = ((64, 64, 4), (64, 32, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8))
+Shapes = tuple[tuple[int, int, int], ...]
+_KEY_SHAPES: Shapes = ((64, 128, 8), (64, 64, 4), (32, 64, 4), (32, 128, 8))  # tile_m, tile_n, warps
+_QUERY_SHAPES: Shapes = ((64, 64, 4), (64, 32, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8))
 _SHAPES_FROM_129 = ((64, 64, 8), (32, 64, 8), (32, 32, 4)), ((64, 32, 4), (64, 16, 4), (128, 64, 8))  # of head_dim
+_SHAPES_FROM_257 = ((32, 32, 8), (16, 32, 8), (64, 32, 8)), ((64, 32, 8), (64, 16, 8), (32, 16, 4))
 _REGISTERS_BESIDE = 40  # of a thread, for what `registers_at_least` leaves out
+
+
+def _shapes_of(width: int) -> tuple[int, tuple[Shapes, Shapes]]:
+    """Warps that share columns, and shapes of both kernels, by the wider of head_dim and head_dim_v."""
+    if width <= 128:
+        return 1, (_KEY_SHAPES, _QUERY_SHAPES)
+    return (1, _SHAPES_FROM_129) if width <= 256 else (4, _SHAPES_FROM_257)
 
 
 def _may_win(config: BackwardConfig | QueryConfig, problem: Problem, arch: Arch) -> bool:
@@ -263,7 +288,7 @@ def _may_win(config: BackwardConfig | QueryConfig, problem: Problem, arch: Arch)
         return False  # 255 registers a thread leave room for 256 threads: what blocks_per_sm=1 gives, too
     if config.tile_m == 32 and config.stages == 1 and config.threads > 128:
         return False  # a barrier every 32 queries is for where nothing else fits
-    has_room_for_two = arch.smem_per_block > 128 * KIB and problem.head_dim <= 128
+    has_room_for_two = arch.smem_per_block > 128 * KIB and max(problem.head_dim, problem.head_dim_v) <= 128
     if threads == config.threads == 128 and has_room_for_two and 2 * (smem + KIB) > arch.smem_per_sm:
         return False  # four warps alone on an SM starve it
     room = min(255, arch.registers_per_sm // threads)

@@ -8,67 +8,21 @@
 // the second half makes dP^T = V dO^T, dS^T = P^T * (dP^T - delta) and dK += dS^T Q: the same two products with other
 // tiles. A warp so keeps one accumulator instead of two, and has registers for twice the keys, which halves what is read
 // from shared memory. P passes from a warp to its partner through shared memory, dS to all warps for dQ += dS K.
+//
+// A wide gradient is of COLUMN_WARPS warps, which share its keys. A half's warps then divide the scores otherwise, by keys
+// and by queries, and find the whole of P or of dS in shared memory (backward_columns.cuh).
 #pragma once
-#include "backward_common.cuh"
+#include "backward_columns.cuh"
 #include "backward_ring.cuh"
+#include "backward_traits.cuh"
 #include "multiattn/block_mask.cuh"
 #include "multiattn/gemm.cuh"
 #include "multiattn/mask.cuh"
 #include "multiattn/place.cuh"
+#include "multiattn/ptx_sm90.cuh"
 #include "multiattn/score.cuh"
 
 namespace multiattn {
-
-template <class Element, Features F, BackwardConfig C, class Score = NoScore, class Blocked = NoBlockMask>
-struct BackwardTraits : ProductTraits<Element, F, C, Score, Blocked> {
-  using Base = ProductTraits<Element, F, C, Score, Blocked>;
-  using Base::TILE_M, Base::TILE_N, Base::WARPS, Base::STAGES;
-  using typename Base::TileQ, typename Base::TileKV;
-  static constexpr bool ADDS_DQ = C.adds_dq;
-  using TileDS = Tile<TILE_N, TILE_M>;           // of dS^T
-  static constexpr int PAIRS = WARPS / 2;
-  static constexpr int WARP_KEYS = TILE_N / PAIRS;
-  static constexpr int KEY_FRAGMENTS = WARP_KEYS / 16;      // per warp
-  static constexpr int QUERY_FRAGMENTS = TILE_M / 16;
-  static constexpr int DIM_FRAGMENTS = TileQ::WIDTH / 16;
-
-  // dQ[TILE_M, D] is split among the warps: by rows into parts of 32, then by columns.
-  static constexpr int DQ_ROW_PARTS = WARPS < QUERY_FRAGMENTS / 2 ? WARPS : QUERY_FRAGMENTS % 2 ? 1 : QUERY_FRAGMENTS / 2;
-  static constexpr int DQ_ROW_FRAGMENTS = QUERY_FRAGMENTS / DQ_ROW_PARTS;
-  static constexpr int DQ_DIM_PARTS = WARPS / DQ_ROW_PARTS;
-  static constexpr int DQ_DIM_FRAGMENTS = (DIM_FRAGMENTS + DQ_DIM_PARTS - 1) / DQ_DIM_PARTS;
-  using Sum = DqSum<DIM_FRAGMENTS, C.wide>;
-
-  // Partners get Q K^T in fp32 and not weights, where a gradient of a captured tensor needs it.
-  static constexpr bool SENDS_RAW = NEEDS_RAW<Score>;
-
-  // Shared memory: K, V, stages of (Q, dO), weights on their way to partners, dS, stages of (lse, delta).
-  static constexpr int WEIGHT_BYTES = TILE_M * TILE_N * (SENDS_RAW ? 4 : 2);
-  static constexpr int STAGE_BYTES = 2 * TileQ::BYTES, STATISTIC_BYTES = 2 * TILE_M * 4;
-  static constexpr int STAGES_AT = 2 * TileKV::BYTES;
-  static constexpr int WEIGHTS_AT = STAGES_AT + STAGES * STAGE_BYTES;
-  static constexpr int DS_AT = WEIGHTS_AT + WEIGHT_BYTES;
-  static constexpr int STATISTICS_AT = DS_AT + (ADDS_DQ ? TileDS::BYTES : 0);
-  static constexpr int SMEM_BYTES = STATISTICS_AT + STAGES * STATISTIC_BYTES;
-
-  // True if registers are left to keep addresses across the loop.
-  static constexpr bool HAS_ROOM = KEY_FRAGMENTS * DIM_FRAGMENTS <= 8;
-  static DEVICE uint32 thread() { return HAS_ROOM ? thread_index() : recomputed(thread_index()); }
-
-  // Fragments read from shared memory ahead of their use, to cover its latency with tensor core work. A guess.
-  static constexpr int AHEAD = HAS_ROOM || KEY_FRAGMENTS == 1 ? 2 : 1;
-
-  static_assert(WARPS % 2 == 0 && WARP_KEYS % 16 == 0 && TILE_N == WARP_KEYS * PAIRS, "a pair owns fragments of keys");
-  static_assert(TILE_M % 16 == 0 && QUERY_FRAGMENTS % DQ_ROW_PARTS == 0 && WARPS % DQ_ROW_PARTS == 0,
-                "a block of queries is whole fragments, and warps share it evenly");
-};
-
-template <class T>
-using KeyScores = Product<T::KEY_FRAGMENTS, T::QUERY_FRAGMENTS>;  // [WARP_KEYS, TILE_M], fp32
-template <class T>
-using Operand = Fragment[T::KEY_FRAGMENTS][T::QUERY_FRAGMENTS];  // the same, rounded
-template <class T>
-using Gradient = Product<T::KEY_FRAGMENTS, T::DIM_FRAGMENTS>;  // [WARP_KEYS, D]: dV or dK
 
 // Calls `change(value, statistic)` for each of the warp's, with its query's entry of a list of TILE_M in shared memory.
 template <class T, class Change>
@@ -80,22 +34,6 @@ DEVICE void with_statistic(KeyScores<T>& scores, SharedAddress list, Change chan
     for_each<T::KEY_FRAGMENTS, 4>([&](int m, int e) { change(scores[m][n][side].value[e], statistic[e % 2]); });
   });
 }
-
-// A warp's part of the work. As registers are scarce, it is computed wherever it is asked for.
-template <class T>
-struct Role {
-  bool makes_weights;  // and dV; else dP, dS and dK
-  int pair, first_row;  // its keys, shared with its partner
-
-  static DEVICE Role mine() {
-    const uint32 warp = T::thread() / WARP, pair = warp % T::PAIRS;
-    return {warp < T::PAIRS, static_cast<int>(pair), static_cast<int>(pair * T::WARP_KEYS)};
-  }
-  // Its rows of K or of V.
-  DEVICE SharedAddress own_rows(SharedAddress smem) const {
-    return smem + (makes_weights ? 0 : T::TileKV::BYTES) + first_row * T::TileKV::PITCH;
-  }
-};
 
 // Elements that the mask hides become 0, and those of queries beyond the end: there an expression may be of any size.
 template <class T>
@@ -253,11 +191,13 @@ DEVICE void multiply_by_weights(KeyScores<T>& product, const Mailbox<T>& mailbox
   });
 }
 
+// To a tile of dS^T, or of P^T.
 template <class T>
-DEVICE void store_ds(const Operand<T>& ds, SharedAddress tile, int first_row) {
+DEVICE void store_operand(const Operand<T>& operand, SharedAddress tile, int first_row, int pair) {
   const PairWriter<typename T::TileDS> writer(T::thread());
+  const int first_chunk = Role<T>::first_query(pair) / CHUNK_ELEMENTS;
   for_each<T::KEY_FRAGMENTS, T::QUERY_FRAGMENTS, 4>([&](int m, int n, int i) {
-    writer.store(tile, first_row + 16 * m + 8 * (i % 2), 2 * n + i / 2, ds[m][n].reg[i]);
+    writer.store(tile, first_row + 16 * m + 8 * (i % 2), first_chunk + 2 * n + i / 2, operand[m][n].reg[i]);
   });
 }
 
@@ -271,7 +211,7 @@ DEVICE void add_dq(const typename T::Params& params, const TileOf<T>& tile, Shar
   const int first_dim = warp / T::DQ_ROW_PARTS * T::DQ_DIM_FRAGMENTS;
   const auto owns = [&](int d) { return T::DIM_FRAGMENTS % T::DQ_DIM_PARTS == 0 || first_dim + d < T::DIM_FRAGMENTS; };
   const auto ds_reader = FragmentReader<typename T::TileDS>::right(T::thread());
-  const auto k_reader = FragmentReader<typename T::TileKV>::down(T::thread());
+  const auto k_reader = FragmentReader<typename T::TileK>::down(T::thread());
 
   Product<T::DQ_ROW_FRAGMENTS, T::DQ_DIM_FRAGMENTS> dq;
   clear(dq);
@@ -308,10 +248,52 @@ DEVICE int count_tiles(const typename T::Params& params, const TileOf<T>& tile) 
     return params.tiles_q;
 }
 
+// K Q^T of a warp's keys and queries, or V dO^T. `queries` are all of the tile.
+template <class T>
+DEVICE void multiply_own(KeyScores<T>& product, Role<T> role, SharedAddress keys, SharedAddress queries) {
+  with_operands<T>(!role.makes_weights, [&](auto its) {
+    using Keys = typename decltype(its)::Keys;
+    using Queries = typename decltype(its)::Queries;
+    const SharedAddress own = queries + Role<T>::first_query(role.pair) * Queries::PITCH;
+    multiply_rows<typename T::Element, Keys, Queries, T::AHEAD>(product, keys, own, T::thread());
+  });
+}
+
+// Adds P^T dO, or dS^T Q, to a warp's gradient. `operand` is the warp's own; those of warps that share keys are in shared
+// memory.
+template <class T>
+DEVICE void accumulate(Gradient<T>& gradient, Role<T> role, const Operand<T>& operand, SharedAddress smem,
+                       SharedAddress queries) {
+  using E = typename T::Element;
+  with_operands<T>(role.makes_weights, [&](auto its) {
+    using Queries = typename decltype(its)::Queries;
+    if constexpr (T::SHARES_ROWS) {
+      using Left = typename T::TileDS;
+      const SharedAddress left = smem + (role.makes_weights ? T::P_AT : T::DS_AT) + role.first_own() * Left::PITCH;
+      accumulate_columns<E, Left, Queries, T::ALL_COLUMNS>(gradient, left, queries, role.first_fragment(), T::thread());
+    } else {
+      accumulate_rows<E, Queries, T::AHEAD>(gradient, operand, queries, T::thread());
+    }
+  });
+}
+
+// Writes dV, or dK, through the warp's rows of a tile that nobody reads any more.
+template <class T>
+DEVICE void store_gradient(const Gradient<T>& gradient, Role<T> role, float factor, SharedAddress tile, uint16* target,
+                           int64 stride, int rows) {
+  using E = typename T::Element;
+  with_operands<T>(role.makes_weights, [&](auto its) {
+    using Keys = typename decltype(its)::Keys;
+    if constexpr (T::SHARES_ROWS)
+      store_columns<E, Keys, T::ALL_COLUMNS>(gradient, factor, tile, target, stride, rows, role.first_fragment());
+    else
+      store_rows<E, Keys>(gradient, factor, tile, target, stride, rows);
+  });
+}
+
 template <class T>
 DEVICE void backward_keys(const typename T::Params& params) {
   using E = typename T::Element;
-  using TileKV = typename T::TileKV;
   const auto [head_kv, place] = Place::of(block_index(), params.tiles_kv, params.heads_kv_all, params.sections_kv);
   const TileOf<T> tile = tile_at<T>(params, &TileLists::key_list, place, place * T::TILE_N);
   if (tile.is_none()) return;
@@ -322,17 +304,17 @@ DEVICE void backward_keys(const typename T::Params& params) {
   const int first_head = head_kv * params.group, end_head = first_head + params.group;
   const auto first = first_walk<T>(params, tiles, first_key, first_head, end_head);
 
-  const SharedAddress smem = shared_base(), tile_k = smem, tile_v = smem + TileKV::BYTES;
+  const SharedAddress smem = shared_base(), tile_k = smem, tile_v = smem + T::TileK::BYTES;
   QueryRing<T> ring(params, tile.sequence, smem, first, end_head);
   typename WalksOf<T>::User walk(first);
-  load_tile<TileKV, T::THREADS, T::ALIGNED>(tile_k, keys.k() + first_key * params.strides_k.seq, params.strides_k.seq,
-                                            count_keys(params, tile.sequence) - first_key);
-  load_tile<TileKV, T::THREADS, T::ALIGNED>(tile_v, keys.v() + first_key * params.strides_v.seq, params.strides_v.seq,
-                                            count_keys(params, tile.sequence) - first_key);
+  load_tile<typename T::TileK, T::THREADS, T::ALIGNED>(tile_k, keys.k() + first_key * params.strides_k.seq,
+                                                       params.strides_k.seq, count_keys(params, tile.sequence) - first_key);
+  load_tile<typename T::TileV, T::THREADS, T::ALIGNED>(tile_v, keys.v() + first_key * params.strides_v.seq,
+                                                       params.strides_v.seq, count_keys(params, tile.sequence) - first_key);
   ring.load_next(0);
 
   constexpr bool MASKS_PARTIAL = HAS_LISTS<typename T::Blocked> && HAS_MASK<typename T::Score>;
-  Gradient<T> gradient;  // [WARP_KEYS, D]: of V, or of K
+  Gradient<T> gradient;  // of V, or of K
   clear(gradient);
   cp_async_wait<0>();
   sync_block();  // everybody's part of K, V and the first tile has landed
@@ -345,65 +327,71 @@ DEVICE void backward_keys(const typename T::Params& params) {
 
     const Role<T> role = Role<T>::mine();
     const bool makes_weights = role.makes_weights;
+    const int column = Role<T>::first_query(role.pair), own_query = first_query + column;  // of its scores
     const Mailbox<T> mailbox(smem, role.pair);
     Operand<T> operand;  // P^T, or dS^T
-    KeyScores<T> product;   // [WARP_KEYS, TILE_M]: K Q^T, or V dO^T
-    multiply_rows<E, TileKV, typename T::TileQ, T::AHEAD>(product, role.own_rows(smem),
-                                                               makes_weights ? ring.q(stage) : ring.dout(stage),
-                                                               T::thread());
-    if (makes_weights) {
-      if constexpr (HAS_SCORE<typename T::Score>) {
-        const HeadScores<typename T::Score> head = scores_of<T>(params, tile, walk.head);
-        weigh_modified<T>(product, head, ring.lse(stage), mailbox, first_key + role.first_row, first_query);
+    KeyScores<T> product;   // [WARP_KEYS, WARP_QUERIES]: K Q^T, or V dO^T
+    if (Role<T>::has_scores(role.pair)) {
+      multiply_own<T>(product, role, role.own_rows(smem), makes_weights ? ring.q(stage) : ring.dout(stage));
+      if (makes_weights) {
+        if constexpr (HAS_SCORE<typename T::Score>) {
+          const HeadScores<typename T::Score> head = scores_of<T>(params, tile, walk.head);
+          weigh_modified<T>(product, head, ring.lse(stage) + 4 * column, mailbox, first_key + role.first_row, own_query);
+        } else {
+          with_statistic<T>(product, ring.lse(stage) + 4 * column, [&](float& score, float lse) {
+            score = exp2_approx(fmaf(score, params.score_factor, -lse * LOG2_E));
+          });
+        }
+        if (masked) clear_masked<T>(product, mask, first_key + role.first_row, own_query);
+        if constexpr (MASKS_PARTIAL)
+          if (walk.is_partial()) clear_partial<T>(product, params, tile, walk.head, first_key + role.first_row, own_query);
+        round_to_operand<E>(operand, product);
+        if constexpr (!HAS_SCORE<typename T::Score>) mailbox.put(operand);
+        if constexpr (T::SHARES_ROWS) store_operand<T>(operand, smem + T::P_AT, role.first_row, role.pair);
       } else {
-        with_statistic<T>(product, ring.lse(stage), [&](float& score, float lse) {
-          score = exp2_approx(fmaf(score, params.score_factor, -lse * LOG2_E));
-        });
+        with_statistic<T>(product, ring.delta(stage) + 4 * column, [](float& value, float delta) { value -= delta; });
       }
-      if (masked) clear_masked<T>(product, mask, first_key + role.first_row, first_query);
-      if constexpr (MASKS_PARTIAL)
-        if (walk.is_partial()) clear_partial<T>(product, params, tile, walk.head, first_key + role.first_row, first_query);
-      round_to_operand<E>(operand, product);
-      if constexpr (!HAS_SCORE<typename T::Score>) mailbox.put(operand);
-    } else {
-      with_statistic<T>(product, ring.delta(stage), [](float& value, float delta) { value -= delta; });
     }
     sync_block();  // the weights are there for their partners
     if (!makes_weights) {
-      if constexpr (!T::SENDS_RAW) multiply_by_weights<T>(product, mailbox);
-      if (masked) clear_masked<T>(product, mask, first_key + role.first_row, first_query);
-      if constexpr (MASKS_PARTIAL)
-        if (walk.is_partial()) clear_partial<T>(product, params, tile, walk.head, first_key + role.first_row, first_query);
-      if constexpr (HAS_GRADIENTS<typename T::Score>) {
-        const HeadScores<typename T::Score> head = scores_of<T>(params, tile, walk.head);
-        if constexpr (T::SENDS_RAW)
-          multiply_by_slopes<T>(product, params, head, ring.lse(stage), mailbox, first_key + role.first_row, first_query);
-        else
-          add_gradients<T>(product, params, head, first_key + role.first_row, first_query);
+      if (Role<T>::has_scores(role.pair)) {
+        if constexpr (!T::SENDS_RAW) multiply_by_weights<T>(product, mailbox);
+        if (masked) clear_masked<T>(product, mask, first_key + role.first_row, own_query);
+        if constexpr (MASKS_PARTIAL)
+          if (walk.is_partial()) clear_partial<T>(product, params, tile, walk.head, first_key + role.first_row, own_query);
+        if constexpr (HAS_GRADIENTS<typename T::Score>) {
+          const HeadScores<typename T::Score> head = scores_of<T>(params, tile, walk.head);
+          if constexpr (T::SENDS_RAW)
+            multiply_by_slopes<T>(product, params, head, ring.lse(stage) + 4 * column, mailbox, first_key + role.first_row,
+                                  own_query);
+          else
+            add_gradients<T>(product, params, head, first_key + role.first_row, own_query);
+        }
+        round_to_operand<E>(operand, product);
       }
-      round_to_operand<E>(operand, product);
-      if constexpr (T::ADDS_DQ) store_ds<T>(operand, smem + T::DS_AT, role.first_row);
+      if constexpr (T::SHARES_ROWS) named_barrier_sync(1, T::THREADS / 2);  // the half has read its weights
+      if constexpr (T::ADDS_DQ || T::SHARES_ROWS)
+        if (Role<T>::has_scores(role.pair)) store_operand<T>(operand, smem + T::DS_AT, role.first_row, role.pair);
+      if constexpr (T::SHARES_ROWS) named_barrier_sync(1, T::THREADS / 2);  // dS is there for the half
     }
-    accumulate_rows<E, typename T::TileQ, T::AHEAD>(gradient, operand, makes_weights ? ring.dout(stage) : ring.q(stage),
-                                                      T::thread());
+    accumulate<T>(gradient, role, operand, smem, makes_weights ? ring.dout(stage) : ring.q(stage));
 
     if constexpr (T::STAGES == 2) cp_async_wait<0>();
     sync_block();  // dS is complete; nobody still reads this stage or the weights; with two, the next stage has landed
     if constexpr (T::STAGES == 1) ring.load_next(stage);
     if constexpr (T::ADDS_DQ) add_dq<T>(params, tile, smem + T::DS_AT, tile_k, walk.head, first_query);
-    if constexpr (T::STAGES == 1) {
-      cp_async_wait<0>();
-      sync_block();  // everybody's part of the next tile has landed
-    }
+    if constexpr (T::STAGES == 1) cp_async_wait<0>();
+    if constexpr (T::STAGES == 1 || (T::SHARES_ROWS && T::ADDS_DQ))
+      sync_block();  // everybody's part of the next tile has landed; nobody still reads dS
   }
 
-  sync_block();  // nobody still reads K
+  sync_block();  // nobody still reads K and V
   const Role<T> role = Role<T>::mine();
-  const int first_row = first_key + role.first_row;
+  const int first_row = first_key + role.first_own();
   const Strides& strides = role.makes_weights ? params.strides_dv : params.strides_dk;
   uint16* target = (role.makes_weights ? keys.dv() : keys.dk()) + first_row * strides.seq;
-  store_rows<E, TileKV>(gradient, role.makes_weights ? 1.0f : params.grad_factor, role.own_rows(smem), target,
-                        strides.seq, count_keys(params, tile.sequence) - first_row);
+  store_gradient<T>(gradient, role, role.makes_weights ? 1.0f : params.grad_factor, role.gradient_rows(smem), target,
+                    strides.seq, count_keys(params, tile.sequence) - first_row);
 }
 
 }  // namespace multiattn

@@ -17,16 +17,20 @@ struct BackwardConfig {
   int stages;            // buffers of what the kernel walks over: of Q and dO, or of K and V
   bool adds_dq = false;  // beside dk and dv; else dq has a kernel of its own
   bool wide = false;     // dq is added up 16 bytes at a time
+  int column_warps = 1;  // that share rows of a gradient, and have columns each; of scores they have fragments each
 };
 
 // The constants of a kernel of gradients.
 template <class Element, Features F, BackwardConfig C, class Score, class Blocked>
 struct ProductTraits : Walks<Element, F, BackwardParams, Score, Blocked> {
   static constexpr int TILE_M = C.tile_m, TILE_N = C.tile_n, WARPS = C.warps, STAGES = C.stages;
-  static constexpr int THREADS = WARPS * WARP;
-  using TileQ = Tile<TILE_M, F.head_dim>;  // of Q and dO
-  using TileKV = Tile<TILE_N, F.head_dim>;
-  static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: a multiple of 8 up to 256");
+  static constexpr int THREADS = WARPS * WARP, COLUMN_WARPS = C.column_warps;
+  static constexpr bool SHARES_ROWS = COLUMN_WARPS > 1;
+  using TileQ = Tile<TILE_M, F.head_dim>;
+  using TileDO = Tile<TILE_M, F.head_dim_v>;
+  using TileK = Tile<TILE_N, F.head_dim>;
+  using TileV = Tile<TILE_N, F.head_dim_v>;
+  static_assert(F.head_dim % 8 == 0 && F.head_dim_v % 8 == 0 && ProductTraits::WIDTH <= 512, "head_dim: a multiple of 8 up to 512");
   static_assert(STAGES == 1 || STAGES == 2, "stages");
 };
 

@@ -118,8 +118,8 @@ class QueryRing {
       const int first = tile_of<T>(next_) * T::TILE_M, rows = count_queries(params_, sequence_) - first;
       load_tile<typename T::TileQ, T::THREADS, T::ALIGNED>(q(stage), sequence.q() + first * params_.strides_q.seq,
                                                            params_.strides_q.seq, rows, thread);
-      load_tile<typename T::TileQ, T::THREADS, true>(dout(stage), sequence.dout() + first * params_.strides_out.seq,
-                                                     params_.strides_out.seq, rows, thread);
+      load_tile<typename T::TileDO, T::THREADS, true>(dout(stage), sequence.dout() + first * params_.strides_out.seq,
+                                                      params_.strides_out.seq, rows, thread);
       for (int i = thread; i < 2 * T::TILE_M; i += T::THREADS) {
         const int row = i % T::TILE_M;
         const float* source = i < T::TILE_M ? sequence.lse() : sequence.delta();

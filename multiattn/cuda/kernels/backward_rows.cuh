@@ -63,10 +63,9 @@ DEVICE bool has_place(const typename T::Params& params, const TileOf<T>& tile) {
   else return true;
 }
 
-// The dot product of a chunk of out and one of dout.
+// A sum, and the dot product of a chunk of out and one of dout.
 template <class E>
-DEVICE float dot(const Chunk& out, const Chunk& dout) {
-  float sum = 0.0f;
+DEVICE float dot(const Chunk& out, const Chunk& dout, float sum = 0.0f) {
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
     sum = fmaf(unpack_low<E>(out.word[w]), unpack_low<E>(dout.word[w]), sum);
@@ -96,9 +95,12 @@ DEVICE void prepare_rows(const typename T::Params& params) {
   for (int row = thread_index() / T::LANES; row < T::TILE_ROWS; row += T::THREADS / T::LANES) {
     const int query = first_query + row;
     float sum = 0.0f;
-    if (query < params.seq_q && lane < T::CHUNKS) {
-      const int64 place = query * params.strides_out.seq + lane * CHUNK_ELEMENTS;
-      sum = dot<typename T::Element>(load_global_16(sequence.out() + place), load_global_16(sequence.dout() + place));
+#pragma unroll
+    for (int first = 0; first < T::CHUNKS_V; first += T::LANES) {
+      if (query < params.seq_q && first + lane < T::CHUNKS_V) {
+        const int64 place = query * params.strides_out.seq + (first + lane) * CHUNK_ELEMENTS;
+        sum = dot<typename T::Element>(load_global_16(sequence.out() + place), load_global_16(sequence.dout() + place), sum);
+      }
     }
     sum = sum_of_lanes<T::LANES>(sum);
     if (query < params.seq_q && lane == 0)

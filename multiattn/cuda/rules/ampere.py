@@ -163,12 +163,18 @@ def rules_of(axes: Axes) -> ForwardRules:
 _WIDE = ("sm90", "sm100", "sm103", "sm120", "sm121")  # add 16 bytes of dq at a time
 
 
-def _keys(tile_m: int, tile_n: int, warps: int, stages: int, *, wide: bool = False) -> BackwardConfig:
-    return BackwardConfig(tile_m=tile_m, tile_n=tile_n, warps=warps, stages=stages, wide=wide)
+def _keys(tile_m: int, tile_n: int, warps: int, stages: int, *, columns: int = 1, wide: bool = False) -> BackwardConfig:
+    return BackwardConfig(tile_m=tile_m, tile_n=tile_n, warps=warps, stages=stages, column_warps=columns, wide=wide)
 
 
-def _both(keys: BackwardConfig, tile_m: int, tile_n: int, warps: int, stages: int) -> BackwardConfig:
-    return replace(keys, dq=QueryConfig(tile_m=tile_m, tile_n=tile_n, warps=warps, stages=stages))
+def _both(
+    keys: BackwardConfig, tile_m: int, tile_n: int, warps: int, stages: int, *, columns: int = 1
+) -> BackwardConfig:
+    dq = QueryConfig(tile_m=tile_m, tile_n=tile_n, warps=warps, stages=stages, column_warps=columns)
+    return replace(keys, dq=dq)
+
+
+_FOUR_SHARE = "four warps share 32 keys, and have 128 of D=512 each"
 
 
 def _atomic_of(arches: tuple[str, ...], wide: bool) -> tuple[Rule[BackwardConfig], ...]:
@@ -181,21 +187,26 @@ def _atomic_of(arches: tuple[str, ...], wide: bool) -> tuple[Rule[BackwardConfig
         _rule(chosen[_SMALL], 64, _keys(64, 64, 4, 1, wide=wide), COMPILED + "the best of H200 that fits 99 KiB"),
         _rule(chosen[_SMALL], 128, _keys(32, 64, 4, 2, wide=wide), COMPILED + "two stages that fit 99 KiB"),
         _rule(chosen[_SMALL], 256, _keys(32, 32, 4, 1, wide=wide), COMPILED + "what fits 99 KiB"),
+        _rule(chosen[_BIG], 512, _keys(32, 32, 8, 2 if wide else 1, columns=4, wide=wide), COMPILED + _FOUR_SHARE),
+        _rule(chosen[_SMALL], 512, _keys(16, 32, 8, 1, columns=4, wide=wide), COMPILED + _FOUR_SHARE),
     )
 
 
 ATOMIC_RULES: tuple[Rule[BackwardConfig], ...] = (
     _rule(_CPU, 256, _keys(32, 32, 4, 2), "emulated: small, yet with two pairs of warps and two stages"),
+    _rule(_CPU, 512, _keys(32, 32, 8, 2, columns=4), "emulated: as on a GPU"),
     _rule(_SM90, 64, _keys(64, 64, 4, 2, wide=True), _H200 + "279 TFLOPS; 1 stage 257"),
     _rule(_SM90, 128, _keys(64, 128, 8, 2, wide=True), _H200 + "312 TFLOPS; 1 stage 305", banded=False),
     _rule(_SM90, 128, _keys(64, 128, 8, 1, wide=True), _H200 + "288 TFLOPS; 2 stages 297, but they spill"),
     _rule(_SM90, 256, _keys(64, 64, 8, 2, wide=True), _H200 + "244 TFLOPS; 1 stage 239"),
+    _rule(_SM90, 512, _keys(32, 32, 8, 2, columns=4, wide=True), COMPILED + _FOUR_SHARE),
     *_atomic_of(_OTHERS, wide=True),
     *_atomic_of(_OTHERS, wide=False),
 )
 
 TWO_PASS_RULES: tuple[Rule[BackwardConfig], ...] = (
     _rule(_CPU, 256, _both(_keys(32, 32, 4, 2), 32, 32, 2, 2), "emulated: small, yet with two stages"),
+    _rule(_CPU, 512, _both(_keys(16, 32, 8, 1, columns=4), 32, 16, 4, 2, columns=4), "emulated: warps without scores"),
     _rule(_SM90, 64, _both(_keys(64, 128, 8, 2), 128, 64, 4, 2), _H200 + "218 TFLOPS; dq with 128x32 215"),
     _rule(_SM90, 128, _both(_keys(64, 128, 8, 2), 128, 32, 4, 2), _H200 + "255 TFLOPS; dq with 1 stage 249"),
     _rule(_SM90, 256, _both(_keys(64, 64, 8, 2), 128, 64, 8, 1), _H200 + "205 TFLOPS; dq with 64x32 202"),
@@ -204,6 +215,14 @@ TWO_PASS_RULES: tuple[Rule[BackwardConfig], ...] = (
     _rule(_SMALL, 128, _both(_keys(32, 64, 4, 2), 64, 64, 4, 1), COMPILED + "fits and spills nothing"),
     _rule(_BIG, 256, _both(_keys(64, 64, 8, 1), 64, 32, 4, 1), COMPILED + "what fits"),
     _rule(_SMALL, 256, _both(_keys(32, 32, 4, 1), 64, 16, 4, 1), COMPILED + "what fits"),
+    _rule(("sm80",), 512, _both(_keys(32, 32, 8, 1, columns=4), 32, 32, 4, 1, columns=4), COMPILED + _FOUR_SHARE),
+    _rule(
+        ("sm90", "sm100", "sm103"),
+        512,
+        _both(_keys(32, 32, 8, 2, columns=4), 64, 32, 8, 1, columns=4),
+        COMPILED + _FOUR_SHARE,
+    ),
+    _rule(_SMALL, 512, _both(_keys(16, 32, 8, 1, columns=4), 32, 16, 4, 1, columns=4), COMPILED + _FOUR_SHARE),
 )
 
 # ---------------------------------------------------------------- few queries

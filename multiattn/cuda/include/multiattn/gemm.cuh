@@ -65,11 +65,11 @@ DEVICE void multiply_rows(Product<M, N>& product, SharedAddress left, SharedAddr
   multiply<E, TileLeft::WIDTH / 16, AHEAD>(product, load_left, load_right);
 }
 
-// sum[16 M, D] += weights[16 M, 16 N] values[16 N, D]
-template <class E, class TileValues, int AHEAD, int M, int N>
-DEVICE void accumulate_rows(Product<M, TileValues::WIDTH / 16>& sum, const Fragment (&weights)[M][N],
-                            SharedAddress values, uint32 thread) {
+// sum[16 M, D] += weights[16 M, 16 N] values[16 N, D]; the sum may have more columns.
+template <class E, class TileValues, int AHEAD, int M, int N, int COLUMNS>
+DEVICE void accumulate_rows(Product<M, COLUMNS>& sum, const Fragment (&weights)[M][N], SharedAddress values, uint32 thread) {
   constexpr int D = TileValues::WIDTH / 16;
+  static_assert(D <= COLUMNS, "a column for each");
   const auto reader = FragmentReader<TileValues>::down(thread);
   const auto load = [&](int step) { return reader.load_transposed(values, step / D * 16, step % D * 16); };
   read_ahead<N * D, AHEAD>(load, [&](int step, const Fragment& fragment) {
@@ -84,10 +84,10 @@ DEVICE void round_to_operand(Fragment (&operand)[M][N], const Product<M, N>& pro
   for_each<M, N>([&](int m, int n) { operand[m][n] = as_operand<E>(product[m][n]); });
 }
 
-// Writes rows[16 M, D] times `factor`, rounded, through the warp's own rows of a tile, so that they leave in 16-byte
-// stores. Rows from `valid_rows` on are not written; `target` is the first row, the next one `stride` elements on.
-template <class E, class TileRows, int M>
-DEVICE void store_rows(const Product<M, TileRows::WIDTH / 16>& rows, float factor, SharedAddress tile, uint16* target,
+// Writes rows[16 M, D] times `factor`, rounded, through the warp's own rows of a tile of D columns, so that they leave in
+// 16-byte stores. Rows from `valid_rows` on are not written; `target` is the first row, the next one `stride` elements on.
+template <class E, class TileRows, int M, int COLUMNS>
+DEVICE void store_rows(const Product<M, COLUMNS>& rows, float factor, SharedAddress tile, uint16* target,
                        int64 stride, int valid_rows) {
   const int lane = thread_index() % WARP;
   const PairWriter<TileRows> writer;
