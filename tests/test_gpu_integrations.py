@@ -5,7 +5,14 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
+from torch.backends.cuda import SDPAParams
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+    varlen,
+)
 from torch.nn.attention.bias import causal_lower_right
 
 import multiattn
@@ -21,8 +28,8 @@ def ran(ran):
         yield ran
 
 
-def qkv(seq_q=300, seq_kv=300, head_dim=64):
-    shapes = ((2, 4, seq_q, head_dim), *((2, 2, seq_kv, head_dim),) * 2)
+def qkv(seq_q=300, seq_kv=300, head_dim=64, width_v=None, heads_kv=2):
+    shapes = ((2, 4, seq_q, head_dim), *((2, heads_kv, seq_kv, it) for it in (head_dim, width_v or head_dim)))
     return [torch.randn(it, device="cuda", dtype=torch.bfloat16).requires_grad_() for it in shapes]
 
 
@@ -71,6 +78,58 @@ def test_dropout_is_pytorchs(ran, caplog):
     assert ran == []
     assert "dropout_p: got 0.5" in caplog.text
     assert out.isfinite().all()
+
+
+OF_TWO_WIDTHS = {
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.can_use_cudnn_attention,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.can_use_efficient_attention,
+}
+"""Where PyTorch may send values of another width, and whether it would."""
+
+
+@pytest.mark.parametrize(("head_dim", "width_v"), [(192, 128), (64, 128)])
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(300, 300), (300, 200), (200, 300)])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("heads_kv", [2, 4])
+@pytest.mark.parametrize("where", OF_TWO_WIDTHS, ids=lambda it: it.name)
+def test_values_of_another_width(ran, where, heads_kv, is_causal, seq_q, seq_kv, head_dim, width_v):
+    inputs = qkv(seq_q, seq_kv, head_dim, width_v, heads_kv)
+    options = {"is_causal": is_causal, "enable_gqa": heads_kv == 2}
+    with sdpa_kernel(where):
+        if not OF_TWO_WIDTHS[where](SDPAParams(*inputs, None, 0.0, *options.values())):
+            pytest.skip("PyTorch does not send it there")
+        found = results(F.scaled_dot_product_attention, inputs, **options)
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = [it.detach().double().requires_grad_() for it in inputs]
+        assert_near(found, results(F.scaled_dot_product_attention, exact, **options))
+    assert ran == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("where", OF_TWO_WIDTHS, ids=lambda it: it.name)
+def test_either_backward_follows_either_forward(ran, where):
+    """Our results and PyTorch's are laid out alike, so that its backward takes over where ours refuses."""
+    inputs = qkv(head_dim=128, width_v=64, heads_kv=4)
+    with sdpa_kernel(where):
+        ours = F.scaled_dot_product_attention(*inputs)
+        restore_flash_attention_impl()
+        theirs = F.scaled_dot_product_attention(*inputs)
+        of_ours = torch.autograd.grad(ours.double().square().sum(), inputs)
+        activate_flash_attention_impl(provider.NAME)
+        of_theirs = torch.autograd.grad(theirs.double().square().sum(), inputs)
+    expected = truth(inputs)
+    assert_near((ours, *of_ours), expected)
+    assert_near((theirs, *of_theirs), expected)
+    assert ran == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("where", OF_TWO_WIDTHS, ids=lambda it: it.name)
+def test_values_of_another_width_compiled(ran, where):
+    torch._dynamo.reset()
+    inputs = qkv(width_v=128, heads_kv=4)
+    with sdpa_kernel(where):
+        found = results(torch.compile(F.scaled_dot_product_attention, fullgraph=True), inputs, is_causal=True)
+    assert_near(found, truth(inputs, causal=True))
+    assert ran == ["forward", "backward"]
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import (
     SDPBackend,
     activate_flash_attention_impl,
@@ -79,12 +80,15 @@ def test_a_backend_is_chosen_by_name(ran):
 
 
 def assert_promised(name, arguments, results):
-    """Results are laid out as the op of this name says on fakes."""
-    fakes = [
-        torch.empty_strided(it.shape, it.stride(), dtype=it.dtype, device="meta") if torch.is_tensor(it) else it
-        for it in arguments
-    ]
-    for found, expected in zip(results, getattr(torch.ops.aten, name)(*fakes), strict=True):
+    """Results are laid out as the op of this name says on fakes, which need no GPU."""
+    device = "cpu" if "cpu" in name else "cuda"
+    with FakeTensorMode():
+        fakes = [
+            torch.empty_strided(it.shape, it.stride(), dtype=it.dtype, device=device) if torch.is_tensor(it) else it
+            for it in arguments
+        ]
+        promised = getattr(torch.ops.aten, name)(*fakes)
+    for found, expected in zip(results, promised, strict=True):
         if torch.is_tensor(expected):
             assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
         else:
@@ -114,9 +118,91 @@ def test_results_are_laid_out_as_fakes_promise(layout):
         "_scaled_dot_product_flash_attention_for_cpu": ((q, k, v, 0.0, True), sdpa.flash_attention_for_cpu),
         "_scaled_dot_product_flash_attention_for_cpu_backward": (of_cpu, sdpa.flash_attention_for_cpu_backward),
     }
-    assert set(calls) == {*sdpa.KERNELS["CUDA"], *sdpa.KERNELS["CPU"]}
     for name, (arguments, ours) in calls.items():
         assert_promised(name, arguments, ours(*arguments))
+    assert {*calls, *OF_TWO_WIDTHS, *(f"{it}_backward" for it in OF_TWO_WIDTHS)} == {
+        *sdpa.KERNELS["CUDA"],
+        *sdpa.KERNELS["CPU"],
+    }
+
+
+# ---------------------------------------------------------------- ops of a GPU for values of another width
+
+OF_TWO_WIDTHS = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention")
+
+
+@pytest.fixture
+def on_cpu(ran):
+    """`ran`, where our kernels of a GPU's ops run on a CPU, too, so that autograd and compilers find them."""
+    handle = overrides.Overrides({"CPU": sdpa.KERNELS["CUDA"]})
+    yield ran
+    handle.remove()
+
+
+def op_of_two_widths(name):
+    """The op as an attention, which its backward may follow."""
+    op = getattr(torch.ops.aten, name)
+    return lambda *inputs, is_causal=False, scale=None: op(*inputs, None, True, 0.0, is_causal, scale=scale)[0]
+
+
+@pytest.mark.parametrize("width_v", [16, 48])
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(24, 24), (24, 40), (40, 24)])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", OF_TWO_WIDTHS)
+def test_values_of_another_width(on_cpu, name, is_causal, seq_q, seq_kv, width_v):
+    """Causal is from the top left in these ops, and autograd hands their results on to their backwards."""
+    inputs, options = qkv(seq_q, seq_kv, width_v=width_v), {"is_causal": is_causal, "scale": 0.3}
+    found = results(inputs, lambda *it, enable_gqa, **asked: op_of_two_widths(name)(*it, **asked), **options)
+    assert_near(found, truth(inputs, **options))
+    assert on_cpu == ["forward", "backward"]
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", OF_TWO_WIDTHS)
+def test_values_of_another_width_compiled(on_cpu, name, backend):
+    """The fake of the memory-efficient backward takes k and v to have as many heads as q."""
+    torch._dynamo.reset()
+    q, *of_keys = (it.detach() for it in qkv(width_v=48))
+    repeats = HEADS // HEADS_KV if "efficient" in name else 1
+    inputs = [it.requires_grad_() for it in (q, *(it.repeat_interleave(repeats, 1) for it in of_keys))]
+    compiled = torch.compile(op_of_two_widths(name), fullgraph=True, backend=backend)
+    found = results(inputs, lambda *it, enable_gqa, **asked: compiled(*it, **asked), is_causal=True)
+    assert_near(found, truth(inputs, is_causal=True))
+    assert on_cpu == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("wants_lse", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("width_v", [16, 48])
+def test_values_of_another_width_are_laid_out_as_fakes_promise(width_v, layout, wants_lse):
+    q, k, v = (LAYOUTS[layout](it.detach()) for it in qkv(seq_kv=40, width_v=width_v))
+    k, v = (it.repeat_interleave(HEADS // HEADS_KV, 1) for it in (k, v))
+    forward = (q, k, v, None, wants_lse, 0.0, True)
+    of_cudnn, of_efficient = sdpa.cudnn_attention(*forward), sdpa.efficient_attention(*forward)
+    assert_promised(OF_TWO_WIDTHS[0], forward, of_cudnn)
+    assert_promised(OF_TWO_WIDTHS[1], forward, of_efficient)
+    if wants_lse:
+        out, lse, cum_q, cum_kv, seq_q, seq_kv, seed, offset, _ = of_cudnn
+        backward = (out, q, k, v, out, lse, seed, offset, None, cum_q, cum_kv, seq_q, seq_kv, 0.0, True)
+        assert_promised(f"{OF_TWO_WIDTHS[0]}_backward", backward, sdpa.cudnn_attention_backward(*backward))
+        out, *rest = of_efficient
+        backward = (out, q, k, v, None, out, *rest, 0.0, [True, True, True, False], True)
+        assert_promised(f"{OF_TWO_WIDTHS[1]}_backward", backward, sdpa.efficient_attention_backward(*backward))
+
+
+@pytest.mark.parametrize("ours", [sdpa.cudnn_attention, sdpa.efficient_attention])
+@pytest.mark.parametrize("why", ["one width", "a bias", "dropout"])
+def test_other_calls_of_those_ops_stay_pytorchs(why, ours):
+    """Nothing is said of those that PyTorch gives to them for another reason."""
+    q, k, v = (it.detach() for it in qkv(width_v=HEAD_DIM if why == "one width" else 48))
+    bias = torch.zeros(24, 24) if why == "a bias" else None
+    with pytest.raises(overrides.Refused) as refused:
+        ours(q, k, v, bias, True, 0.5 if why == "dropout" else 0.0)
+    assert refused.value.kind == ("dropout" if why == "dropout" else "")
+
+
+# ---------------------------------------------------------------- refusals
 
 
 REFUSED = {"attn_mask": {"attn_mask": torch.ones(24, 24, dtype=torch.bool).tril()}, "dtype": {"dtype": torch.float32}}

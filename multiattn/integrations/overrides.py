@@ -185,11 +185,9 @@ def strides_of_empty_like(shape: tuple[int, ...], strides: tuple[int, ...]) -> t
 def laid_out_like(result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The result itself if it is laid out as ``torch.empty_like(like)``, else such a copy: compiled code asserts it.
 
-    A result as wide as v stays as it is where `like` is a q of another width: no fake of PyTorch's knows it.
+    A result as wide as v has its dimensions in the order of a q of another width.
     """
-    if result.shape[-1] != like.shape[-1]:
-        return result
-    return laid_out(result, strides_of_empty_like(tuple(like.shape), tuple(like.stride())))
+    return laid_out(result, strides_of_empty_like(tuple(result.shape), tuple(like.stride())))
 
 
 def laid_out(result: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

@@ -7,11 +7,14 @@ After these lines, calls that PyTorch would give to its FlashAttention run here,
 compiled code. So does everything that is built on them: `torch.nn.MultiheadAttention`, transformers' ``sdpa``,
 diffusers' ``_native_flash``, `torch.distributed.tensor.experimental.context_parallel`. `use` chooses the backend.
 
+So do calls on a GPU whose v is not as wide as q and k, which PyTorch gives to cuDNN or to its memory-efficient kernel.
+
 Calls that this package refuses (dropout, masks, fp32, a head dim) run PyTorch's own kernel, and `logging` gets the
 reason, once. ``torch.nn.attention.restore_flash_attention_impl()`` undoes it all.
 
 PyTorch still decides which calls are FlashAttention's. On GPUs where it prefers cuDNN, and for a call with a mask, put
-the call under ``with torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)``: it makes that choice, or raises.
+the call under ``with torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)``: it makes that choice, or raises, as
+it does for a v of another width.
 """
 
 from __future__ import annotations
