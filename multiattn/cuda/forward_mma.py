@@ -253,7 +253,7 @@ def _may_win(axes: Axes, problem: Problem, arch: Arch, config: CudaConfig) -> bo
         return False
     if config.blocks_per_sm > 1 and (config.warps == 8 or config.tile_n == 32):
         return False
-    if config.tile_n == 32 and (config.stages != 2 or problem.head_dim <= 64):
+    if config.tile_n == 32 and (config.stages != 2 or max(problem.head_dim, problem.head_dim_v) <= 64):
         return False  # a barrier every 32 keys is for where registers leave no choice
     if config.tile_n == 128 and config.stages == 3:
         return False  # 128 keys ahead are ahead enough
@@ -275,5 +275,5 @@ def _of_rungs(axes: Axes, problem: Problem) -> Iterator[CudaConfig]:
 
 def _slices(axes: Axes, problem: Problem, tile_n: int) -> Iterator[tuple[int, int]]:
     for dim_slice in (64, 128):
-        key_slice = tile_n * dim_slice // padded(problem.head_dim, dim_slice) // FRAGMENT_ROWS * FRAGMENT_ROWS
+        key_slice = tile_n * dim_slice // padded(problem.head_dim_v, dim_slice) // FRAGMENT_ROWS * FRAGMENT_ROWS
         yield dim_slice, min(max(key_slice, FRAGMENT_ROWS), tile_n) if axes.tiling == "qkv" else FRAGMENT_ROWS

@@ -41,7 +41,14 @@ _OFFERED = {
 
 
 _capability = partial(
-    Capability, arches=tuple(ARCHS), masks=KINDS, sinks=True, scores=True, score_gradients=True, packing=True
+    Capability,
+    arches=tuple(ARCHS),
+    masks=KINDS,
+    values=True,
+    sinks=True,
+    scores=True,
+    score_gradients=True,
+    packing=True,
 )
 """The capability of kernels with mma.sync."""
 
@@ -170,7 +177,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         BackwardConfig,
         name="atomic",
         summary="FlashAttention-2: one pass over the keys; dq is added up in fp32 by atomics, in any order",
-        capability=_capability(values=True, block_masks=_BACKWARD_BLOCKS, head_dim_max=512),
+        capability=_capability(block_masks=_BACKWARD_BLOCKS, head_dim_max=512),
         rules=ATOMIC_RULES,
         flags={"dq": "atomic"},
         deterministic=False,
@@ -179,7 +186,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         BackwardConfig,
         name="two_pass",
         summary="a pass over the queries for dq, then one over the keys for dk and dv: the same bits each time",
-        capability=_capability(values=True, block_masks=_BACKWARD_BLOCKS, head_dim_max=512),
+        capability=_capability(block_masks=_BACKWARD_BLOCKS, head_dim_max=512),
         rules=TWO_PASS_RULES,
         flags={"dq": "own_kernel"},
     ),

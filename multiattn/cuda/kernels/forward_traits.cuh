@@ -48,7 +48,8 @@ template <class Element, Features F, Axes A, CudaConfig C>
 struct Legality {
   static constexpr bool SPLIT_KV = A.warps == Warps::SPLIT_KV, SLICED = A.tiling != Tiling::NONE;
   static constexpr int WIDEST = !(SPLIT_KV && SLICED) ? 256 : !A.halves ? 1024 : 512;
-  static constexpr bool HEAD_DIM = F.head_dim % 8 == 0 && F.head_dim <= WIDEST;
+  static constexpr bool HEAD_DIM =
+      F.head_dim % 8 == 0 && F.head_dim_v % 8 == 0 && F.head_dim <= WIDEST && F.head_dim_v <= WIDEST;
   static constexpr bool WARPS = C.warps == 2 || C.warps == 4 || C.warps == 8 || C.warps == 16;
   static constexpr bool COLUMNS = SPLIT_KV == (C.column_warps > 1) && C.warps % C.column_warps == 0;
   static constexpr int ROW_UNIT = COLUMNS ? 16 * C.warps / C.column_warps : 16, KEY_UNIT = 16 * C.column_warps;

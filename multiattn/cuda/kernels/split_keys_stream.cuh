@@ -18,7 +18,8 @@ DEVICE void sync_team() {
 template <class T>
 class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
   using Freed = FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>;
-  static constexpr int SPAN = T::TileK::Layout::SPAN;
+  static constexpr int SPAN_K = T::TileK::Layout::SPAN, SPAN_V = T::TileV::Layout::SPAN;
+  static constexpr int SPAN = SPAN_K < SPAN_V ? SPAN_K : SPAN_V;  // a row of either is a multiple
   static constexpr int ROWS_PER_PASS = T::TEAM_THREADS / SPAN;
   static constexpr int PASSES = (T::TILE_N + ROWS_PER_PASS - 1) / ROWS_PER_PASS;
   static constexpr int LOOKUPS = T::PAGING == Paging::ANY ? PASSES : 1;
@@ -30,7 +31,6 @@ class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
         v_(static_cast<const uint16*>(params_.v) + owned.head_kv * params_.strides_v.head) {}
 
   DEVICE SharedAddress k(int step) const { return ring_ + step % T::STAGES * T::SLOT; }
-  DEVICE SharedAddress v(int step) const { return k(step) + T::TileK::BYTES; }
 
   // The pages of the thread's rows of a tile, or of all of them.
   struct Pages {
