@@ -88,7 +88,8 @@ class CudaSplitConfig(DecodeConfig):
         """Dynamic shared memory of a block, which its kernel asserts: Q, and rings of teams or what they found."""
         unit = FRAGMENT_ROWS * self.column_warps
         width, width_v = padded(problem.head_dim, unit), padded(problem.head_dim_v, unit)
-        rings = self.teams * self.stages * self.tile_n * (width + width_v) * ELEMENT_BYTES
+        row = width if problem.v_in_k else width + width_v
+        rings = self.teams * self.stages * self.tile_n * row * ELEMENT_BYTES
         found = self.teams * self.tile_m * (width_v + _FOUND_PADDING + 2) * FP32_BYTES
         return self.tile_m * width * ELEMENT_BYTES + max(rings, found)
 
@@ -120,6 +121,7 @@ class CudaSplitConfig(DecodeConfig):
             entry="split_keys",
             sizes=f"{sizes}_o{self.blocks_per_sm}_{paging.lower()}{'' if overlaps else '_apart'}",
             rows=grouped_rows(paging),
+            reads_v_in_k=True,
             header="split_keys.cuh",
             params=SplitParams,
             threads=self.warps * WARP_THREADS,

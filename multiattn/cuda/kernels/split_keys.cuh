@@ -132,7 +132,7 @@ DEVICE void attend_to_tile(Outputs<T>& out, RowState (&state)[T::ROW_FRAGMENTS],
   if (any_in_warp(decays))
     for_each<T::ROW_FRAGMENTS, T::OUT_FRAGMENTS, 2, 4>(
         [&](int m, int d, int side, int e) { out[m][d][side].value[e] *= decay[m][e / 2]; });
-  accumulate<T>(out, scores, k + T::TileK::BYTES);
+  accumulate<T>(out, scores, k + T::V_AT);
 }
 
 // The results of teams for each row, in shared memory: outputs, then maxima (log2) and sums.

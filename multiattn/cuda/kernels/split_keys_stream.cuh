@@ -66,7 +66,7 @@ class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
       for (int column = 0; column < CHUNKS; column += SPAN) {
         const bool is_there = key < len_ && !Freed::is_freed(key);
         copy<typename T::TileK, 0>(target, row, column, rows.k, is_there);
-        copy<typename T::TileV, T::TileK::BYTES>(target, row, column, rows.v, is_there);
+        if constexpr (!T::V_IN_K) copy<typename T::TileV, T::V_AT>(target, row, column, rows.v, is_there);
       }
       rows.k += ROWS_PER_PASS * params_.strides_k.seq;
       rows.v += ROWS_PER_PASS * params_.strides_v.seq;

@@ -41,8 +41,9 @@ struct SplitTraits : Walks<Element, F, SplitParams, Score, Blocked> {
   // ---- shared memory: Q, then the teams' rings; in their place, at the end, what teams have found
   using TileQ = Tile<C.tile_m, F.head_dim, true, WIDTH>;
   using TileK = Tile<C.tile_n, F.head_dim, true, WIDTH>;
-  using TileV = Tile<C.tile_n, F.head_dim_v, true, WIDTH_V>;
-  static constexpr int SLOT = TileK::BYTES + TileV::BYTES, RING = C.stages * SLOT;  // K, then V
+  using TileV = typename Choice<F.v_in_k, TileK, Tile<C.tile_n, F.head_dim_v, true, WIDTH_V>>::Type;
+  static constexpr int V_AT = F.v_in_k ? 0 : TileK::BYTES;  // in a slot: V is the first columns of K, or behind it
+  static constexpr int SLOT = V_AT + TileV::BYTES, RING = C.stages * SLOT;
   static constexpr int FOUND_PITCH = WIDTH_V + 8;  // fp32: rows of a quarter of a warp have other banks
   static constexpr int FOUND_BYTES = TEAMS * C.tile_m * (FOUND_PITCH + 2) * 4;
   static constexpr int RINGS_BYTES = TEAMS * RING;
@@ -55,6 +56,7 @@ struct SplitTraits : Walks<Element, F, SplitParams, Score, Blocked> {
 
   static_assert(C.stages >= 2, "a tile is loaded while another is used");
   static_assert(C.warps % TEAM_WARPS == 0 && TEAMS <= 15, "whole teams, each with a named barrier");
+  static_assert(!F.v_in_k || F.head_dim_v <= F.head_dim, "columns of K");
   static_assert(WARP_ROWS % 16 == 0 && C.tile_n % 16 == 0, "whole fragments");
 };
 

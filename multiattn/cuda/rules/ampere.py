@@ -241,6 +241,7 @@ class _DecodeRow(NamedTuple):
     why: str
     seq_min: int = 0
     is_plain: bool = True
+    head_dim_v_max: int | None = None
 
 
 def _teams(
@@ -278,6 +279,7 @@ _DECODE_ROWS = (
     ),
     _DecodeRow(16, 256, 1, _teams(16, 16, 4, 3, 1), _H200_DECODE + "B=8 16/2 8k 37.1 us, two stages 37.5"),
     _DecodeRow(16, 512, 1, _teams(16, 16, 4, 3, 1, column_warps=2), "a guess: two warps share rows, and D=256's ring"),
+    _DecodeRow(16, 576, 1, _teams(16, 16, 4, 3, 1, column_warps=2), "a guess: as D=512", head_dim_v_max=512),
     _DecodeRow(
         32,
         128,
@@ -301,6 +303,15 @@ _DECODE_ROWS = (
         None, 256, 1, _teams(64, 32, 4, 2, 1, row_warps=4), "a guess: registers and shared memory allow no more"
     ),
     _DecodeRow(None, 512, 1, _teams(32, 16, 4, 2, 1, row_warps=2, column_warps=2), "a guess: as D=256"),
+    _DecodeRow(
+        None,
+        576,
+        1,
+        _teams(64, 16, 8, 3, 1, row_warps=4, column_warps=2),
+        "a guess: half of the 128 heads that share latent keys",
+        head_dim_v_max=512,
+    ),
+    _DecodeRow(None, 576, 1, _teams(16, 16, 2, 2, 1, column_warps=2), "a guess: what fits"),
 )
 """Few rows: warps have all of them and keys of their own. Many: they share keys and have 16 rows each."""
 
@@ -326,6 +337,7 @@ def _decode_rules(arches: tuple[str, ...], why: str = "", *, small: bool = False
             config=_fewer(row.config, row.head_dim_max) if small else row.config,
             why=why or row.why,
             head_dim_max=row.head_dim_max,
+            head_dim_v_max=row.head_dim_v_max,
             rows_max=row.rows_max,
             lone_max=LONE_MAX if row.rows_max is not None and row.rows_max > LONE_ROWS else None,
             page_multiple=row.page_multiple,
@@ -351,7 +363,7 @@ _CPU_DECODE = tuple(
     for rows_max, head_dim_max, tile_m, warps, row_warps, column_warps in (
         (16, 256, 16, 2, 1, 1),
         (None, 256, 32, 4, 2, 1),
-        (None, 512, 16, 4, 1, 2),
+        (None, 576, 16, 4, 1, 2),
     )
 )
 
