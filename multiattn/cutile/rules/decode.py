@@ -58,6 +58,7 @@ _H200_256 = "H200 2026-11-26: B=8 16/2 8k 40.6 us, 64 rows and keys 42.8; pages 
 _LATENT = COMPILED + "wgmma with no spills, a warpgroup for each half of values; 64x64 has mma.sync, and 16x32 spills"
 _AS_SM90 = COMPILED + "the tiles of sm90"
 _LATENT_TCGEN05 = COMPILED + "tcgen05 with no spills; 16x32 has 147 in its loops"
+_LATENT_SM80 = COMPILED + "119 spills in its loops, 64x32 246, 16x32 389; the other mma.sync arches have 99 KiB"
 _SMALL = ("sm80", "sm86", "sm89", "sm120", "sm121")
 _OF_SMALL = COMPILED + "fits 99 KiB at two blocks an SM"
 
@@ -76,5 +77,7 @@ SPLIT_KEYS: tuple[Rule[SplitKeysConfig], ...] = (
     *_rules(("sm100", "sm103"), (257, HEAD_DIM_MAX), _LATENT_TCGEN05, (None, replace(_64X64, blocks_per_sm=1)),
             head_dim_v_max=512),
     *_rules(_SMALL, (1, 128), _OF_SMALL, (16, _16X64), (None, _32X32)),
+    *_rules(("sm80",), (257, HEAD_DIM_MAX), _LATENT_SM80, (None, replace(_32X32, blocks_per_sm=1, warps=8)),
+            head_dim_v_max=512),
     *_rules(_SMALL, (129, 256), _OF_SMALL, (16, _16X32), (None, replace(_32X32, blocks_per_sm=1))),
 )  # fmt: skip
