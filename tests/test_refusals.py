@@ -79,7 +79,7 @@ REFUSED = {
         (lambda: fmha(*[Q.float()] * 3, backend="triton"), "got fp32 | allowed fp16, bf16 | .bfloat16()"),
         (lambda: fmha(*[bf16(1, 1, 2, 20)] * 3, backend="cuda"), "got 20 | pad q, k and v | to D=24 | scale=20**-0.5"),
         (lambda: fmha(*[bf16(1, 1, 2, 20)] * 3, scale=0.5, backend="cuda"), "got 20 | of 8 up to 1024 | scale=0.5"),
-        (lambda: plan(backend="triton", head_dim=264), "got 264 | multiples of 8 up to 256 | that takes wider"),
+        (lambda: plan(backend="triton", head_dim=584), "got 584 | multiples of 8 up to 576 | that takes wider"),
         (lambda: plan(GPU_TURING), 'arch: got sm75 | allowed cpu, sm80 | backend="reference" runs on it'),
         (lambda: plan("sm80", variant="wgmma"), "arch: got sm80 | allowed sm90 | leave variant out"),
         (
