@@ -139,10 +139,10 @@ class Bug(NamedTuple):
 
 TWO_SLOTS = replace(PLAIN, q_slots=2)
 AWAIT_FULL = "    ring.await_full(shared.ring_kv, place)\n"
-SCORES_WAIT = "    scores = warpgroup_mma_wait(C.pieces, [scores])\n"
+SCORES_WAIT = "    scores = warpgroup_mma_wait(C.pieces_v, [scores])\n"
 RELEASE = "    ring.release(shared.ring_kv, place)\n"
 SIGN = "    scores = _finish_scores(scores, block, "
-EXPECT = "mbarrier.expect(full, 2 * rows * C.columns)"
+EXPECT = "mbarrier.expect(full, 2 * rows * columns)"
 LAST_WORD = "    ring.write_word(shared.words, slot * C.words + END, ring.NO_TILE)\n"
 LAST_ARRIVAL = "    mbarrier.arrive(shared.ring_q.full.index(slot))\n"
 EMPTY = "ring.make(C.stages, C.warpgroups)"
@@ -168,6 +168,10 @@ BUGS = {
     "keys given back before they were used": Bug(
         "forward.py", SCORES_WAIT + RELEASE, RELEASE + SCORES_WAIT, RaceError,
         "a load by TMA of buffer .* conflicts with a product's read",
+    ),
+    "a wait for as many pieces of v as of k": Bug(
+        "forward.py", SCORES_WAIT, SCORES_WAIT.replace("pieces_v", "pieces"), GluonError,
+        case=BY_NAME["d192_v128_causal"],
     ),
     "keys loaded where others are in use": Bug("tiles.py", "    ring.await_empty(ring_of, place)\n", "", GluonError),
     "a word read before it is written": Bug(
