@@ -82,7 +82,7 @@ def test_wide_heads_run_without_naming_a_variant():
     assert make_plan(BACKEND, problem, CPU, direction="backward").variant == "atomic"
     with pytest.raises(Unsupported, match=r"head_dim: got 520; allowed multiples of 8 up to 512"):
         make_plan(BACKEND, replace(problem, head_dim=520, head_dim_v=520), CPU, direction="backward")
-    q = torch.randn(1, 1, 16, 512).to(torch.bfloat16)
+    q = torch.randn(1, 1, 16, 1024).to(torch.bfloat16)
     with pytest.raises(Unsupported, match=r"triton cannot run[^$]*Can run it: cuda \(variant split_kv"):
         fmha(q, q, q, backend="triton")
 
