@@ -78,7 +78,9 @@ def test_every_point_has_a_config_for_every_head_dim_or_says_what_is_missing(arc
 
 def test_wide_heads_run_without_naming_a_variant():
     problem = Problem.contiguous(batch=1, heads_q=2, seq_q=100, head_dim=512)
-    assert explain(problem, backend="cuda", arch="sm90").variant == TILED.name
+    assert explain(problem, backend="cuda", arch="sm80").variant == TILED.name
+    wider = replace(problem, head_dim=584, head_dim_v=584)
+    assert explain(wider, backend="cuda", arch="sm90").variant == TILED.name  # than Hopper's own take
     assert make_plan(BACKEND, problem, CPU, direction="backward").variant == "atomic"
     with pytest.raises(Unsupported, match=r"head_dim: got 520; allowed multiples of 8 up to 512"):
         make_plan(BACKEND, replace(problem, head_dim=520, head_dim_v=520), CPU, direction="backward")
@@ -96,7 +98,7 @@ def test_sums_in_fp16_are_for_fp16_and_heads_that_hold_their_budget():
 
 def test_a_name_that_no_point_has_is_told_what_is_near():
     with pytest.raises(
-        ValueError, match=r"got 'split_q\+share_vk'; cuda has .*wgmma, split_q\+swizzle_qkv, .* and \d+ more"
+        ValueError, match=r"got 'split_q\+share_vk'; cuda has .*wgmma_twin, split_q\+swizzle_qkv, .* and \d+ more"
     ):
         find_variant(BACKEND, "split_q+share_vk")
 

@@ -13,9 +13,11 @@ from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
 from multiattn.cuda.backward_wgmma_stored import WgmmaStoredConfig
 from multiattn.cuda.backward_wgmma_two_pass import WgmmaTwoPassConfig
 from multiattn.cuda.decode_mma import CudaSplitConfig
+from multiattn.cuda.decode_twin import SplitTwinConfig
 from multiattn.cuda.decode_wgmma import SplitWgmmaConfig
 from multiattn.cuda.family import FamilyConfig
 from multiattn.cuda.forward_mma import CudaConfig
+from multiattn.cuda.forward_twin import HEAD_DIM_MAX, TwinConfig
 from multiattn.cuda.forward_wgmma import WgmmaConfig
 from multiattn.cuda.rules.ampere import ATOMIC_RULES, SPLIT_RULES, TWO_PASS_RULES, rules_of
 from multiattn.cuda.rules.hopper import (
@@ -26,6 +28,7 @@ from multiattn.cuda.rules.hopper import (
     WGMMA_STORED_RULES,
     WGMMA_TWO_PASS_RULES,
 )
+from multiattn.cuda.rules.hopper_wide import SPLIT_TWIN_RULES, TWIN_RULES
 from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import KINDS
 from multiattn.plan.arch import ARCHS, Arch
@@ -113,10 +116,32 @@ SPLIT_KEYS_WGMMA = _variant(
     rules=SPLIT_WGMMA_RULES,
 )
 
+_twin_capability = partial(_wgmma_capability, head_dim_max=HEAD_DIM_MAX, values=True, scores=True, score_gradients=True)
+"""The capability of kernels whose twin warpgroups have half of v's columns each."""
+
+WGMMA_TWIN = _variant(
+    TwinConfig,
+    name="wgmma_twin",
+    summary="Hopper, heads wider than 256: as wgmma, but two warpgroups have half of v's columns each, and take turns "
+    "at the weights of both; FlashMLA",
+    capability=_twin_capability(),
+    rules=TWIN_RULES,
+)
+
+SPLIT_KEYS_TWIN = _variant(
+    SplitTwinConfig,
+    name="split_keys_twin",
+    summary="Hopper, heads wider than 256: as split_keys, with the warpgroups of wgmma_twin; v may be in k",
+    capability=_twin_capability(packing=False, caches=True),
+    rules=SPLIT_TWIN_RULES,
+)
+
 VARIANTS: tuple[Variant, ...] = (
     SPLIT_KEYS_WGMMA,
+    SPLIT_KEYS_TWIN,
     SPLIT_KEYS,
     WGMMA,
+    WGMMA_TWIN,
     *map(_point, _OFFERED),
     *(_point(axes) for axes in points.POINTS if axes not in _OFFERED),
 )
@@ -137,6 +162,8 @@ SPANNING: tuple[str, ...] = (
     WGMMA.name,
     SPLIT_KEYS.name,
     SPLIT_KEYS_WGMMA.name,
+    WGMMA_TWIN.name,
+    SPLIT_KEYS_TWIN.name,
 )
 """Variants that keep the contract (sums in fp32): Hopper's kernel, and points that together have all legal pairs of
 warps, share and tiling, and tensors that are swizzled beside some that are not."""
