@@ -35,10 +35,15 @@ def widths() -> Iterator[Case]:
     yield _case(64, 128, "inf_v", "inf in columns that k does not have", values="inf_v", seq_q=150, causal=True)
     yield _case(192, 128, "nan_k", "NaN in columns that v does not have", values="nan_k", seq_q=150, causal=True)
     yield _case(192, 128, "empty_keys", "out is as wide as v", seq_kv=0)
+    yield _case(512, 256, "window_sinks", "a band of wide heads", window=(40, 10), sinks="normal", seq_q=90)
+    yield _case(320, 256, "softcap_alibi", "scores of wide heads", softcap=2.0, alibi="heads", causal=True, seq_q=45)
+    yield _case(576, 512, "bias", "the same", bias="hqk", heads_kv=1, seq_q=45, nightly=True)
+    yield _case(264, 264, "bshd", "strides of wide heads", layout=Memory(order="bshd"), batch=2, seq_q=45, nightly=True)
     for head_dim, head_dim_v, causal, nightly in (
         (192, 128, True, False),
         (40, 72, False, True),
         (64, 128, True, True),
+        (512, 256, True, True),
     ):
         yield packed(
             f"d{head_dim}_v{head_dim_v}", "rows of v are not as long as those of k", UNEVEN, head_dim=head_dim,
