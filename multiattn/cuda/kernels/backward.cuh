@@ -249,46 +249,60 @@ DEVICE int count_tiles(const typename T::Params& params, const TileOf<T>& tile) 
 }
 
 // K Q^T of a warp's keys and queries, or V dO^T. `queries` are all of the tile.
+template <class T, class Keys, class Queries>
+DEVICE void multiply_tiles(KeyScores<T>& product, Role<T> role, SharedAddress keys, SharedAddress queries) {
+  const SharedAddress own = queries + Role<T>::first_query(role.pair) * Queries::PITCH;
+  multiply_rows<typename T::Element, Keys, Queries, T::AHEAD>(product, keys, own, T::thread());
+}
+// One code is for both if they are as wide.
 template <class T>
 DEVICE void multiply_own(KeyScores<T>& product, Role<T> role, SharedAddress keys, SharedAddress queries) {
-  with_operands<T>(!role.makes_weights, [&](auto its) {
-    using Keys = typename decltype(its)::Keys;
-    using Queries = typename decltype(its)::Queries;
-    const SharedAddress own = queries + Role<T>::first_query(role.pair) * Queries::PITCH;
-    multiply_rows<typename T::Element, Keys, Queries, T::AHEAD>(product, keys, own, T::thread());
-  });
+  if (!T::HAS_TWO_WIDTHS || role.makes_weights)
+    multiply_tiles<T, typename T::TileK, typename T::TileQ>(product, role, keys, queries);
+  else
+    multiply_tiles<T, typename T::TileV, typename T::TileDO>(product, role, keys, queries);
 }
 
 // Adds P^T dO, or dS^T Q, to a warp's gradient. `operand` is the warp's own; those of warps that share keys are in shared
 // memory.
+template <class T, class Queries>
+DEVICE void accumulate_tile(Gradient<T>& gradient, Role<T> role, const Operand<T>& operand, SharedAddress smem,
+                            SharedAddress queries) {
+  using E = typename T::Element;
+  if constexpr (T::SHARES_ROWS) {
+    using Left = typename T::TileDS;
+    const SharedAddress left = smem + (role.makes_weights ? T::P_AT : T::DS_AT) + role.first_own() * Left::PITCH;
+    accumulate_columns<E, Left, Queries, T::ALL_COLUMNS>(gradient, left, queries, role.first_fragment(), T::thread());
+  } else {
+    accumulate_rows<E, Queries, T::AHEAD>(gradient, operand, queries, T::thread());
+  }
+}
 template <class T>
 DEVICE void accumulate(Gradient<T>& gradient, Role<T> role, const Operand<T>& operand, SharedAddress smem,
                        SharedAddress queries) {
-  using E = typename T::Element;
-  with_operands<T>(role.makes_weights, [&](auto its) {
-    using Queries = typename decltype(its)::Queries;
-    if constexpr (T::SHARES_ROWS) {
-      using Left = typename T::TileDS;
-      const SharedAddress left = smem + (role.makes_weights ? T::P_AT : T::DS_AT) + role.first_own() * Left::PITCH;
-      accumulate_columns<E, Left, Queries, T::ALL_COLUMNS>(gradient, left, queries, role.first_fragment(), T::thread());
-    } else {
-      accumulate_rows<E, Queries, T::AHEAD>(gradient, operand, queries, T::thread());
-    }
-  });
+  if (T::HAS_TWO_WIDTHS && role.makes_weights)
+    accumulate_tile<T, typename T::TileDO>(gradient, role, operand, smem, queries);
+  else
+    accumulate_tile<T, typename T::TileQ>(gradient, role, operand, smem, queries);
 }
 
 // Writes dV, or dK, through the warp's rows of a tile that nobody reads any more.
+template <class T, class Keys>
+DEVICE void store_tile_rows(const Gradient<T>& gradient, Role<T> role, float factor, SharedAddress tile, uint16* target,
+                            int64 stride, int rows) {
+  using E = typename T::Element;
+  if constexpr (T::SHARES_ROWS)
+    store_columns<E, Keys, T::ALL_COLUMNS>(gradient, factor, tile, target, stride, rows, role.first_fragment());
+  else
+    store_rows<E, Keys>(gradient, factor, tile, target, stride, rows);
+}
 template <class T>
 DEVICE void store_gradient(const Gradient<T>& gradient, Role<T> role, float factor, SharedAddress tile, uint16* target,
                            int64 stride, int rows) {
-  using E = typename T::Element;
-  with_operands<T>(role.makes_weights, [&](auto its) {
-    using Keys = typename decltype(its)::Keys;
-    if constexpr (T::SHARES_ROWS)
-      store_columns<E, Keys, T::ALL_COLUMNS>(gradient, factor, tile, target, stride, rows, role.first_fragment());
-    else
-      store_rows<E, Keys>(gradient, factor, tile, target, stride, rows);
-  });
+  if (T::HAS_TWO_WIDTHS && role.makes_weights)
+    store_tile_rows<T, typename T::TileV>(gradient, role, factor, tile, target, stride, rows);
+  else
+    store_tile_rows<T, typename T::TileK>(gradient, role, factor, tile, target, stride, rows);
 }
 
 template <class T>

@@ -102,19 +102,4 @@ struct Role {
   }
 };
 
-// Tiles that are multiplied: those of K and Q, or of V and dO. Calls `use` with them; one code is for both if they are as wide.
-template <class Keys_, class Queries_>
-struct Operands {
-  using Keys = Keys_;
-  using Queries = Queries_;
-};
-template <class T, class Use>
-DEVICE void with_operands(bool are_of_v, Use use) {
-  using OfK = Operands<typename T::TileK, typename T::TileQ>;
-  using OfV = Operands<typename T::TileV, typename T::TileDO>;
-  if constexpr (!T::HAS_TWO_WIDTHS) use(OfK{});
-  else if (are_of_v) use(OfV{});
-  else use(OfK{});
-}
-
 }  // namespace multiattn
