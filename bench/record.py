@@ -168,7 +168,7 @@ def _lengths(rules: Sequence[Rule[Any]]) -> list[int]:
 
 def _batches(rules: Sequence[Rule[Any]]) -> list[int]:
     edges = {rule.batch_max for rule in rules if rule.batch_max is not None}
-    alone = [1] if any(rule.queries_max for rule in rules) else []
+    alone = [1] if any(rule.queries_max or rule.queries_min for rule in rules) else []
     return list(dict.fromkeys((BATCH, *sorted(batch for edge in edges for batch in (edge, edge + 1)), *alone)))
 
 

@@ -24,7 +24,8 @@ def widths() -> Iterator[Case]:
                 heads_q=4 if turn else 2, nightly=turn == index % 2 and index > 2,
             )  # fmt: skip
     for head_dim, head_dim_v in WIDE_PAIRS:
-        yield _case(head_dim, head_dim_v, "causal", why, heads_kv=1, seq_q=45, causal=True)
+        rows = 45 if head_dim <= 512 else 16  # beyond, some backends take few rows alone
+        yield _case(head_dim, head_dim_v, "causal", why, heads_kv=1, seq_q=rows, causal=True)
     yield _case(192, 128, "window_sinks", "a layer of MiMo", heads_q=4, window=(40, 0), sinks="normal", dtype="fp16")
     yield _case(64, 128, "sinks", "a sink has no value of any width", sinks="normal")
     yield _case(192, 128, "bias", "scores know nothing of the width of v", bias="hqk", causal=True, seq_q=60)
@@ -37,7 +38,7 @@ def widths() -> Iterator[Case]:
     yield _case(192, 128, "empty_keys", "out is as wide as v", seq_kv=0)
     yield _case(512, 256, "window_sinks", "a band of wide heads", window=(40, 10), sinks="normal", seq_q=90)
     yield _case(320, 256, "softcap_alibi", "scores of wide heads", softcap=2.0, alibi="heads", causal=True, seq_q=45)
-    yield _case(576, 512, "bias", "the same", bias="hqk", heads_kv=1, seq_q=45, nightly=True)
+    yield _case(576, 512, "bias", "the same", bias="hqk", heads_kv=1, seq_q=16, nightly=True)
     yield _case(264, 264, "bshd", "strides of wide heads", layout=Memory(order="bshd"), batch=2, seq_q=45, nightly=True)
     for head_dim, head_dim_v, causal, nightly in (
         (192, 128, True, False),
