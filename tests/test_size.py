@@ -13,11 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINES = {
-    "multiattn": 56_170,
-    "tests": 29_600,
-    "parity": 5_480,
-    "bench": 9_500,
-    "docs": 4_750,
+    "multiattn": 58_450,
+    "tests": 30_450,
+    "parity": 5_640,
+    "bench": 9_720,
+    "docs": 4_830,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""
