@@ -107,7 +107,6 @@ def _features(backend: str, direction: Direction) -> dict[str, str]:
     capabilities = [it.capability for it in usual]
     blocks = [it.block_masks for it in capabilities if it.block_masks]
     able = {
-        "v of a head dim of its own": any(it.values for it in capabilities),
         "windows": any("two_sided" in it.masks for it in capabilities),
         "sinks": any(it.sinks for it in capabilities),
         "softcap, ALiBi, bias, `score_mod`": any(it.scores for it in capabilities),

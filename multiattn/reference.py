@@ -403,7 +403,6 @@ _VARIANT = Variant(
         head_dim_multiple=1,
         head_dim_max=1 << 16,
         masks=KINDS,
-        values=True,
         sinks=True,
         scores=True,
         block_masks=1,

@@ -47,7 +47,6 @@ _capability = partial(
     Capability,
     arches=tuple(ARCHS),
     masks=KINDS,
-    values=True,
     sinks=True,
     scores=True,
     score_gradients=True,
@@ -96,7 +95,7 @@ WGMMA = _variant(
     WgmmaConfig,
     name="wgmma",
     summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; FlashAttention-3",
-    capability=_wgmma_capability(values=True, scores=True, score_gradients=True),
+    capability=_wgmma_capability(scores=True, score_gradients=True),
     rules=WGMMA_RULES,
 )
 
@@ -112,11 +111,11 @@ SPLIT_KEYS_WGMMA = _variant(
     SplitWgmmaConfig,
     name="split_keys_wgmma",
     summary="Hopper: as split_keys, for more rows: warps load by TMA or gather, warpgroups multiply by wgmma",
-    capability=_wgmma_capability(values=True, packing=False, scores=True, score_gradients=True, caches=True),
+    capability=_wgmma_capability(packing=False, scores=True, score_gradients=True, caches=True),
     rules=SPLIT_WGMMA_RULES,
 )
 
-_twin_capability = partial(_wgmma_capability, head_dim_max=HEAD_DIM_MAX, values=True, scores=True, score_gradients=True)
+_twin_capability = partial(_wgmma_capability, head_dim_max=HEAD_DIM_MAX, scores=True, score_gradients=True)
 """The capability of kernels whose twin warpgroups have half of v's columns each."""
 
 WGMMA_TWIN = _variant(
@@ -174,7 +173,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         name="wgmma",
         summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; dq, and dk and dv of "
         "divided tiles, are added up in fp32, in any order",
-        capability=_wgmma_capability(values=True, head_dim_max=128, scores=True),
+        capability=_wgmma_capability(head_dim_max=128, scores=True),
         rules=WGMMA_BACKWARD_RULES,
         deterministic=False,
     ),
@@ -182,14 +181,14 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         WgmmaStoredConfig,
         name="wgmma_stored",
         summary="Hopper: as wgmma_two_pass, but dS is stored, for some heads at a time, and dq is one product of it",
-        capability=_wgmma_capability(values=True, scores=True, packing=False),
+        capability=_wgmma_capability(scores=True, packing=False),
         rules=WGMMA_STORED_RULES,
     ),
     _variant(
         WgmmaBackwardConfig,
         name="wgmma_ordered",
         summary="Hopper: as wgmma, but tiles of keys wait for their turn to add to dq: the same bits each time",
-        capability=_wgmma_capability(values=True, head_dim_max=128, scores=True, packing=False),
+        capability=_wgmma_capability(head_dim_max=128, scores=True, packing=False),
         rules=WGMMA_ORDERED_RULES,
         flags={"ordered": True},
     ),
@@ -197,7 +196,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         WgmmaTwoPassConfig,
         name="wgmma_two_pass",
         summary="Hopper: as wgmma, but a kernel for dk and dv and one for dq, each gradient in registers",
-        capability=_wgmma_capability(values=True, scores=True),
+        capability=_wgmma_capability(scores=True),
         rules=WGMMA_TWO_PASS_RULES,
     ),
     _variant(

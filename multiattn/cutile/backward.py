@@ -611,7 +611,7 @@ TWO_PASS = _family(
 STORED = _family(
     summary="a pass over the keys for dk and dv that stores ds, for some heads at a time, and dq of that",
     config=StoredConfig,
-    capability=Capability(arches=("cpu", "sm90"), values=True),
+    capability=Capability(arches=("cpu", "sm90")),
     launches=stored,
     fits=why_not_stored,
     candidates=_candidates_of_stored,

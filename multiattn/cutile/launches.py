@@ -60,7 +60,6 @@ EVERYWHERE = Capability(
     block_masks=SMALLEST_TILE,
     score_gradients=True,
     packing=True,
-    values=True,
 )
 """Most families take all but caches."""
 HEAD_DIM_MAX = 576

@@ -20,7 +20,7 @@ from multiattn.problem import Problem
 class Reason:
     """One reason why not: the subject, what came, what is accepted, and what to do.
 
-    `code` is a stable key: of a Problem (head_dim, head_dim_v, dtype, seq, mask, sinks, cache, page, strides,
+    `code` is a stable key: of a Problem (head_dim, dtype, seq, mask, sinks, cache, page, strides,
     alignment), or one of arch, direction, variant, config, deterministic, module, driver, compiler, gpu, host.
     """
 
@@ -72,10 +72,6 @@ class Capability:
     """A block mask may be given, in blocks of multiples of this; 0: none."""
     zero_strides: bool = True
     """A dimension may be broadcast (stride 0, as `expand` makes it)."""
-    values: bool = _has_code_for(
-        "head_dim_v", lambda it: None if it.head_dim_v == it.head_dim else it.widths, "the head_dim of q and k"
-    )
-    """v may have a width of its own."""
     sinks: bool = _has_code_for("sinks", lambda it: "one for each head" if it.has_sinks else None)
     """Heads may have a sink."""
     scores: bool = _has_code_for("score", lambda it: _program(it) if it.has_score else None)

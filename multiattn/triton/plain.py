@@ -105,7 +105,6 @@ TMA_ARCHS = tuple(name for name in GPU_ARCHS if ARCHS[name].capability >= (9, 0)
 CAPABILITY = Capability(
     arches=("cpu", *GPU_ARCHS),
     masks=KINDS,
-    values=True,
     sinks=True,
     scores=True,
     block_masks=16,
