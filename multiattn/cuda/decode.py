@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from multiattn.cuda.family import FP32_BYTES, FamilyConfig
 from multiattn.cuda.naming import aggregate, enumerator, traits_type
 from multiattn.cuda.source import Instance, PlannedLaunch, SplitParams
+from multiattn.plan import remedies
 from multiattn.plan.arch import GRID_MAX, WARP_THREADS, Arch
 from multiattn.plan.backend import Plan
 from multiattn.plan.limits import Check
 from multiattn.plan.schedule import ROWS_MAX, choose_splits, power_of_two, row_tiles
+from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.sequences import SPLITS_MAX, area_layouts
 
@@ -27,6 +30,7 @@ MERGE_FEW, MERGE_FEW_THREADS = 8, 128
 number of parts alone, as a row must have the same bits in any batch.
 
 H200, 2026-11-26, 8,192 rows of two parts, D=128: 3.2 us behind the last part, by the kernel for many parts 29.9."""
+_GROUP_ROWS = 8  # in which the swizzle of a box repeats
 _OVERLAPS_SINCE = (9, 0)
 """The first GPUs whose grids may begin before the one before them has ended."""
 
@@ -132,6 +136,41 @@ class DecodeConfig(FamilyConfig):
             "page_shift": shift,
             "table_stride": 0 if cache is None else cache.table_stride,
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoxedDecodeConfig(DecodeConfig):
+    """A config whose keys come by TMA, in boxes of a cache, or one by one."""
+
+    @property
+    def gathers(self) -> bool:
+        """True if a warpgroup brings keys one by one with cp.async; else a warp loads boxes of them by TMA."""
+        raise NotImplementedError
+
+    def keys_of_box(self, problem: Problem) -> int:
+        """Keys of a box: the most that no page and no tile ends within; 0: there is none."""
+        if self.gathers:
+            return 0
+        page = None if problem.cache is None else problem.cache.page
+        return self.tile_n if page is None else math.gcd(page, self.tile_n)
+
+    def why_not_pages(self, problem: Problem, panels: int) -> tuple[Reason, ...]:
+        """Reasons why a warp cannot load boxes of this cache, for so many panels at a time."""
+        rows, page = self.keys_of_box(problem), None if problem.cache is None else problem.cache.page
+        got, allowed = f"pages of {page} keys", f"multiples of {_GROUP_ROWS}"
+        if page is None or not rows % _GROUP_ROWS:
+            boxes = self.tile_n // rows * panels
+            if boxes <= WARP_THREADS:
+                return ()
+            got = f"{boxes} boxes for {self.tile_n} keys in pages of {page}"
+            allowed = f"up to {WARP_THREADS} boxes, one for each lane"
+        return (Reason(code="page", got=got, allowed=allowed, hint=remedies.OTHERS),)
+
+    def keys_name(self, problem: Problem) -> str:
+        """How keys come, as a part of a kernel's name."""
+        paging = paging_of(problem)
+        boxes = "_gathered" if self.gathers else str(self.keys_of_box(problem)) * (paging == "ANY")
+        return {"NONE": "dense", "ENTRIES": "entries", "ANY": "pages"}[paging] + boxes
 
 
 def overlap(arch: Arch) -> bool:

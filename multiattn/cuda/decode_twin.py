@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from multiattn.cuda.decode import DecodeConfig, grouped_rows, paging_of
+from multiattn.cuda.decode import BoxedDecodeConfig, grouped_rows, paging_of
 from multiattn.cuda.family import NO_FLAGS
 from multiattn.cuda.forward_twin import TILE_N, TwinFamilyConfig
 from multiattn.cuda.source import Instance, SplitWgmmaParams
 from multiattn.cuda.wgmma import BOX_COLUMNS, WARPGROUP_ROWS
-from multiattn.plan import remedies
-from multiattn.plan.arch import WARP_THREADS, Arch
+from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.limits import between, failed, limit_checks, limited, size_checks
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
 from multiattn.sequences import SPLITS_MAX
 
-_GROUP_ROWS = 8  # in which the swizzle repeats
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SplitTwinConfig(TwinFamilyConfig, DecodeConfig):
+class SplitTwinConfig(TwinFamilyConfig, BoxedDecodeConfig):
     """Launch parameters of the forward over caches: a tile's rows are queries of all heads that share a key/value
     head."""
 
@@ -33,13 +29,6 @@ class SplitTwinConfig(TwinFamilyConfig, DecodeConfig):
     keys_min: int = 512
     """The least keys of the longest sequence that are a block's part."""
     splits: int = limited(between(1, SPLITS_MAX), default=0)
-
-    def keys_of_box(self, problem: Problem) -> int:
-        """Keys of a box: the most that no page and no tile ends within; 0: there is none."""
-        if self.gathers:
-            return 0
-        page = None if problem.cache is None else problem.cache.page
-        return self.tile_n if page is None else math.gcd(page, self.tile_n)
 
     def box_rows(self, problem: Problem) -> Mapping[str, int]:
         """Boxes of K and V have as many keys."""
@@ -63,23 +52,13 @@ class SplitTwinConfig(TwinFamilyConfig, DecodeConfig):
         """Reasons why TMA cannot bring keys."""
         if self.gathers:
             return ()
-        rows, page = self.keys_of_box(problem), None if problem.cache is None else problem.cache.page
-        if page is not None and rows % _GROUP_ROWS:
-            allowed = f"multiples of {_GROUP_ROWS}"
-            return (Reason(code="page", got=f"pages of {page} keys", allowed=allowed, hint=remedies.OTHERS),)
-        boxes = self.tile_n // rows * (self.piece // BOX_COLUMNS)
-        if boxes > WARP_THREADS:
-            got = f"{boxes} boxes of a piece in pages of {page}"
-            allowed = f"up to {WARP_THREADS} boxes, one for each lane"
-            return (Reason(code="page", got=got, allowed=allowed, hint=remedies.OTHERS),)
-        return self.why_not_boxes(problem)
+        return self.why_not_pages(problem, self.piece // BOX_COLUMNS) or self.why_not_boxes(problem)
 
     def multiplies(self, plan: Plan) -> Instance:
         """Its constants are mask, sinks, pages, and the shape."""
         paging, rows = paging_of(plan.problem), self.keys_of_box(plan.problem)
-        keys = {"NONE": "dense", "ENTRIES": "entries", "ANY": "pages"}[paging]
-        keys += "_gathered" if self.gathers else str(rows) * (paging == "ANY")
-        return self.twin_kernel(plan, tiles=f"_{keys}", rows=grouped_rows(paging, rows), params=SplitWgmmaParams)
+        tiles = f"_{self.keys_name(plan.problem)}"
+        return self.twin_kernel(plan, tiles=tiles, rows=grouped_rows(paging, rows), params=SplitWgmmaParams)
 
     @classmethod
     def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[SplitTwinConfig]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from multiattn.cuda.decode import DecodeConfig, grouped_rows, paging_of
+from multiattn.cuda.decode import BoxedDecodeConfig, grouped_rows, paging_of
 from multiattn.cuda.family import NO_FLAGS
 from multiattn.cuda.naming import aggregate
 from multiattn.cuda.source import Instance, SplitWgmmaParams
@@ -23,8 +22,7 @@ from multiattn.cuda.wgmma import (
     wgmma_kernel,
     width_bytes,
 )
-from multiattn.plan import remedies
-from multiattn.plan.arch import WARP_THREADS, Arch
+from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
 from multiattn.plan.support import Reason
@@ -33,11 +31,10 @@ from multiattn.sequences import SPLITS_MAX
 
 REGISTERS_MAX: Mapping[int, int] = {1: 208, 2: 208, 3: 144}
 """By warpgroups that compute, for outputs, scores and weights: the rest of a thread's is for all else."""
-_GROUP_ROWS = 8  # in which the swizzle repeats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
+class SplitWgmmaConfig(BoxedDecodeConfig, WgmmaFamilyConfig):
     """Launch parameters of Hopper's forward over caches; `kernels/forward_wgmma_traits.cuh` says what each does.
 
     `tile_m` is rows: queries of all heads that share a key/value head.
@@ -56,13 +53,6 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
     keys_min: int = 512
     """The least keys of the longest sequence that are a block's part."""
     splits: int = limited(between(1, SPLITS_MAX), default=0)
-
-    def keys_of_box(self, problem: Problem) -> int:
-        """Keys of a box: the most that no page and no tile ends within; 0: there is none."""
-        if self.gathers:
-            return 0
-        page = None if problem.cache is None else problem.cache.page
-        return self.tile_n if page is None else math.gcd(page, self.tile_n)
 
     def box_rows(self, problem: Problem) -> Mapping[str, int]:
         """Boxes of K and V have as many keys."""
@@ -103,27 +93,16 @@ class SplitWgmmaConfig(DecodeConfig, WgmmaFamilyConfig):
                 (self.tile_n <= most, f"gathers with tile_n={self.tile_n}", f"tile_n up to {most}"),
             )
             return failed(checks)
-        rows, page = self.keys_of_box(problem), None if problem.cache is None else problem.cache.page
-        if page is not None and rows % _GROUP_ROWS:
-            allowed = f"multiples of {_GROUP_ROWS}"
-            return (Reason(code="page", got=f"pages of {page} keys", allowed=allowed, hint=remedies.OTHERS),)
-        boxes = self.tile_n // rows * panels_of(problem)
-        if boxes > WARP_THREADS:
-            got = f"{boxes} boxes for {self.tile_n} keys in pages of {page}"
-            allowed = f"up to {WARP_THREADS} boxes, one for each lane"
-            return (Reason(code="page", got=got, allowed=allowed, hint=remedies.OTHERS),)
-        return self.why_not_boxes(problem)
+        return self.why_not_pages(problem, panels_of(problem)) or self.why_not_boxes(problem)
 
     def multiplies(self, plan: Plan) -> Instance:
         """Its constants are mask, sinks, pages, and the shape."""
         problem = plan.problem
         paging, rows = paging_of(problem), self.keys_of_box(problem)
-        keys = {"NONE": "dense", "ENTRIES": "entries", "ANY": "pages"}[paging]
-        keys += "_gathered" if self.gathers else str(rows) * (paging == "ANY")
         sizes = {name: getattr(self, name) for name in ("warpgroups", "tile_n", "stages", "pingpong", "lazy_max")}
         config = aggregate("WgmmaConfig", **sizes)
         options = f"{'_pingpong' * self.pingpong}{'_lazymax' * self.lazy_max}"
-        tiles = f"{self.tile_m}x{self.tile_n}_s{self.stages}_{keys}{options}"
+        tiles = f"{self.tile_m}x{self.tile_n}_s{self.stages}_{self.keys_name(problem)}{options}"
         return wgmma_kernel(
             plan,
             "WgmmaTraits",
