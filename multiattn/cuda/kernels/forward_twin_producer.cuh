@@ -35,142 +35,46 @@ class TwinBoxes {
   RingPlace<T::SLOTS> place_;
 };
 
-// Boxes of a cache, by one warp, of which a lane has one box of every piece. A box whose keys are all beyond the last, or freed, is not
-// loaded: its entry of the table may name anything.
+// Boxes of a cache.
 template <class T>
-class TwinCacheBoxes : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
-  using Freed = FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>;
-  using Layout = TwinLayout<T>;
-  static constexpr int BOXES_OF_PANEL = T::TILE_N / T::BOX_ROWS;
+class TwinCacheBoxes {
+  using Pieces = typename TwinLayout<T>::Pieces;
 
  public:
-  DEVICE TwinCacheBoxes(const typename T::Params& params, const TwinGroups<T>& rows)
-      : Freed(rows.owned), params_(params), owned_(rows.owned) {
-    static_assert(BOXES_OF_PANEL * T::Piece::PANELS <= WARP, "a lane for each box of a piece");
-  }
+  DEVICE TwinCacheBoxes(const typename T::Params& params, const TwinGroups<T>& rows) : params_(params), boxes_(params, rows.owned) {}
 
-  // The page of the lane's box.
-  DEVICE int look_up(int block) const {
-    const int key = block * T::TILE_N + row_of_tile();
-    if (!T::IS_PAGED || key >= owned_.len_kv || is_freed_box(key)) return 0;
-    return owned_.page_of(key);
-  }
-  DEVICE void load_k(int block, int page, int piece) { load(params_.map_k, block, page, piece); }
-  DEVICE void load_v(int block, int page, int piece) { load(params_.map_v, block, page, piece); }
+  DEVICE int look_up(int block) const { return boxes_.look_up(block); }
+  DEVICE void load_k(int block, int page, int piece) { boxes_.template load<Pieces>(params_.map_k, block, page, piece * T::PIECE); }
+  DEVICE void load_v(int block, int page, int piece) { boxes_.template load<Pieces>(params_.map_v, block, page, piece * T::PIECE); }
   static DEVICE void finish_tile() {}
 
  private:
-  static DEVICE int lane() { return thread_index() % WARP; }
-  static DEVICE int row_of_tile() { return lane() % BOXES_OF_PANEL * T::BOX_ROWS; }
-  struct Place {
-    int entry, row;
-  };
-  DEVICE Place place_of(int key, int page) const {
-    if constexpr (T::IS_PAGED) return {page, PlaceOfKey::of(params_.forward, key).row};
-    return {owned_.sequence, key};
-  }
-  // True if a box is freed, by its first key.
-  DEVICE bool is_freed_box(int key) const { return Freed::is_freed(key + T::BOX_ROWS - 1); }
-
-  DEVICE void load(const TensorMap& map, int block, int page, int piece) {
-    const auto ring = Layout::ring();
-    const int first_key = block * T::TILE_N, key = first_key + row_of_tile(), panel = lane() / BOXES_OF_PANEL;
-    const int end = min((owned_.len_kv - first_key - 1) / T::BOX_ROWS + 1, BOXES_OF_PANEL);
-    const int boxes = (end - Freed::before(first_key) / T::BOX_ROWS) * T::Piece::PANELS;
-    ring.await_empty(place_);
-    if (lane() == 0) mbarrier_arrive_expect(ring.full(place_.slot), boxes * T::BOX_ROWS * T::Piece::ROW_BYTES);
-    sync_warp();  // the phase expects its bytes before they come
-    if (panel < T::Piece::PANELS && key < owned_.len_kv && !is_freed_box(key)) {
-      const Place place = place_of(key, page);
-      const int column = piece * T::PIECE + panel * T::Piece::PANEL_COLUMNS;
-      tma_load(Layout::piece(place_.slot) + panel * T::Piece::PANEL_BYTES + row_of_tile() * T::Piece::ROW_BYTES, map,
-               ring.full(place_.slot), column, place.row, owned_.head_kv, place.entry);
-    }
-    sync_warp();
-    place_.advance();
-  }
-
   const typename T::Params& params_;
-  const Owned<T>& owned_;
-  RingPlace<T::SLOTS> place_;
+  CacheBoxes<T, T::SLOTS> boxes_;
 };
 
-// Four warps gather keys one by one with cp.async, so that pages have any size. A warp has a share of the keys of each piece, and a lane
-// knows where one of them is. Eight lanes copy 128 bytes of a key at a time. Copies land late, so a piece is told of as full when
-// LAG younger ones of its tile are on their way.
+// Keys one by one.
 template <class T>
-class TwinGather : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
-  using Freed = FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>;
-  using Layout = TwinLayout<T>;
-  static constexpr int KEYS = T::TILE_N / T::LOADING_WARPS;  // of a warp
-  static constexpr int CHUNKS = 8, KEYS_OF_PASS = WARP / CHUNKS;
+class TwinGather {
+  using Pieces = typename TwinLayout<T>::Pieces;
   static constexpr int LAG = T::V_IN_K ? T::K_PIECES / 2 : 2;
 
  public:
-  DEVICE TwinGather(const typename T::Params& params, const TwinGroups<T>& rows)
-      : Freed(rows.owned), params_(params.forward), owned_(rows.owned) {}
+  DEVICE TwinGather(const typename T::Params& params, const TwinGroups<T>& rows) : params_(params.forward), keys_(params, rows.owned) {}
 
-  // The page of the lane's key.
-  DEVICE int look_up(int block) const {
-    const int key = first_key(block) + lane() % KEYS;
-    if (!T::IS_PAGED || key >= owned_.len_kv || Freed::is_freed(key)) return 0;
-    return owned_.page_of(key);
+  DEVICE int look_up(int block) const { return keys_.look_up(block); }
+  DEVICE void load_k(int block, int page, int piece) {
+    keys_.template load<Pieces, T::HEAD_DIM>(params_.k, params_.strides_k, block, page, piece * T::PIECE);
   }
-  DEVICE void load_k(int block, int page, int piece) { load<T::HEAD_DIM>(params_.k, params_.strides_k, block, page, piece); }
-  DEVICE void load_v(int block, int page, int piece) { load<T::HEAD_DIM_V>(params_.v, params_.strides_v, block, page, piece); }
+  DEVICE void load_v(int block, int page, int piece) {
+    keys_.template load<Pieces, T::HEAD_DIM_V>(params_.v, params_.strides_v, block, page, piece * T::PIECE);
+  }
   // Slots of the next tile may not be empty before this one was used: nothing of it may be left untold.
-  DEVICE void finish_tile() {
-    for (; loaded_ > 0; --loaded_) tell<0>();
-  }
+  DEVICE void finish_tile() { keys_.template finish<Pieces>(); }
 
  private:
-  static DEVICE int lane() { return thread_index() % WARP; }
-  static DEVICE int first_row() { return thread_index() % WARPGROUP / WARP * KEYS; }
-  static DEVICE int first_key(int block) { return block * T::TILE_N + first_row(); }
-
-  // Keys beyond the last, or freed, and columns beyond COLUMNS become zeros.
-  template <int COLUMNS>
-  DEVICE void load(const void* tensor, const Strides& strides, int block, int page, int piece) {
-    const int first = first_key(block), own = first + lane() % KEYS, chunk = lane() % CHUNKS;
-    const int64 entry = T::IS_PAGED ? page : owned_.sequence, row = T::IS_PAGED ? PlaceOfKey::of(params_, own).row : own;
-    const uint64 offset = static_cast<uint64>(entry * strides.batch + row * strides.seq);  // of the lane's key
-    const int column = piece * T::PIECE + chunk * CHUNK_ELEMENTS;
-    const uint16* head = static_cast<const uint16*>(tensor) + owned_.head_kv * strides.head + column;
-    const SharedAddress target = Layout::piece(place_.slot);
-    Layout::ring().await_empty(place_);
-    sync_warp();
-#pragma unroll
-    for (int pass = 0; pass < KEYS / KEYS_OF_PASS; ++pass) {
-      const int key = pass * KEYS_OF_PASS + lane() / CHUNKS;  // of the warp's
-      const uint64 low = shuffle(static_cast<uint32>(offset), key), high = shuffle(static_cast<uint32>(offset >> 32), key);
-      const uint16* source = head + static_cast<int64>(high << 32 | low);
-      const bool is_key = first + key < owned_.len_kv && !Freed::is_freed(first + key);
-#pragma unroll
-      for (int panel = 0; panel < T::Piece::PANELS; ++panel)
-        cp_async_16(T::Piece::Panel::chunk(target + panel * T::Piece::PANEL_BYTES, first_row() + key, chunk),
-                    source + panel * T::Piece::PANEL_COLUMNS, is_key && column + panel * T::Piece::PANEL_COLUMNS < COLUMNS);
-    }
-    cp_async_commit();
-    place_.advance();
-    if (loaded_ < LAG) ++loaded_;
-    else tell<LAG>();
-  }
-
-  // The oldest piece that was not told of is full: at most LEFT younger ones may be on their way.
-  template <int LEFT>
-  DEVICE void tell() {
-    cp_async_wait<LEFT>();
-    fence_async_shared();
-    sync_warp();  // all lanes' copies are there, for wgmma too
-    if (lane() == 0) mbarrier_arrive(Layout::ring().full(told_.slot));
-    sync_warp();
-    told_.advance();
-  }
-
   const SplitParams& params_;
-  const Owned<T>& owned_;
-  RingPlace<T::SLOTS> place_, told_;
-  int loaded_ = 0;  // pieces that were not told of
+  KeyGather<T, T::SLOTS, LAG> keys_;
 };
 
 template <class T>

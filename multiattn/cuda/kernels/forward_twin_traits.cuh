@@ -65,14 +65,15 @@ struct TwinTraits : Walks<Element, F, PlainParams<Blocked>, Score, Blocked> {
 template <class T>
 struct TwinLayout {
   using RingKV = Ring<T::SLOTS>;
+  using Pieces = Slots<typename T::Piece, T::RING_AT, T::Piece::BYTES, RingKV, T::BARRIERS_AT>;
 
   static DEVICE SharedAddress q() { return shared_base(); }
-  static DEVICE SharedAddress piece(int slot) { return shared_base() + T::RING_AT + slot * T::Piece::BYTES; }
+  static DEVICE SharedAddress piece(int slot) { return Pieces::at(slot); }
   // A thread's chunk of what its twin in the other warpgroup gets.
   static DEVICE SharedAddress handover(int chunk) {
     return shared_base() + T::HANDOVER_AT + (chunk * WARPGROUP + thread_index() % WARPGROUP) * CHUNK_BYTES;
   }
-  static DEVICE RingKV ring() { return {shared_base() + T::BARRIERS_AT}; }
+  static DEVICE RingKV ring() { return Pieces::ring(); }
   static DEVICE SharedAddress q_full() { return shared_base() + T::BARRIERS_AT + RingKV::BYTES; }
 
   // A piece has one use, where V is in K two: each by one warpgroup.
