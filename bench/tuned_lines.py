@@ -77,7 +77,7 @@ def _rule(
     length = length_of(problem)
     bundled = ", ".join(f"bundled {it.variant} {it.shown} {it.rate}" for it in own.bundled)
     tools = ", ".join(f"{name} {version}" for name, version in cell.versions.items() if name not in ("python", "torch"))
-    width, width_v = max(problem.head_dim, problem.head_dim_v), problem.head_dim_v
+    width, width_v = problem.width, problem.head_dim_v
     return {
         "backend": backend,
         "variant": way.variant,

@@ -273,6 +273,25 @@ class Problem:
         return widths(self.head_dim, self.head_dim_v)
 
     @property
+    def widths_in_names(self) -> str:
+        """``d128``, or ``d192v128`` where v has a width of its own."""
+        return f"d{self.head_dim}" + ("" if self.head_dim_v == self.head_dim else f"v{self.head_dim_v}")
+
+    @property
+    def width(self) -> int:
+        """The wider of head_dim and head_dim_v."""
+        return max(self.head_dim, self.head_dim_v)
+
+    @property
+    def mean_width(self) -> int:
+        """The head_dim of the problem with one width whose forward has as many products."""
+        return (self.head_dim + self.head_dim_v) // 2
+
+    def as_read_by(self, planned: Problem) -> Problem:
+        """This problem for a plan of that one: a plan that does not know that v is in k reads v where it is."""
+        return replace(self, v_in_k=self.v_in_k and planned.v_in_k)
+
+    @property
     def shape_q(self) -> Shape:
         """The shape of q, and of dq."""
         return self.batch, self.heads_q, self.seq_q, self.head_dim

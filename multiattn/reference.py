@@ -104,7 +104,7 @@ def _told(problem: Problem, device: torch.device) -> contextlib.AbstractContextM
     if torch.compiler.is_compiling() or device.type != "cpu":
         return contextlib.nullcontext()
     rows = problem.batch * problem.heads_q * problem.seq_q
-    if rows * problem.seq_kv * max(problem.head_dim, problem.head_dim_v) < _TOLD_ELEMENTS:
+    if rows * problem.seq_kv * problem.width < _TOLD_ELEMENTS:
         return contextlib.nullcontext()
     return LongWork("computing the reference on the CPU", kind="reference", note=NOTE)
 

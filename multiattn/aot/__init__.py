@@ -10,7 +10,7 @@ import hashlib
 import platform
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -70,8 +70,7 @@ def write(folder: Path, plan: Plan, exported: Sequence[Exported]) -> tuple[Path,
 def _name(plan: Plan, kernel: Exported, index: int | None) -> str:
     """A kernel's name in its folder: what it is for, and a part of its hash, as one problem has many kernels."""
     problem = plan.problem
-    widths = f"d{problem.head_dim}" + (f"v{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
-    parts = [plan.backend, plan.direction, plan.arch.name, problem.dtype, widths, problem.mask]
+    parts = [plan.backend, plan.direction, plan.arch.name, problem.dtype, problem.widths_in_names, problem.mask]
     parts += [] if problem.score is None else [f"score{problem.score.program.digest[:8]}"]
     parts += [] if problem.packing is None else ["packed"]
     parts += [] if index is None else [str(index)]
@@ -245,7 +244,7 @@ class Kernel:
         numbers = self._check_score(scalars, captured)
         given = Operands(q, k, v, sinks=sinks, captured=tuple(captured))
         problem = Problem.of_operands(given, options_of(self.plan.problem)._replace(scale=scale, scalars=numbers))
-        problem = replace(problem, v_in_k=problem.v_in_k and self.plan.problem.v_in_k)  # any code reads v where it is
+        problem = problem.as_read_by(self.plan.problem)
         self._check(problem, q.device)
         if torch.is_grad_enabled() and given.requires_grad:
             raise ValueError("gradients: got tensors that require them; allowed a call in torch.no_grad()")

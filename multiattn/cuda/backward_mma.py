@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, NO_FLAGS, FamilyConfig, padded, tiles_of
-from multiattn.cuda.naming import aggregate, traits_type, walking_kernel, widths_of
+from multiattn.cuda.naming import aggregate, traits_type, walking_kernel
 from multiattn.cuda.score import sends_raw
 from multiattn.cuda.source import BackwardParams, Instance, PlannedLaunch
 from multiattn.packed import TILE_LISTS
@@ -102,7 +102,7 @@ class BackwardConfig(FamilyConfig, ProductConfig):
 
     def registers_at_least(self, problem: Problem) -> int:
         """32-bit registers a thread needs for its accumulators; operands, addresses and read-ahead come on top."""
-        width = padded(max(problem.head_dim, problem.head_dim_v))
+        width = padded(problem.width)
         return self.tile_n * (self.tile_m + width) // (self.warps // 2) // WARP_THREADS
 
     def areas(self, problem: Problem) -> dict[str, int]:
@@ -160,7 +160,7 @@ class BackwardConfig(FamilyConfig, ProductConfig):
         add up."""
         adds_dq = dict(variant.flags)["dq"] == "atomic"
         wide = adds_dq and arch.is_gpu and arch.capability >= WIDE_SINCE
-        columns, (key_shapes, query_shapes) = _shapes_of(max(problem.head_dim, problem.head_dim_v))
+        columns, (key_shapes, query_shapes) = _shapes_of(problem.width)
         more: dict[str, Any] = {"column_warps": columns}
         own = {**more, "wide": wide}
         keys = [
@@ -234,7 +234,7 @@ def rows_launch(entry: str, problem: Problem, *, adds_dq: bool, wide: bool) -> P
     sizes |= {"threads": ROW_THREADS, "tile_rows": ROW_TILE}
     config = aggregate("RowConfig", **sizes, has_dq_sum=adds_dq, wide=wide)
     kernel = Instance(
-        name=f"{entry}_{problem.dtype}_{widths_of(problem)}{order}{'_packed' * packed}",
+        name=f"{entry}_{problem.dtype}_{problem.widths_in_names}{order}{'_packed' * packed}",
         header="backward_wgmma_rows.cuh" if overlaps else "backward_rows.cuh",
         entry=entry,
         traits=traits_type("RowTraits", problem, config, *lists),
@@ -288,7 +288,7 @@ def _may_win(config: BackwardConfig | QueryConfig, problem: Problem, arch: Arch)
         return False  # 255 registers a thread leave room for 256 threads: what blocks_per_sm=1 gives, too
     if config.tile_m == 32 and config.stages == 1 and config.threads > 128:
         return False  # a barrier every 32 queries is for where nothing else fits
-    has_room_for_two = arch.smem_per_block > 128 * KIB and max(problem.head_dim, problem.head_dim_v) <= 128
+    has_room_for_two = arch.smem_per_block > 128 * KIB and problem.width <= 128
     if threads == config.threads == 128 and has_room_for_two and 2 * (smem + KIB) > arch.smem_per_sm:
         return False  # four warps alone on an SM starve it
     room = min(255, arch.registers_per_sm // threads)

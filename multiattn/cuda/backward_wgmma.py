@@ -12,7 +12,7 @@ from typing import Any
 from multiattn.cuda import stream_k
 from multiattn.cuda.backward_mma import ROW_THREADS, ROW_TILE, backward_numbers, dq_sum_bytes, rows_launch
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded, tiles_of
-from multiattn.cuda.naming import aggregate, aggregate_of, traits_type, widths_of
+from multiattn.cuda.naming import aggregate, aggregate_of, traits_type
 from multiattn.cuda.source import Division, Instance, PlannedLaunch, WgmmaBackwardParams
 from multiattn.cuda.stream_k import Divided, steps_of_tiles
 from multiattn.cuda.wgmma import (
@@ -110,7 +110,7 @@ class HopperBackwardConfig(WgmmaFamilyConfig):
         kept = {"has_dq_sum": has_dq_sum, "ordered": self.is_ordered, "clears_ahead": is_ahead}
         config = aggregate("RowConfig", **sizes, **kept, delta_first=delta_first)
         kernel = Instance(
-            name=f"prepare_statistics_{problem.dtype}_{widths_of(problem)}{prepared}{name}",
+            name=f"prepare_statistics_{problem.dtype}_{problem.widths_in_names}{prepared}{name}",
             header="backward_wgmma_rows.cuh",
             entry="prepare_statistics",
             traits=traits_type("StatisticsTraits", problem, config, *lists),
@@ -224,7 +224,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         """Reasons of fields alone, or of the problem with them."""
         if wrong := failed(limit_checks(self)):
             return wrong
-        is_wide = max(problem.head_dim, problem.head_dim_v) >= WIDE_FROM
+        is_wide = problem.width >= WIDE_FROM
         registers, columns = self.registers_at_least(problem), self.dq_columns(problem)
         most = _REGISTERS_MAX if is_wide or self.early_scores else _REGISTERS_MAX_FEW
         needed = f"{registers} registers for gradients, scores, weights and K ({self})"
@@ -321,7 +321,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         """All that can be kept in registers and buffered; as many columns of dQ as have room."""
         if not arch.is_gpu:
             return
-        is_wide = max(problem.head_dim, problem.head_dim_v) >= WIDE_FROM
+        is_wide = problem.width >= WIDE_FROM
         plain = cls(tile_m=64, tile_n=128, half_dq=is_wide, stream_k=most_multiprocessors(arch))
         is_ordered = dict(variant.flags).get("ordered", False)
         plain = replace(plain, ordered=True, stream_k=0) if is_ordered else plain

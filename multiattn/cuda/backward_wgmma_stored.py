@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from multiattn.cuda.backward_wgmma import mean_columns
 from multiattn.cuda.backward_wgmma_two_pass import QUERY_TILE, HopperKeysConfig
 from multiattn.cuda.family import ELEMENT_BYTES, padded
-from multiattn.cuda.naming import aggregate, features_of, traits_type, widths_of
+from multiattn.cuda.naming import aggregate, features_of, traits_type
 from multiattn.cuda.source import Instance, PlannedLaunch, StoredHeads, WgmmaBackwardParams
 from multiattn.cuda.wgmma import BARRIER_BYTES, WARPGROUP_ROWS, width_bytes
 from multiattn.plan.arch import Arch
@@ -114,7 +114,7 @@ class WgmmaStoredConfig(HopperKeysConfig):
         constants = (features_of(problem, "backward"), config, "multiattn::NoScore", "multiattn::Stored")
         shape = f"{problem.band.kind}_s{stages}{'_cluster' * (cluster > 1)}"
         queries = Instance(
-            name=f"backward_wgmma_stored_{problem.dtype}_{widths_of(problem)}_{shape}",
+            name=f"backward_wgmma_stored_{problem.dtype}_{problem.widths_in_names}_{shape}",
             header="backward_wgmma_stored.cuh",
             entry="backward_wgmma_stored",
             traits=traits_type("StoredQueriesTraits", problem, *constants),

@@ -117,7 +117,7 @@ class HopperKeysConfig(HopperBackwardConfig):
 
     def key_checks(self, problem: Problem) -> tuple[Check, ...]:
         """Checks of registers, and of boxes of a packed batch."""
-        registers, width = self.registers_at_least(problem), max(problem.head_dim, problem.head_dim_v)
+        registers, width = self.registers_at_least(problem), problem.width
         needed = f"{registers} registers for a gradient, scores, weights, K or V ({self})"
         has_room = not self.kv_in_registers or width <= KEPT_TO
         steps = _steps_of(problem)
@@ -215,7 +215,7 @@ class WgmmaTwoPassConfig(HopperKeysConfig):
 
 def _steps_of(problem: Problem) -> int:
     """The more of the steps of scores and those of dP."""
-    return padded(max(problem.head_dim, problem.head_dim_v), DEPTH) // DEPTH
+    return padded(problem.width, DEPTH) // DEPTH
 
 
 _KEY_BUFFERS = ((2, 2), (3, 2), (3, 3), (4, 3))  # of Q and of dO, in the kernel of dk and dv

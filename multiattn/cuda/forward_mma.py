@@ -253,7 +253,7 @@ def _may_win(axes: Axes, problem: Problem, arch: Arch, config: CudaConfig) -> bo
         return False
     if config.blocks_per_sm > 1 and (config.warps == 8 or config.tile_n == 32):
         return False
-    if config.tile_n == 32 and (config.stages != 2 or max(problem.head_dim, problem.head_dim_v) <= 64):
+    if config.tile_n == 32 and (config.stages != 2 or problem.width <= 64):
         return False  # a barrier every 32 keys is for where registers leave no choice
     if config.tile_n == 128 and config.stages == 3:
         return False  # 128 keys ahead are ahead enough

@@ -38,7 +38,7 @@ def walking_kernel(
         more: further fields of the Instance.
     """
     problem, score, slots = plan.problem, lowered_of(plan, exponents=exponents), slots_of(plan)
-    last, widths = _score_types(problem, score, slots, rows), widths_of(problem)
+    last, widths = _score_types(problem, score, slots, rows), problem.widths_in_names
     in_k = reads_v_in_k and problem.v_in_k
     suffix = f"{'_v_in_k' * in_k}{_suffix_of(plan, score, slots)}"
     return Instance(
@@ -51,12 +51,6 @@ def walking_kernel(
         packed=problem.packing is not None,
         **more,
     )
-
-
-def widths_of(problem: Problem) -> str:
-    """``d128``, or ``d192v128`` where v has a width of its own."""
-    of_v = "" if problem.head_dim_v == problem.head_dim else f"v{problem.head_dim_v}"
-    return f"d{problem.head_dim}{of_v}"
 
 
 def features_of(problem: Problem, direction: Direction, *, v_in_k: bool = False) -> str:

@@ -76,7 +76,7 @@ class WgmmaFamilyConfig(FamilyConfig):
 
 def panels_of(problem: Problem) -> int:
     """The panels of the wider of a row of q or k and one of v or out: they take turns in their places."""
-    return -(-max(problem.head_dim, problem.head_dim_v) // BOX_COLUMNS)
+    return -(-problem.width // BOX_COLUMNS)
 
 
 def row_bytes(problem: Problem) -> int:

@@ -34,7 +34,6 @@ from multiattn.packed import TILE_LISTS
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.config import Config
-from multiattn.plan.features import Features
 from multiattn.plan.limits import AT_LEAST_1, Check, failed, limit_checks, limited
 from multiattn.plan.schedule import (
     STORED_BYTES,
@@ -557,7 +556,7 @@ def _fields(hints: _Hints, **more: Any) -> dict[str, Any]:
 
 def _ways(problem: Problem, arch: Arch) -> tuple[list[dict[str, Any]], list[PassConfig]]:
     """Fields of the kernel that owns keys, each tile with two latencies; configs of the one that owns queries."""
-    hopper = _HOPPER[max(64, one_width(Features.of(problem).width))]
+    hopper = _HOPPER[max(64, one_width(problem.width))]
     keys, queries = hopper if arch.name == "sm90" else _OF_TCGEN05 if arch.name in TCGEN05 else _OTHERS
     latencies = (4, 2) if arch.name == "sm90" else (4, 1)
     ways = [_fields(tile, latency=it) for tile in keys for it in latencies]

@@ -20,7 +20,6 @@ from multiattn.plan import abi
 from multiattn.plan.arch import GPUS, Arch
 from multiattn.plan.backend import Variant
 from multiattn.plan.config import Config, has_whole_sectors
-from multiattn.plan.features import Features
 from multiattn.plan.ladder import LadderStep, Rung
 from multiattn.plan.limits import AT_LEAST_1, failed, limit_checks, limited, one_of
 from multiattn.plan.schedule import one_width, query_tiles, three_widths
@@ -257,7 +256,7 @@ TCGEN05 = ("sm100", "sm103")
 
 def why_not(problem: Problem, arch: Arch, config: CutileConfig) -> tuple[Reason, ...]:
     """Every reason why `config` cannot be compiled or launched for `problem`."""
-    three = three_widths(Features.of(problem).width)
+    three = three_widths(problem.width)
     checks = [
         *limit_checks(config),
         (config.lazy_max or config.pipeline == "plain", f"pipeline={config.pipeline} without lazy_max", "plain"),
@@ -384,10 +383,10 @@ def candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[Cutil
 
 def _lazy_candidates(variant: Variant, problem: Problem) -> Iterator[CutileConfig]:
     """The ways of rules, with several latencies; heads side by side where tiles are not of one length."""
-    width = max(64, one_width(Features.of(problem).width))
+    width = max(64, one_width(problem.width))
     rules = (it for it in variant.rules if "sm90" in it.arches)
     known = (it.config for it in rules if it.head_dim_min <= width and it.head_dim_max > width // 2)
-    one, is_wide = one_width(Features.of(problem).width), Features.of(problem).width > 128
+    one, is_wide = one_width(problem.width), problem.width > 128
     for way in dict.fromkeys(replace(it, heads_together=1) for it in known):
         saves = max(sum(it.columns) for it in widths_of(problem, way).values()) < one
         if way.split_head_dim and not saves and not (is_wide and way.pipeline == "ahead"):

@@ -24,7 +24,6 @@ from multiattn.plan import abi, limits
 from multiattn.plan.arch import GPU_ARCHS, WARP_THREADS, Arch
 from multiattn.plan.backend import Plan, PlannedCall, Variant
 from multiattn.plan.config import Config, Rule
-from multiattn.plan.features import Features
 from multiattn.plan.schedule import NARROWEST, one_width, saving_widths, three_widths, two_widths
 from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem
@@ -339,7 +338,7 @@ def widths_of(problem: Problem, *, split: bool = False, tail: bool = False) -> d
     """
     found = {}
     for name, width in (("qk", problem.head_dim), ("vo", problem.head_dim_v)):
-        two = two_widths(width) if width == Features.of(problem).width else saving_widths(width)
+        two = two_widths(width) if width == problem.width else saving_widths(width)
         three = three_widths(width) if tail else None
         first, *rest = (three or two if split else None) or (one_width(width),)
         more = dict(zip(("tail_d", "last_d"), rest, strict=False))
@@ -349,7 +348,7 @@ def widths_of(problem: Problem, *, split: bool = False, tail: bool = False) -> d
 
 def split_check(problem: Problem, config: Any) -> limits.Check:
     """Tiles of two parts are of a head_dim that has two."""
-    allowed = not config.split_head_dim or two_widths(Features.of(problem).width) is not None
+    allowed = not config.split_head_dim or two_widths(problem.width) is not None
     return allowed, f"split_head_dim=True at {problem.widths}", f"more than {NARROWEST}"
 
 

@@ -177,9 +177,9 @@ class Rule(Generic[C]):
     )
     config: C
     why: str
-    head_dim_min: int = _least(lambda it: it.features.width, lambda rule: rule.head_dims, default=1)
+    head_dim_min: int = _least(lambda it: it.problem.width, lambda rule: rule.head_dims, default=1)
     """The least that the wider of head_dim and head_dim_v may be, as `head_dim_max` is the most."""
-    head_dim_max: int = _most(lambda it: it.features.width, lambda rule: rule.head_dims, default=256)
+    head_dim_max: int = _most(lambda it: it.problem.width, lambda rule: rule.head_dims, default=256)
     head_dim_v_max: int | None = _most(
         lambda it: it.features.head_dim_v, lambda rule: f"for values of up to {rule.head_dim_v_max} columns"
     )

@@ -44,11 +44,6 @@ class Features:
     """v is the first columns of k. Only a kernel that then reads k alone may have it in its name and constants: for
     all others it is no feature, and must not have them compiled twice."""
 
-    @property
-    def width(self) -> int:
-        """The wider of head_dim and head_dim_v."""
-        return max(self.head_dim, self.head_dim_v)
-
     @classmethod
     @functools.lru_cache(maxsize=1024)
     def of(cls, problem: Problem) -> Features:

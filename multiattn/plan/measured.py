@@ -65,7 +65,7 @@ class MeasuredCell:
         the backend that waits most for loads. A packed batch, whose lengths nobody knows here, is nearer to a
         packed cell of 1.4 times its head_dim than to another cell of its own head_dim.
         """
-        head_dim = doublings(_width(problem), self.head_dim)
+        head_dim = doublings(problem.mean_width, self.head_dim)
         if self.rows:
             return head_dim + doublings(problem.rows, self.rows)
         is_other = self.packed != (problem.packing is not None)
@@ -91,7 +91,7 @@ class MeasuredCell:
 
     def apart(self, problem: Problem) -> str:
         """The sizes in which a problem differs, in words."""
-        pairs = {"D": (_width(problem), self.head_dim), "N": (problem.seq_kv, self.seq_kv)}
+        pairs = {"D": (problem.mean_width, self.head_dim), "N": (problem.seq_kv, self.seq_kv)}
         pairs |= {"B*H": (problem.batch * problem.heads_q, self.heads), "Hq/Hkv": (problem.group, self.group)}
         return ", ".join(f"{name}={its}" for name, (its, measured) in pairs.items() if its != measured)
 
@@ -104,11 +104,6 @@ class MeasuredCell:
             what = f"D={self.head_dim} {'tokens' if self.packed else 'N'}={self.seq_kv} {heads} {mask}"
         kind = f"{self.score} " if self.score else "packed " * self.packed
         return f"{what} {kind}{self.direction}"
-
-
-def _width(problem: Problem) -> int:
-    """The head_dim that has as many products: the mean of those of keys and values."""
-    return (problem.head_dim + problem.head_dim_v) // 2
 
 
 def doublings(one: int, other: int) -> float:
@@ -220,7 +215,7 @@ def scored_cells(
         return ()
     kind = "alibi" if lower(score.program, approximate=True).slope is ONE else "softcap"
     here = (it for it in (measured_cells() if cells is None else cells) if it.arch == arch.name and it.score)
-    wide = [cell for cell in here if cell.direction == direction and cell.head_dim >= _width(problem)]
+    wide = [cell for cell in here if cell.direction == direction and cell.head_dim >= problem.mean_width]
     return [cell for cell in wide if cell.score == kind] or wide
 
 

@@ -99,7 +99,6 @@ class Walk:
 
 def efficiency(problem: Problem, walks: Sequence[Walk], multiprocessors: int) -> float:
     """The share of the SMs' time that products of visible pairs take; 0 where there are none."""
-    columns = (problem.head_dim + problem.head_dim_v) // 2
-    pairs = problem.visible_pairs * problem.batch * problem.heads_q * columns
+    pairs = problem.visible_pairs * problem.batch * problem.heads_q * problem.mean_width
     time = sum(it.products * it.time(problem, multiprocessors) for it in walks)
     return pairs * sum(it.products for it in walks) / time if time > 0 else 0.0

@@ -21,10 +21,10 @@ def tell_cpu_only(problem: Problem, directions: Sequence[Direction]) -> None:
 
     Once for each dtype, and once for head dims.
     """
-    widths, most = (problem.head_dim, problem.head_dim_v), _USUAL.head_dim_max
-    is_usual = problem.dtype in _USUAL.dtypes and max(widths) <= most
+    is_whole = not any(it % _USUAL.head_dim_multiple for it in (problem.head_dim, problem.head_dim_v))
+    is_usual = problem.dtype in _USUAL.dtypes and is_whole and problem.width <= _USUAL.head_dim_max
     key = f"{problem.dtype} {problem.widths} {directions}"
-    if key in _seen or (is_usual and not any(it % _USUAL.head_dim_multiple for it in widths)):  # asks no backend
+    if key in _seen or is_usual:  # asks no backend
         return
     _seen.add(key)
     for direction in directions:

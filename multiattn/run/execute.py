@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -163,8 +162,7 @@ def _launch(plan: Plan, direction: Direction, operands: Operands, checked: tuple
         raise TypeError(f"plan must be a Plan; got {type(plan).__name__}")
     if plan.direction != direction:
         raise ValueError(f"plan.direction: got {plan.direction}; allowed {direction}")
-    problem = Problem.of_operands(operands, options_of(plan.problem))
-    problem = replace(problem, v_in_k=problem.v_in_k and plan.problem.v_in_k)  # any plan reads v where it is
+    problem = Problem.of_operands(operands, options_of(plan.problem)).as_read_by(plan.problem)
     if problem != plan.problem:
         raise ValueError(f"the tensors are not those of the plan: got {problem}; the plan is for {plan.problem}")
     device = operands.q.device

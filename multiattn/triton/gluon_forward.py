@@ -323,7 +323,7 @@ def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[Gluo
 
     They have as many stages as the widest head_dim of the class has room for: a rule is for all of it.
     """
-    widest = class_of(max(problem.head_dim, problem.head_dim_v))
+    widest = class_of(problem.width)
     if widest is None:
         return
     if problem.head_dim == problem.head_dim_v:
