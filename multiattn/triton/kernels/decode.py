@@ -13,7 +13,7 @@ import triton.language as tl
 
 from multiattn.triton.kernels.elements import load_in_place
 from multiattn.triton.kernels.forward import LOWEST, add_sink
-from multiattn.triton.kernels.tiles import key_blocks, modified, needs_mask, tile_offsets, visible_keys
+from multiattn.triton.kernels.tiles import key_blocks, modified, needs_mask, tile_offsets, visible_keys, with_sign
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -64,18 +64,10 @@ def attention_of_parts(
     blocks = key_blocks(first_row // group, band, C)  # as if the tile had more queries: it never has fewer
     begin, end = _my_keys(blocks, split, sizes.splits, C)
     seen_from = _first_seen(first_row // group, band, C)
-    columns = tl.arange(0, C.width.pad)[None, :]
-    q_tile = tl.load(
-        q + _offsets(batch, head, row, strides.q, C.vector)[:, None] + columns,
-        mask=exists[:, None] & (columns < C.width),
-        other=0.0,
-    )  # [tile_m, width.pad]
-    if C.scale_sign < 0:
-        q_tile = -q_tile
-    if C.scale_sign == 0:
-        q_tile = (q_tile * 0.0).to(q_tile.dtype)  # not zeros: inf * 0 must stay nan
+    own = q + _offsets(batch, head, row, strides.q, C.vector)[:, None]
+    q_tile = _load_queries(own, exists, C.width, C)  # [tile_m, width.pad]
     if C.rest > 0:
-        q_rest = _load_rest(q + _offsets(batch, head, row, strides.q, C.vector)[:, None], exists, C)
+        q_rest = _load_queries(own + C.width, exists, C.rest, C)  # [tile_m, rest.pad]
 
     entry = sequence  # of k and v
     if C.paged:
@@ -232,15 +224,10 @@ def _offsets(batch, head, row, strides, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _load_rest(rows, exists, C: tl.constexpr):
-    """The columns of q behind the first tile, ``[tile_m, rest.pad]``, with the sign of the scale."""
-    columns = tl.arange(0, C.rest.pad)[None, :]
-    tile = tl.load(rows + C.width + columns, mask=exists[:, None] & (columns < C.rest), other=0.0)
-    if C.scale_sign < 0:
-        tile = -tile
-    if C.scale_sign == 0:
-        tile = (tile * 0.0).to(tile.dtype)
-    return tile
+def _load_queries(rows, exists, WIDTH: tl.constexpr, C: tl.constexpr):
+    """Columns of q from where `rows` point, ``[tile_m, WIDTH.pad]``, with the sign of the scale."""
+    columns = tl.arange(0, WIDTH.pad)[None, :]
+    return with_sign(tl.load(rows + columns, mask=exists[:, None] & (columns < WIDTH), other=0.0), C)
 
 
 @triton.jit

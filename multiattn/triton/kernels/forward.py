@@ -23,6 +23,7 @@ from multiattn.triton.kernels.tiles import (
     store_rows,
     visible_keys,
     walk_keys,
+    with_sign,
 )
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -63,10 +64,7 @@ def attention_forward(
         lse += at[0]
 
     q_tile = load_own(q, strides.q, first_row, len_q, C.tile_m, C.width, C.vector, C)  # [tile_m, width.pad]
-    if C.scale_sign < 0:
-        q_tile = -q_tile
-    if C.scale_sign == 0:
-        q_tile = (q_tile * 0.0).to(q_tile.dtype)  # not zeros: inf * 0 must stay nan
+    q_tile = with_sign(q_tile, C)
     acc = tl.full([C.tile_m, C.width_v.pad], 0.0, tl.float32)
     row_sum = tl.full([C.tile_m], 0.0, tl.float32)
     row_max = tl.full([C.tile_m], LOWEST, tl.float32)

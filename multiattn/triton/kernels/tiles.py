@@ -328,6 +328,16 @@ def load_own(
 
 
 @triton.jit
+def with_sign(queries, C: tl.constexpr):
+    """A tile of q with the sign of the scale."""
+    if C.scale_sign < 0:
+        queries = -queries
+    if C.scale_sign == 0:
+        queries = (queries * 0.0).to(queries.dtype)  # not zeros: inf * 0 must stay nan
+    return queries
+
+
+@triton.jit
 def load_streamed(
     source, strides, at, first_row, seq, TILE: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
     VECTOR: tl.constexpr, C: tl.constexpr,
