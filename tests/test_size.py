@@ -13,11 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINES = {
-    "multiattn": 58_450,
-    "tests": 30_450,
-    "parity": 5_640,
-    "bench": 9_720,
-    "docs": 4_830,
+    "multiattn": 58_360,
+    "tests": 30_410,
+    "parity": 5_630,
+    "bench": 9_710,
+    "docs": 4_810,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""
