@@ -37,10 +37,10 @@ inline void load_and_wait(const Arguments& arguments, int bytes) {
   if (first_thread()) load_expected(TILE, arguments, BARRIER, bytes);
   mbarrier_wait(BARRIER, 0);
 }
-// A load has landed in TILE; but the threads have waited for another one, which comes later.
+// A load has landed in TILE; but the threads have waited for another one, which was issued before it.
 inline void wait_for_another_load(const Arguments& arguments) {
   make_barriers(BARRIER, 2, 1);
-  for (int i = 0; i < 2 && first_thread(); ++i) load_expected(TILE + 8192 * i, arguments, BARRIER + 8 * i, BOX);
+  for (int i = 1; i >= 0 && first_thread(); --i) load_expected(TILE + 8192 * i, arguments, BARRIER + 8 * i, BOX);
   mbarrier_wait(BARRIER + 8, 0);
 }
 inline void store_box(const Arguments& arguments, SharedAddress tile) { tma_store(arguments.out, tile, 0, 0, 0, 0); }
@@ -178,6 +178,13 @@ MISTAKE_AT_BARRIER(load_read_too_early, "reads a TMA load under way at shared ad
 MISTAKE(load_read_after_another_wait, "reads, without a wait on its mbarrier, what a TMA load wrote at shared") {
   wait_for_another_load(arguments);
   load_shared_4(TILE);
+}
+// Only the thread that loads has waited for the slot's first phase: to another one the second looks complete before it began.
+MISTAKE(load_read_in_a_phase_too_early, "reads a TMA load under way at shared address 0") {
+  make_barriers(BARRIER, 2, 1);
+  if (first_thread()) load_expected(TILE, arguments, BARRIER, BOX);
+  if (is_thread(32)) mbarrier_wait(BARRIER, 1);
+  if (is_thread(32)) load_shared_4(TILE);
 }
 MISTAKE_AT_BARRIER(load_overwritten_too_early, "overwrites a TMA load under way at shared address 128") {
   if (!first_thread()) return;
@@ -456,7 +463,7 @@ CLUSTER_MISTAKE(32, arrival_at_a_block_that_has_ended, "0, thread 0: mbarrier_ar
   mbarrier_wait(barrier, 0);
   mbarrier_arrive_if(first_thread(), barrier, 1);
 }
-CLUSTER_MISTAKE(32, load_over_what_the_other_block_reads, "0, thread 0: tma_load_to_all: overwrites a TMA load under way") {
+CLUSTER_MISTAKE(32, load_over_what_the_other_block_reads, "0, thread 0: tma_load_to_all: overwrites, without a wait on its") {
   const SharedAddress barrier = make_barriers_of_cluster(1);
   for (int i = 0; i < 2; ++i) {
     if (first_thread()) mbarrier_arrive_expect(barrier, BOX);

@@ -227,10 +227,10 @@ void Hopper::take_lines(const char* verb, std::uint32_t target, int bytes) {
   std::memset(block_.smem.at(target), POISON, bytes);
 }
 
-bool Hopper::land_oldest() {
+bool Hopper::land_youngest() {
   if (loads_.empty()) return false;
-  const auto [verb, what, barrier] = loads_.front();
-  loads_.pop_front();
+  const auto [verb, what, barrier] = loads_.back();
+  loads_.pop_back();
   for (int i = 0; i < what.bytes / LINE_BYTES; ++i) {
     const std::uint32_t address = what.tile + i * LINE_BYTES;
     if (what.run)

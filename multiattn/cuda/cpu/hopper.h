@@ -1,7 +1,7 @@
 // The part of a Block that sm90 adds: mbarriers, TMA, named barriers, registers that warpgroups trade, and (warpgroup.h) wgmma.
 //
-// All that is asynchronous happens as late as the rules allow: a load lands when no thread can go on without it, in the
-// order of issue; a store reads shared memory when its thread waits for that; a wgmma runs when its warpgroup waits for it.
+// All that is asynchronous happens as late as the rules allow: a load lands when no thread can go on without it, the
+// youngest first; a store reads shared memory when its thread waits for that; a wgmma runs when its warpgroup waits for it.
 // Until then their targets are NaN, and what they still have to read may not be overwritten.
 #pragma once
 #include <cstdint>
@@ -77,8 +77,8 @@ class Hopper {
 
   // The current thread returns.
   void finish();
-  // Lands the oldest load under way; false where there is none.
-  bool land_oldest();
+  // Lands the youngest load under way; false where there is none.
+  bool land_youngest();
 
   // ---- the verbs, for the current thread
   void init_mbarrier(std::uint32_t address, int arrivals);
