@@ -310,14 +310,14 @@ ROWS = {
         (64, {"tile_m": 192, "tile_n": 160}, "152 registers", "up to 144 with 3 warpgroups"),
         (256, {"tile_n": 48, "stages": 16}, "459264 bytes", SMEM),
     )),
-    ("cuda", "forward", "wgmma_twin"): ({"tile_m": 64, "tile_n": 64, "piece": 128, "slots": 9, "before": 4}, (
+    ("cuda", "forward", "wgmma_twin"): ({"tile_m": 64, "tile_n": 64, "piece": 128, "slots": 8, "before": 4}, (
         (512, {"piece": 0}, "piece=0", "64, 128, 192"),
         (512, {"piece": 192}, "384 columns of v a warpgroup", "up to 256"),
         (512, {"slots": 5}, "5 slots for D=512", "6 or more"),
         (512, {"slots": 10}, "240128 bytes", SMEM),
         (512, {"before": 5}, "before=5 of 4 pieces", "1 to 4"),
     )),
-    ("cuda", "forward", "split_keys_twin"): ({"tile_m": 64, "tile_n": 64, "piece": 128, "slots": 9, "before": 4}, (
+    ("cuda", "forward", "split_keys_twin"): ({"tile_m": 64, "tile_n": 64, "piece": 128, "slots": 8, "before": 4}, (
         (512, {"slots": 12, "splits": 1}, "272896 bytes", SMEM),
     )),
     ("cuda", "backward", "wgmma"): ({"tile_m": 64, "tile_n": 128}, (

@@ -69,8 +69,7 @@ class TwinFamilyConfig(WgmmaFamilyConfig):
         piece = self.piece or _piece(problem)
         room = ARCHS["sm90"].smem_per_block - _beside_ring(problem)
         slots = min(room // (piece // BOX_COLUMNS * _PANEL_BYTES), _SLOTS_MAX)
-        if problem.v_in_k:
-            slots = min(slots, 2 * -(-problem.head_dim // piece))
+        slots = min(slots, 2 * -(-problem.head_dim // piece)) if problem.v_in_k else slots // 2 * 2
         pieces_k, pieces_v = -(-problem.head_dim // piece), -(-problem.head_dim_v // piece)
         before = min(pieces_k - pieces_v // 2 + 1, pieces_k) if problem.v_in_k else pieces_k
         return replace(self, piece=piece, slots=self.slots or slots, before=min(self.before, pieces_k) or before)
@@ -92,13 +91,17 @@ class TwinFamilyConfig(WgmmaFamilyConfig):
     def checks(self, problem: Problem) -> tuple[Check, ...]:
         """Checks that a head is no wider than the registers, and that slots hold what is in use at a time."""
         pieces_k, pieces_v = self.pieces(problem.head_dim), self.pieces(problem.head_dim_v)
-        least = 2 * pieces_k if problem.v_in_k else pieces_v + 2 + pieces_k - self.before
+        least = 2 * (pieces_k if problem.v_in_k else -(-pieces_v // 2) + pieces_k - self.before + 1)
         columns = -(-pieces_v // 2) * self.piece
         return (
             (columns <= _PRODUCT_MAX, f"{columns} columns of v a warpgroup ({self})", f"up to {_PRODUCT_MAX}"),
             (not problem.v_in_k or self.piece == BOX_COLUMNS, f"piece={self.piece} with v in k", f"{BOX_COLUMNS}"),
             (0 < self.before <= pieces_k, f"before={self.before} of {pieces_k} pieces ({self})", f"1 to {pieces_k}"),
-            (self.slots >= least, f"{self.slots} slots for {problem.widths} ({self})", f"{least} or more"),
+            (
+                self.slots == least or (self.slots > least and not problem.v_in_k),
+                f"{self.slots} slots for {problem.widths} ({self})",
+                f"{least}" if problem.v_in_k else f"{least} or more",
+            ),
         )
 
     def twin_kernel(self, plan: Plan, *, tiles: str, **more: Any) -> Instance:

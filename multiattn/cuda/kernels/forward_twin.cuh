@@ -22,7 +22,7 @@ class Twin {
   using E = typename T::Element;
   using Layout = TwinLayout<T>;
   using Order = PieceOrder<T>;
-  using Place = RingPlace<T::SLOTS>;
+  using Place = TwinPlace<T>;
   using Piece = typename T::Piece;
 
  public:
@@ -90,7 +90,7 @@ class Twin {
   // other's turn, whose products come before.
   template <int FROM, int END>
   DEVICE void make_scores(int turn) {
-    Place place = Place::of(Order::keys(turn) + FROM);
+    Place place = Place::of(Order::keys(turn) + FROM, warpgroup_);
     const Descriptor q(Layout::q(), 16);
 #pragma unroll
     for (int i = FROM; i < END; ++i) {
@@ -116,7 +116,7 @@ class Twin {
   }
   // Where V is in K, a slot has two uses: a piece that is not of V has the first one twice.
   DEVICE void release_key(int turn, int i) const {
-    const int slot = Place::of(Order::keys(turn) + i).slot;
+    const int slot = Place::of(Order::keys(turn) + i, warpgroup_).slot;
     Layout::ring().release(slot);
     if (T::V_IN_K && i < T::K_PIECES - T::V_PIECES) Layout::ring().release(slot);
   }
@@ -148,17 +148,17 @@ class Twin {
   DEVICE void finish_values(int turn) const {
     if constexpr (I < T::PRODUCTS) {
       wgmma_wait<LATER + T::PRODUCTS - 1 - I>();
-      const uint32 first = Order::values(turn, turns_) + Order::first(turn, warpgroup_) + I * T::PRODUCT_PIECES;
+      const uint32 first = Order::values(turn, turns_, warpgroup_) + I * T::PRODUCT_PIECES;
 #pragma unroll
       for (int piece = 0; piece < T::PRODUCT_PIECES; ++piece)
-        Layout::ring().release(Place::of(first + piece).slot, turn >= 0 && has_product(I));
+        Layout::ring().release(Place::of(first + piece, warpgroup_).slot, turn >= 0 && has_product(I));
       finish_values<LATER, I + 1>(turn);
     }
   }
   // Warpgroup 1 has fewer pieces where their number is odd.
   DEVICE bool has_product(int i) const { return i * T::PRODUCT_PIECES < own_pieces(); }
   DEVICE Place first_values(int turn) const {
-    return Place::of(Order::values(turn, turns_) + Order::first(turn, warpgroup_));
+    return Place::of(Order::values(turn, turns_, warpgroup_), warpgroup_);
   }
   DEVICE int own_pieces() const { return Order::owned_by(warpgroup_); }
 

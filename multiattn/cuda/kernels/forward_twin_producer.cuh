@@ -13,9 +13,10 @@ class TwinBoxes {
   DEVICE TwinBoxes(const typename T::Params& params, const TwinQueries<T>& rows) : params_(params), rows_(rows) {}
 
   static constexpr DEVICE int look_up(int) { return 0; }
+  DEVICE void turn_to(int twin) { place_.turn_to(twin); }
   DEVICE void load_k(int block, int, int piece) { load(params_.map_k, block, piece); }
   DEVICE void load_v(int block, int, int piece) { load(params_.map_v, block, piece); }
-  static DEVICE void finish_tile() {}
+  static DEVICE void finish() {}
 
  private:
   DEVICE void load(const TensorMap& map, int block, int piece) {
@@ -32,7 +33,7 @@ class TwinBoxes {
 
   const typename T::Params& params_;
   const TwinQueries<T>& rows_;
-  RingPlace<T::SLOTS> place_;
+  TwinPlaces<T> place_;
 };
 
 // Boxes of a cache.
@@ -44,13 +45,14 @@ class TwinCacheBoxes {
   DEVICE TwinCacheBoxes(const typename T::Params& params, const TwinGroups<T>& rows) : params_(params), boxes_(params, rows.owned) {}
 
   DEVICE int look_up(int block) const { return boxes_.look_up(block); }
+  DEVICE void turn_to(int twin) { boxes_.turn_to(twin); }
   DEVICE void load_k(int block, int page, int piece) { boxes_.template load<Pieces>(params_.map_k, block, page, piece * T::PIECE); }
   DEVICE void load_v(int block, int page, int piece) { boxes_.template load<Pieces>(params_.map_v, block, page, piece * T::PIECE); }
-  static DEVICE void finish_tile() {}
+  static DEVICE void finish() {}
 
  private:
   const typename T::Params& params_;
-  CacheBoxes<T, T::SLOTS> boxes_;
+  CacheBoxes<T, TwinPlaces<T>> boxes_;
 };
 
 // Keys one by one.
@@ -63,18 +65,19 @@ class TwinGather {
   DEVICE TwinGather(const typename T::Params& params, const TwinGroups<T>& rows) : params_(params.forward), keys_(params, rows.owned) {}
 
   DEVICE int look_up(int block) const { return keys_.look_up(block); }
+  DEVICE void turn_to(int twin) { keys_.turn_to(twin); }
   DEVICE void load_k(int block, int page, int piece) {
     keys_.template load<Pieces, T::HEAD_DIM>(params_.k, params_.strides_k, block, page, piece * T::PIECE);
   }
   DEVICE void load_v(int block, int page, int piece) {
     keys_.template load<Pieces, T::HEAD_DIM_V>(params_.v, params_.strides_v, block, page, piece * T::PIECE);
   }
-  // Slots of the next tile may not be empty before this one was used: nothing of it may be left untold.
-  DEVICE void finish_tile() { keys_.template finish<Pieces>(); }
+  // Slots of what comes next may not be empty before this was used: nothing of it may be left untold.
+  DEVICE void finish() { keys_.template finish<Pieces>(); }
 
  private:
   const SplitParams& params_;
-  KeyGather<T, T::SLOTS, LAG> keys_;
+  KeyGather<T, TwinPlaces<T>, LAG> keys_;
 };
 
 template <class T>
@@ -90,8 +93,9 @@ DEVICE void produce_pieces(const typename T::Params& params, const TwinRows<T>& 
   const auto block = [&](int turn) { return rows.blocks.end - 1 - turn; };
   const auto look_up = [&](int turn) { return turn < turns ? keys.look_up(block(turn)) : 0; };
   const auto load_k = [&](int turn, int page) {
+    keys.turn_to(turn % 2);
     for (int i = 0; i < T::K_PIECES; ++i) keys.load_k(block(turn), page, Order::piece_of_k(i, turn));
-    keys.finish_tile();
+    keys.finish();
   };
   if (turns <= 0) return;
   int page = look_up(0), next = look_up(1), after_next = look_up(2);
@@ -100,8 +104,13 @@ DEVICE void produce_pieces(const typename T::Params& params, const TwinRows<T>& 
   for (int turn = 0; turn < turns; ++turn) {
     if (turn + 1 < turns) load_k(turn + 1, next);
     if constexpr (!T::V_IN_K) {
-      for (int i = 0; i < T::V_PIECES; ++i) keys.load_v(block(turn), page, Order::piece_of_v(i, turn));
-      keys.finish_tile();
+#pragma unroll 1
+      for (int next_twin = 0; next_twin < 2; ++next_twin) {
+        const int twin = (turn + next_twin) % 2;
+        keys.turn_to(twin);
+        for (int i = 0; i < Order::owned_by(twin); ++i) keys.load_v(block(turn), page, twin * T::OWN_PIECES + i);
+        keys.finish();
+      }
     }
     page = next;
     next = after_next;

@@ -36,6 +36,9 @@ struct TwinTraits : Walks<Element, F, PlainParams<Blocked>, Score, Blocked> {
   static constexpr int PRODUCT_PIECES = IN_PAIRS ? 2 : 1;
   static constexpr int PRODUCTS = OWN_PIECES / PRODUCT_PIECES, PRODUCT = PIECE * PRODUCT_PIECES;
   static constexpr int OWN_COLUMNS = OWN_PIECES * PIECE;
+  // A slot's earlier piece must be one that the same warpgroup has waited for: a phase has one bit, and before that piece has come the
+  // slot looks full. So each of the twins has slots of its own. Where V is in K all pieces of two tiles have theirs.
+  static constexpr int RINGS = F.v_in_k ? 1 : 2, OWN_SLOTS = SLOTS / RINGS;
 
   static constexpr Paging PAGING = PAGING_OF<Blocked>;
   static constexpr bool IS_PAGED = PAGING == Paging::ANY;
@@ -55,8 +58,8 @@ struct TwinTraits : Walks<Element, F, PlainParams<Blocked>, Score, Blocked> {
   static_assert(PIECE == 64 || PIECE == 128 || PIECE == 192, "piece: 64, 128, 192");
   static_assert(BEFORE >= 1 && BEFORE <= K_PIECES, "before: some pieces, up to all of K");
   static_assert(SLOTS <= 24, "slots: up to 24, whose barriers there is room for");
-  static_assert(SLOTS >= (F.v_in_k ? 2 * K_PIECES : V_PIECES + 2 + K_PIECES - BEFORE),
-                "slots: two tiles where V is in K, else V's, two, and those of K that wait for it");
+  static_assert(F.v_in_k ? SLOTS == 2 * K_PIECES : OWN_SLOTS > OWN_PIECES + K_PIECES - BEFORE,
+                "slots: two tiles where V is in K, else for each twin its pieces of V, those of K that wait for it, and the last");
   static_assert(!F.v_in_k || (F.head_dim_v <= F.head_dim && PIECE == 64), "V is the first columns of K; Q has whole pieces");
   static_assert(BOX_ROWS % 8 == 0, "a box has whole groups of 8 rows, in which the swizzle repeats");
 };
@@ -84,19 +87,55 @@ struct TwinLayout {
   }
 };
 
+// A place in the ring of a twin.
+template <class T>
+struct TwinPlace : RingPlace<T::SLOTS> {
+  int first = 0;  // slot of that ring
+
+  static DEVICE TwinPlace of(uint32 count, int twin) {
+    const RingPlace<T::OWN_SLOTS> own = RingPlace<T::OWN_SLOTS>::of(count);
+    const int first = T::RINGS > 1 ? twin * T::OWN_SLOTS : 0;
+    return {{first + own.slot, own.parity}, first};
+  }
+  DEVICE void advance() {
+    if (++this->slot == first + T::OWN_SLOTS) {
+      this->slot = first;
+      this->parity ^= 1;
+    }
+  }
+};
+
+// The next places in both rings, of which those who load turn to one.
+template <class T>
+class TwinPlaces : public TwinPlace<T> {
+  TwinPlace<T> other_ = TwinPlace<T>::of(0, 1);
+
+ public:
+  DEVICE void turn_to(int twin) {
+    if (T::RINGS == 1 || this->first == twin * T::OWN_SLOTS) return;
+    const TwinPlace<T> own = *this;
+    static_cast<TwinPlace<T>&>(*this) = other_;
+    other_ = own;
+  }
+};
+
 // The order in which pieces come: K of the first block, then K of a block before V of the one before it, as that is when they are used.
 // Pieces of V that the warpgroup whose turn it is has use for come before the others: it is the first to be done with them. Where V is in
 // K it is so for K, behind the columns that are not of V.
 template <class T>
 struct PieceOrder {
-  static constexpr int K = T::K_PIECES, V = T::V_IN_K ? 0 : T::V_PIECES, ONLY_K = T::V_IN_K ? K - T::V_PIECES : 0;
+  static constexpr int K = T::K_PIECES, ONLY_K = T::V_IN_K ? K - T::V_PIECES : 0;
   static constexpr bool HAS_ORDER = T::V_IN_K;  // of columns of K
 
-  // The places of a turn's K and V.
-  static DEVICE uint32 keys(int turn) { return turn == 0 ? 0 : static_cast<uint32>(turn * (K + V) - V); }
-  static DEVICE uint32 values(int turn, int turns) {
-    if constexpr (T::V_IN_K) return keys(turn) + ONLY_K;
-    return static_cast<uint32>(turn * (K + V) + K + (turn + 1 < turns ? K : 0));
+  // The places of a turn's K, and of a warpgroup's V of it, in their ring.
+  static DEVICE uint32 keys(int turn) {
+    if constexpr (T::V_IN_K) return static_cast<uint32>(turn * K);
+    return static_cast<uint32>(turn / 2 * K + max(turn - 1, 0) * owned_by(turn % 2));
+  }
+  static DEVICE uint32 values(int turn, int turns, int warpgroup) {
+    if constexpr (T::V_IN_K) return keys(turn) + ONLY_K + first(turn, warpgroup);
+    const int tiles = (min(turn + 1, turns - 1) + 2 - warpgroup) / 2;  // of K, the warpgroup's, before it
+    return static_cast<uint32>(turn * owned_by(warpgroup) + tiles * K);
   }
   static constexpr DEVICE int owned_by(int warpgroup) { return warpgroup == 0 ? T::OWN_PIECES : T::V_PIECES - T::OWN_PIECES; }
   // A warpgroup's first piece among those of a turn's V.

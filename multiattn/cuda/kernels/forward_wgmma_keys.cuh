@@ -24,7 +24,7 @@ DEVICE void load_panels(SharedAddress tile, const TensorMap& map, SharedAddress 
 
 // Boxes of a cache, by one warp, of which a lane has one box of every tile. A box whose keys are all beyond the last, or freed, is not
 // loaded: its entry of the table may name anything.
-template <class T, int SLOTS>
+template <class T, class Places>
 class CacheBoxes : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
   using Freed = FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>;
   static constexpr int BOXES_OF_PANEL = T::TILE_N / T::BOX_ROWS;
@@ -39,6 +39,9 @@ class CacheBoxes : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
     if (!T::IS_PAGED || key >= owned_.len_kv || is_freed_box(key)) return 0;
     return owned_.page_of(key);
   }
+
+  // What comes next is a twin's.
+  DEVICE void turn_to(int twin) { place_.turn_to(twin); }
 
   // A block's columns from `column` on, to the next slot.
   template <class Slots>
@@ -69,13 +72,13 @@ class CacheBoxes : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
 
   const typename T::Params& params_;
   const Owned<T>& owned_;
-  RingPlace<SLOTS> place_;
+  Places place_;
 };
 
 // Four warps gather keys one by one with cp.async, so that pages have any size. A warp has a share of the keys of each tile, and
 // a lane knows where one of them is. Eight lanes copy 128 bytes of a key at a time. Copies land late, so a tile is told of as
 // full when LAG younger ones are on their way.
-template <class T, int SLOTS, int LAG>
+template <class T, class Places, int LAG>
 class KeyGather : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
   using Freed = FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>;
   static constexpr int KEYS = T::TILE_N / T::LOADING_WARPS;  // of a warp
@@ -90,6 +93,12 @@ class KeyGather : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
     const int key = first_key(block) + lane() % KEYS;
     if (!T::IS_PAGED || key >= owned_.len_kv || Freed::is_freed(key)) return 0;
     return owned_.page_of(key);
+  }
+
+  // What comes next is a twin's. Nothing is left untold.
+  DEVICE void turn_to(int twin) {
+    place_.turn_to(twin);
+    told_.turn_to(twin);
   }
 
   // A block's columns from `column` on, to the next slot. Keys beyond the last, or freed, and columns beyond COLUMNS become zeros.
@@ -146,7 +155,7 @@ class KeyGather : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
 
   const SplitParams& params_;
   const Owned<T>& owned_;
-  RingPlace<SLOTS> place_, told_;
+  Places place_, told_;
   int loaded_ = 0;  // tiles that were not told of
 };
 
@@ -165,7 +174,7 @@ class BoxLoader {
 
  private:
   const typename T::Params& params_;
-  CacheBoxes<T, T::STAGES> boxes_;
+  CacheBoxes<T, RingPlace<T::STAGES>> boxes_;
 };
 
 // Whole tiles of keys that are gathered.
@@ -190,7 +199,7 @@ class GatherLoader {
 
  private:
   const SplitParams& params_;
-  KeyGather<T, T::STAGES, LAG> keys_;
+  KeyGather<T, RingPlace<T::STAGES>, LAG> keys_;
 };
 
 // A row of V that no key is for may hold anything where boxes bring it, and a weight of zero would make NaN of a NaN: `count` rows of

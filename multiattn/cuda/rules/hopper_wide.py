@@ -25,20 +25,12 @@ _sm90 = partial(_rule, "sm90")
 _emulated = partial(_rule, "cpu", why=_EMULATED, only_named=True)
 
 _FORWARD = TwinConfig(tile_m=64, tile_n=64)
-_FAULT = (
-    "launch failures in causal calls by turns with kernels of Triton or cuTile, cause unknown; none alone, by turns "
-    "with PyTorch's, or over latent caches. "
-)
-"""The reason why callers must name what has K and V of their own. H200 2026-11-30, B=4 H=4 D=512 N=4096."""
 TWIN_RULES: tuple[Rule[TwinConfig], ...] = (
     _sm90(
         _FORWARD,
         _H200
-        + "By name alone: "
-        + _FAULT
-        + "Full / causal, and with tiling of q, k and v: D=512 N=512 458 / 326 TFLOPS, 279 / 164; D=384 N=4096 669, "
-        "298; D=320 N=2048 365, 265; D=264 N=2048 causal 251, 149; D=512 N=4096 698, N=16384 causal 621",
-        only_named=True,
+        + "full / causal, and with tiling of q, k and v: D=512 N=512 458 / 326 TFLOPS, 279 / 164; D=384 N=4096 669, "
+        "298; D=320 N=2048 365, 265; D=264 N=2048 causal 251, 149; D=512 N=4096 712 / 601, N=16384 747 / 623",
     ),
     _emulated(config=_FORWARD),
 )
@@ -50,7 +42,7 @@ _LATENT_GATHERED = _H200 + "576/512, v in k, B=64 16 heads 8k, pages of 16: 203.
 _WIDE = (
     _H200
     + "D=512 4k and split_keys: B=16 64/2 77.6 us, 121; B=16 64/1 52.5, 110; B=8 16/1, 3 queries 28.8, 54.4. With 16 "
-    "rows that is faster: B=1 16/1 8k 16.9, this 20.2; B=32 16/4 4k, pages of 16 249.8, 269.8. By name alone: "
+    "rows that is faster: B=1 16/1 8k 16.9, this 20.2; B=32 16/4 4k, pages of 16 249.8, 269.8"
 )
 _WIDE_GATHERED = "a guess: as 576/512 has it"
 _ROWS_MAX = 64
@@ -60,12 +52,12 @@ queries of 8k keys: 421 us, 441 as rows of groups."""
 
 def _decode() -> Iterator[Rule[SplitTwinConfig]]:
     """Rules for plain calls of few rows, then for caches; of pages that boxes fit, then of any."""
-    fault = {"head_dim_max": 512, "rows_min": 17, "only_named": True}
+    wide = {"head_dim_max": 512, "rows_min": 17}
     for plain in ({"rows_max": _ROWS_MAX, "lone_max": LONE_MAX}, {"cached": True}):
         yield _sm90(_BOXES, _LATENT, head_dim_min=513, page_multiple=16, **plain)
         yield _sm90(_GATHERED, _LATENT_GATHERED, head_dim_min=513, **plain)
-        yield _sm90(_BOXES, _WIDE + _FAULT, page_multiple=16, **fault, **plain)
-    yield _sm90(_GATHERED, _WIDE_GATHERED, cached=True, **fault)
+        yield _sm90(_BOXES, _WIDE, page_multiple=16, **wide, **plain)
+    yield _sm90(_GATHERED, _WIDE_GATHERED, cached=True, **wide)
 
 
 SPLIT_TWIN_RULES: tuple[Rule[SplitTwinConfig], ...] = (
