@@ -8,7 +8,7 @@ import torch
 from cuda_runs import on_cpu
 from gradient_checks import check, make_tensors, run
 
-from multiattn.cuda import BACKEND, backward_wgmma, backward_wgmma_stored, stream_k
+from multiattn.cuda import BACKEND, backward_wgmma, backward_wgmma_stored, backward_wgmma_wide, stream_k
 from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
 from multiattn.cuda.backward_wgmma_stored import StoredQueriesConfig, WgmmaStoredConfig
 from multiattn.cuda.backward_wgmma_two_pass import WgmmaTwoPassConfig
@@ -27,7 +27,7 @@ from multiattn.problem import Problem
 from multiattn.sequences import Batching
 
 SM90 = ARCHS["sm90"]
-ONE, ORDERED, TWO, STORED = "wgmma", "wgmma_ordered", "wgmma_two_pass", "wgmma_stored"
+ONE, ORDERED, TWO, STORED, WIDE = "wgmma", "wgmma_ordered", "wgmma_two_pass", "wgmma_stored", "wgmma_wide"
 
 
 def plan_of(problem, variant=None, config=None, *, arch=SM90, deterministic=False):
@@ -440,6 +440,41 @@ def test_heads_take_turns_where_ds_is_stored(sizes, options, blocks, monkeypatch
     monkeypatch.setattr(backward_wgmma_stored, "STORED_BYTES", 2 * config.head_bytes(problem))
     assert len(config.rounds(problem)) > 1
     check(plan_of(problem, STORED, config, arch=CPU), q, k, v, dout)
+
+
+@on_cpu
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize(
+    ("sizes", "options", "room", "turns"),
+    [
+        pytest.param((2, 3, 3, 200, 130, 264), {}, 5, [(2, 2)] * 3, id="heads"),
+        pytest.param((1, 4, 2, 260, 300, 264), {"causal": True}, 2, [(1, 2), (1, 1)] * 2, id="queries_of_a_group"),
+        pytest.param((1, 2, 1, 300, 300, 264, 320), {"window": (70, 10)}, 1, [(1, 1)] * 3, id="window"),
+        pytest.param((3, 2, 1, 20, 700, 264, 8), {"window": (50, 0)}, 1, [(1, 1)] * 3, id="keys_that_no_query_sees"),
+        pytest.param((1, 1, 1, 300, 70, 264, 512), {"causal": True}, 8, [(1, 3)], id="queries_that_see_no_key"),
+    ],
+)
+def test_heads_and_queries_take_turns_where_p_and_ds_are_stored(sizes, options, room, turns, blocks, monkeypatch):
+    """There is room for some tiles of 128 queries; where a head of keys has more, its sums stay in fp32."""
+    monkeypatch.setattr(host, "MULTIPROCESSORS", blocks)
+    q, k, v, dout = make_tensors(**dict(zip(SIZES, sizes, strict=False)))
+    problem = Problem.of(q, k, v, **options)
+    config = plan_of(problem, WIDE, arch=CPU).config
+    monkeypatch.setattr(backward_wgmma_wide, "STORED_BYTES", room * config.tile_bytes(problem))
+    plan = plan_of(problem, WIDE, arch=CPU)
+    assert [(it.heads, it.tiles) for it in config.turns(problem)] == turns
+    assert ("key_sums" in areas_of(plan)) == any(tiles < -(-sizes[3] // 128) for _, tiles in turns)
+    check(plan, q, k, v, dout)
+
+
+def test_the_memory_for_p_and_ds_is_bounded():
+    plans = [
+        plan_of(square(8, heads, seq, 1, head_dim=512), WIDE) for heads, seq in ((8, 16384), (1, 16384), (1, 65536))
+    ]
+    assert [areas_of(it)["weights"] + areas_of(it)["ds"] >> 20 for it in plans] == [1024] * 3
+    assert [len(it.config.turns(it.problem)) for it in plans] == [8, 8, 128]
+    refused = plans[0].config.why_not(square(64, 1, 1 << 20, 1, head_dim=512), SM90)
+    assert any("for P and dS of 128 queries" in it.got for it in refused)
 
 
 @on_cpu

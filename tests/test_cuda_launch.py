@@ -22,7 +22,7 @@ from multiattn.run import cache
 
 pytestmark = with_nvrtc
 SINKS = torch.zeros(4)
-HOPPER = ("wgmma", "wgmma_ordered", "wgmma_two_pass", "wgmma_stored", "split_keys")
+HOPPER = ("wgmma", "wgmma_ordered", "wgmma_two_pass", "wgmma_stored", "wgmma_wide", "split_keys")
 """Variants whose kernels begin while those before them end."""
 SIZES = {"batch": 2, "seq_q": 300, "seq_kv": 500, "head_dim": 64}
 CASES = {

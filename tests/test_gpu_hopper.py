@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import multiattn
 from multiattn.cuda import backward_wgmma
 from multiattn.operands import Operands
 from multiattn.plan import backend as registry
@@ -37,6 +38,8 @@ FAMILIES: tuple[tuple[str, Direction, str], ...] = (
     ("cuda", "backward", "wgmma_ordered"),
     ("cuda", "backward", "wgmma_two_pass"),
     ("cuda", "backward", "wgmma_stored"),
+    ("cuda", "forward", "wgmma_twin"),
+    ("cuda", "backward", "wgmma_wide"),
     ("triton", "forward", "warp_specialized"),
     ("triton", "backward", "warp_specialized"),
     ("triton", "backward", "warp_specialized_two_pass"),
@@ -47,7 +50,9 @@ NAMES = (
     "descending_causal", "twin_peaks_causal",
 )  # fmt: skip
 """With few head_dims and masks: each has code of its own in every way, which takes most of the time."""
-SHORT = "d64_bf16_causal"
+WIDE = ("wgmma_twin", "wgmma_wide")
+WIDE_NAMES = ("long_d512", "d264_v512_window_sinks", "d320_v256_softcap_alibi", "d384_v320_bias", "d328_negative_scale")
+SHORT, WIDE_SHORT = "d64_bf16_causal", "d264_bf16_causal"
 BY_NAME = {case.name: case for case in CASES}
 LAUNCHES = 2 if ON_CPU else 100
 
@@ -58,6 +63,10 @@ def _deadline() -> Iterator[None]:
     faulthandler.dump_traceback_later(DEADLINE_S * (100 if ON_CPU else 1), exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+def _short(family: tuple[str, Direction, str]) -> str:
+    return WIDE_SHORT if family[2] in WIDE else SHORT
 
 
 def plans(family: tuple[str, Direction, str], name: str) -> Iterator[Plan]:
@@ -74,15 +83,21 @@ def plans(family: tuple[str, Direction, str], name: str) -> Iterator[Plan]:
                 yield found
 
 
-@pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.xdist_group(it)) for it in NAMES])
-@pytest.mark.parametrize("family", FAMILIES, ids="-".join)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(family, name, id="-".join((*family, name)), marks=pytest.mark.xdist_group(name))
+        for family in FAMILIES
+        for name in (WIDE_NAMES if family[2] in WIDE else NAMES)
+    ],
+)
 def test_every_way_computes_attention(family, name, monkeypatch):
     """And its gradients; one process has all of a case, as they share its truth.
 
     Heads of keys come one after another, so that sums of dq are emptied by tiles of earlier ones: at D=128 no case of
     parity has more heads than a section.
     """
-    case = BY_NAME[SHORT if ON_CPU else name]
+    case = BY_NAME[_short(family) if ON_CPU else name]
     monkeypatch.setattr(backward_wgmma, "kv_heads_of_section", lambda *_, **__: 1)
     if family[1] == "backward" and case.no_backward:
         pytest.skip(case.no_backward)
@@ -104,7 +119,7 @@ def test_every_launch_gives_the_same_bits(family):
 
     Of Gluon's backward in one pass dq is summed up in any order, of CUDA's also parts of dk and dv.
     """
-    case = BY_NAME[SHORT if ON_CPU else "long_d64_causal"]
+    case = BY_NAME[_short(family) if ON_CPU else "long_d512" if family[2] in WIDE else "long_d64_causal"]
     inputs, _ = prepare_case(case, DEVICE)
     given = Operands(inputs.q, inputs.k, inputs.v)
     if family[1] == "backward":
@@ -139,3 +154,16 @@ def test_sums_of_dq_are_empty_before_tiles_of_later_heads_add_to_them(monkeypatc
     for _ in range(LAUNCHES):
         for got, wanted in zip(launch_gradients(plan, inputs, saved, upstream).all, truth.all, strict=True):
             wanted.check(got, plan)
+
+
+def test_twins_run_between_other_kernels():
+    """A warpgroup took a slot for full before its twin's piece had come: the GPU failed within seconds."""
+    heads, seq = (1, 200) if ON_CPU else (16, 4096)
+    q, k, v = (torch.randn(1, heads, seq, 512, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    other = torch.randn(seq, seq, device=DEVICE, dtype=torch.bfloat16)
+    first = multiattn.fmha(q, k, v, causal=True, backend="cuda", variant="wgmma_twin")
+    for _ in range(LAUNCHES // 2):
+        out = [multiattn.fmha(q, k, v, causal=True, backend="cuda", variant="wgmma_twin") for _ in range(8)]
+        for _ in range(4):
+            other @ other
+        assert all(torch.equal(it, first) for it in out)

@@ -13,11 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINES = {
-    "multiattn": 58_360,
-    "tests": 30_410,
+    "multiattn": 59_320,
+    "tests": 30_500,
     "parity": 5_630,
     "bench": 9_710,
-    "docs": 4_810,
+    "docs": 4_840,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""

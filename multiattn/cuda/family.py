@@ -1,8 +1,8 @@
 """A kernel family as generic code sees it: a config that answers for its limits, memory, launches and candidates.
 
 Each family is a module: `forward_mma`, `forward_wgmma`, `forward_twin`, `decode_mma`, `decode_wgmma`, `decode_twin`,
-`backward_mma`, `backward_wgmma`, `backward_wgmma_two_pass`, `backward_wgmma_stored`. Code that is for all of them asks
-the config of a Plan.
+`backward_mma`, `backward_wgmma`, `backward_wgmma_two_pass`, `backward_wgmma_stored`, `backward_wgmma_wide`. Code that
+is for all of them asks the config of a Plan.
 """
 
 from __future__ import annotations

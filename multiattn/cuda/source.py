@@ -27,9 +27,9 @@ ForwardParams, WgmmaParams = _STRUCTS["ForwardParams"], _STRUCTS["WgmmaParams"]
 SplitParams, SplitWgmmaParams = _STRUCTS["SplitParams"], _STRUCTS["SplitWgmmaParams"]
 BackwardParams, WgmmaBackwardParams = _STRUCTS["BackwardParams"], _STRUCTS["WgmmaBackwardParams"]
 MaskLists, TileLists, Division = (_STRUCTS[it] for it in ("MaskLists", "TileLists", "Division"))
-StoredHeads = _STRUCTS["StoredHeads"]
+StoredHeads, StoredProducts = _STRUCTS["StoredHeads"], _STRUCTS["StoredProducts"]
 """Parameters that come behind the others: with a block mask, of a packed batch, where tiles are divided, or dS is
-stored."""
+stored, with P or without."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 

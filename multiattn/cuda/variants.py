@@ -12,6 +12,7 @@ from multiattn.cuda.backward_mma import BackwardConfig
 from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
 from multiattn.cuda.backward_wgmma_stored import WgmmaStoredConfig
 from multiattn.cuda.backward_wgmma_two_pass import WgmmaTwoPassConfig
+from multiattn.cuda.backward_wgmma_wide import WgmmaWideConfig
 from multiattn.cuda.decode_mma import CudaSplitConfig
 from multiattn.cuda.decode_twin import SplitTwinConfig
 from multiattn.cuda.decode_wgmma import SplitWgmmaConfig
@@ -28,7 +29,7 @@ from multiattn.cuda.rules.hopper import (
     WGMMA_STORED_RULES,
     WGMMA_TWO_PASS_RULES,
 )
-from multiattn.cuda.rules.hopper_wide import SPLIT_TWIN_RULES, TWIN_RULES
+from multiattn.cuda.rules.hopper_wide import SPLIT_TWIN_RULES, TWIN_RULES, WIDE_BACKWARD_RULES
 from multiattn.layout import VECTOR_BYTES
 from multiattn.mask import KINDS
 from multiattn.plan.arch import ARCHS, Arch
@@ -198,6 +199,14 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         summary="Hopper: as wgmma, but a kernel for dk and dv and one for dq, each gradient in registers",
         capability=_wgmma_capability(scores=True),
         rules=WGMMA_TWO_PASS_RULES,
+    ),
+    _variant(
+        WgmmaWideConfig,
+        name="wgmma_wide",
+        summary="Hopper, heads wider than 256: P and dS are stored, for some heads or queries at a time, and each "
+        "gradient is one product of them",
+        capability=_wgmma_capability(head_dim_max=512, scores=True, packing=False),
+        rules=WIDE_BACKWARD_RULES,
     ),
     _variant(
         BackwardConfig,

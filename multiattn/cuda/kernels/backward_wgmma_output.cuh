@@ -5,16 +5,16 @@
 
 namespace multiattn {
 
-// A gradient[16, D] times `factor`, to rows `stride` elements apart, of which the first `rows` are there.
+// A gradient[16, D] times `factor`, to rows `stride` elements apart, of which the first `rows` are there, and the first `columns`.
 template <class E, int D_2>
-DEVICE void write_rows(uint16* target, int64 stride, int rows, const float (&gradient)[D_2], float factor) {
+DEVICE void write_rows(uint16* target, int64 stride, int rows, const float (&gradient)[D_2], float factor, int columns = 2 * D_2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = accumulator_row(2 * half);
     store_in_quad<2 * D_2 / CHUNK_ELEMENTS>(target + row * stride, row < rows, [&](int chunk) {
       const int i = 4 * chunk + 2 * half;
       return pack<E>(gradient[i] * factor, gradient[i + 1] * factor);
-    });
+    }, columns / CHUNK_ELEMENTS);
   }
 }
 

@@ -40,7 +40,7 @@ class CacheBoxes : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
     return owned_.page_of(key);
   }
 
-  // What comes next is a twin's.
+  // The next tiles are a twin's.
   DEVICE void turn_to(int twin) { place_.turn_to(twin); }
 
   // A block's columns from `column` on, to the next slot.
@@ -95,7 +95,7 @@ class KeyGather : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
     return owned_.page_of(key);
   }
 
-  // What comes next is a twin's. Nothing is left untold.
+  // The next tiles are a twin's. Nothing is left untold.
   DEVICE void turn_to(int twin) {
     place_.turn_to(twin);
     told_.turn_to(twin);

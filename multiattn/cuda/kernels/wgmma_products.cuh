@@ -48,9 +48,9 @@ DEVICE void read_rows(Fragment (&kept)[STEPS], SharedAddress tile, Row row) {
   for (int i = 0; i < COUNT; ++i) kept[i] = reader.load(tile + i / 4 * Tile::PANEL_BYTES, row(), i % 4 * 16);
 }
 
-// A row of CHUNKS chunks, of which each lane of a quad has the pairs of columns `pair(chunk)`: they gather 16 bytes a lane.
+// A row of up to CHUNKS chunks, of which each lane of a quad has the pairs of columns `pair(chunk)`: they gather 16 bytes a lane.
 template <int CHUNKS, class Pair>
-DEVICE void store_in_quad(uint16* row, bool is_there, Pair pair) {
+DEVICE void store_in_quad(uint16* row, bool is_there, Pair pair, int chunks = CHUNKS) {
   const int lane = thread_index() % 4;
   uint16* const own = row + lane * CHUNK_ELEMENTS;
 #pragma unroll
@@ -59,7 +59,7 @@ DEVICE void store_in_quad(uint16* row, bool is_there, Pair pair) {
 #pragma unroll
     for (int w = 0; w < 4; ++w)
       if (chunk + w < CHUNKS) mine.word[w] = pair(chunk + w);
-    store_global_16_if(chunk + lane < CHUNKS && is_there, own + chunk * CHUNK_ELEMENTS, transpose_in_quad(mine));
+    store_global_16_if(chunk + lane < chunks && is_there, own + chunk * CHUNK_ELEMENTS, transpose_in_quad(mine));
   }
 }
 

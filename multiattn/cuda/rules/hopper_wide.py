@@ -7,10 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from multiattn.cuda.backward_wgmma_wide import WgmmaWideConfig
 from multiattn.cuda.decode_mma import LONE_MAX
 from multiattn.cuda.decode_twin import SplitTwinConfig
 from multiattn.cuda.forward_twin import HEAD_DIM_MAX, HEAD_DIM_V_MAX, TwinConfig
-from multiattn.plan.config import C, Rule
+from multiattn.plan.config import COMPILED, C, Rule
 
 _H200 = "H200 2026-11-30, bf16: "
 _EMULATED = "emulated: as on sm90; split_keys and tiling build and run faster"
@@ -64,5 +65,29 @@ SPLIT_TWIN_RULES: tuple[Rule[SplitTwinConfig], ...] = (
     *_decode(),
     _emulated(config=replace(_BOXES, keys_min=64), page_multiple=8),
     _emulated(config=replace(_GATHERED, keys_min=64)),
+)
+"""First match wins."""
+
+_BACKWARD = WgmmaWideConfig()
+_NARROW = "a guess: up to 256 columns gradients stay in registers"
+_BACKWARD_BIAS = replace(_BACKWARD, tile_n=128, score_stages=6)
+WIDE_BACKWARD_RULES: tuple[Rule[WgmmaWideConfig], ...] = (
+    _sm90(
+        _BACKWARD_BIAS,
+        COMPILED + "a bias has no spills, with tiles of 256 keys 66 in a tile of plain scores 12",
+        head_dim_max=512,
+        scored=True,
+        reads_keys=True,
+    ),
+    _sm90(
+        _BACKWARD,
+        _H200
+        + "4 heads of D=512 and two passes of mma.sync: N=4096 full 534, 132 TFLOPS, causal 463, 124; N=16384 full "
+        "546, 134, causal 525, 143; 16 heads on one N=16384 causal 526, 144; 32 heads N=1024 causal 308, 122. Tiles of "
+        "128 keys: kernels of N=4096 2754 us, this 2448",
+        head_dim_max=512,
+    ),
+    _sm90(_BACKWARD, _NARROW, head_dim_min=1, head_dim_max=256, only_named=True),
+    _emulated(config=_BACKWARD, head_dim_min=1, head_dim_max=512),
 )
 """First match wins."""

@@ -166,4 +166,14 @@ struct StoredHeads {
   int32 first_head, heads; // of keys, through the batch: those of the launch
 };
 
+// Behind them where P and dS are stored, of some heads and some of their queries at a time.
+struct StoredProducts {
+  void* weights;           // workspace: P, 64 queries and 64 keys at a time, as `Images` says
+  void* ds;                // like weights
+  float* key_sums;         // workspace: dk and dv of the turns before, in fp32; null: there is one turn
+  int32 first_head, heads;  // of keys, through the batch: those of the launch
+  int32 first_tile, tiles;  // of 128 queries of each query head
+  int32 turn, turns;        // over the queries of these heads
+};
+
 }  // namespace multiattn

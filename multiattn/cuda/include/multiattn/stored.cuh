@@ -1,4 +1,4 @@
-// Where dS of some heads at a time is stored for a kernel of its own that makes dQ.
+// Where dS of some heads at a time is stored for a kernel of its own that makes dQ, or P and dS for one that makes all gradients.
 #pragma once
 #include "multiattn/sequence.cuh"
 
@@ -16,6 +16,15 @@ constexpr bool HAS_LISTS<Stored> = false;  // a band alone says which tiles are 
 template <>
 struct ListsOf<Stored> {
   using Type = StoredHeads;
+};
+
+// In the same place where P is stored, too.
+struct StoredBoth {};
+template <>
+constexpr bool HAS_LISTS<StoredBoth> = false;
+template <>
+struct ListsOf<StoredBoth> {
+  using Type = StoredProducts;
 };
 
 // The heads of keys of a launch: `count` of them from `first` on, which counts through the batch.
@@ -37,5 +46,19 @@ DEVICE char* ds_image(const typename T::Params& params, int head, int keys, int 
   const int64 row = static_cast<int64>(head - params.lists.first_head * backward.group) * backward.tiles_kv + keys;
   return static_cast<char*>(params.lists.ds) + (row * (2 * backward.tiles_q_own) + queries) * DS_IMAGE_BYTES;
 }
+
+
+// P or dS of a launch, whose rows are queries: images of 64 queries and 64 keys as shared memory has them. Those of neighbouring keys
+// are neighbours, in whole tiles of the kernel of scores.
+struct Images {
+  static constexpr int TILE_ROWS = 128, ROWS = 64;  // queries of a tile, and of an image, which has as many keys
+  int of_row, of_head;                              // images; those of a launch are counted in 32 bits
+
+  DEVICE Images(const StoredProducts& stored, int tiles_kv, int tile_n)
+      : of_row(tiles_kv * (tile_n / ROWS)), of_head(of_row * (stored.tiles * (TILE_ROWS / ROWS))) {}
+
+  // The number of an image of a query head of the launch. `queries` and `keys` count images, of queries from the launch's first on.
+  DEVICE int place(int head, int queries, int keys) const { return head * of_head + queries * of_row + keys; }
+};
 
 }  // namespace multiattn

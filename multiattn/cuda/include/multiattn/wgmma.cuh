@@ -19,6 +19,11 @@ template <class E, int N>
 DEVICE void wgmma_ss_mn(float (&d)[N / 2], uint64 a, uint64 b, bool add) {
   Wgmma<E, N>::ss_mn(d, a, b, add);
 }
+// A from shared memory, K-major; B MN-major.
+template <class E, int N>
+DEVICE void wgmma_ss_k_mn(float (&d)[N / 2], uint64 a, uint64 b, bool add) {
+  Wgmma<E, N>::ss_k_mn(d, a, b, add);
+}
 // A from registers, a thread's as for mma.m16n8k16; B K-major.
 template <class E, int N>
 DEVICE void wgmma_rs(float (&d)[N / 2], const uint32 (&a)[4], uint64 b, bool add) {
@@ -53,6 +58,7 @@ DEVICE void wgmma_rs_mn(float (&d)[N / 2], const uint32 (&a)[4], uint64 b, bool 
   struct Wgmma<E, N> {                                                                                    \
     SHARED_A(N, type, ss, "0, 0", list, p0, p1, p2, __VA_ARGS__)                                          \
     SHARED_A(N, type, ss_mn, "1, 1", list, p0, p1, p2, __VA_ARGS__)                                       \
+    SHARED_A(N, type, ss_k_mn, "0, 1", list, p0, p1, p2, __VA_ARGS__)                                     \
     REGISTERS_A(N, type, rs, "0", list, p0, p1, p2, p3, p4, p5, __VA_ARGS__)                              \
     REGISTERS_A(N, type, rs_mn, "1", list, p0, p1, p2, p3, p4, p5, __VA_ARGS__)                           \
   };

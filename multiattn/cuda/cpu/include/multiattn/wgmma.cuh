@@ -22,6 +22,10 @@ inline void wgmma_ss_mn(float (&d)[N / 2], uint64 a, uint64 b, bool add) {
   emulation::wgmma("wgmma_ss_mn", E::EXPONENT == bf16::EXPONENT, N, d, nullptr, a, b, true, true, add);
 }
 template <class E, int N>
+inline void wgmma_ss_k_mn(float (&d)[N / 2], uint64 a, uint64 b, bool add) {
+  emulation::wgmma("wgmma_ss_k_mn", E::EXPONENT == bf16::EXPONENT, N, d, nullptr, a, b, false, true, add);
+}
+template <class E, int N>
 inline void wgmma_rs(float (&d)[N / 2], const uint32 (&a)[4], uint64 b, bool add) {
   emulation::wgmma("wgmma_rs", E::EXPONENT == bf16::EXPONENT, N, d, a, 0, b, false, false, add);
 }
