@@ -352,6 +352,17 @@ def _mla() -> tuple[Cell, ...]:
     )
 
 
+def _wide() -> tuple[Cell, ...]:
+    """Heads of 512, forward and then backward: 4 of each, and 16 on one, as Gemma 4 has them in its global layers."""
+    return tuple(
+        _sized(512, seq, heads=heads, heads_kv=heads_kv, causal=causal, direction=direction)
+        for direction in ("fwd", "bwd")
+        for heads, heads_kv in ((4, None), (16, 1))
+        for seq in (4096, 16384)
+        for causal in (True, False)
+    )
+
+
 _STANDARD = _by_length((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384))
 _BACKWARD = tuple(replace(cell, direction="bwd") for cell in _STANDARD)
 SUITES: Mapping[str, tuple[Cell, ...]] = {
@@ -374,6 +385,7 @@ SUITES: Mapping[str, tuple[Cell, ...]] = {
     "features": _features(),
     "packed": _packed(),
     "mla": _mla(),
+    "wide": _wide(),
     "floors": tuple(it for it in (*_STANDARD, *_BACKWARD) if it.head_dim == 128 and it.seq == 4096),
     "smoke": tuple(
         Cell(batch=1, heads=2, seq=256, head_dim=head_dim, dtype=dtype, causal=causal, layout="bshd")

@@ -16,8 +16,8 @@ LINES = {
     "multiattn": 59_320,
     "tests": 30_500,
     "parity": 5_630,
-    "bench": 9_710,
-    "docs": 4_840,
+    "bench": 9_725,
+    "docs": 4_841,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""
