@@ -131,18 +131,12 @@ def _apart(sums, C: gl.constexpr):
 
 
 @gluon.jit
-def _recomputed(number):
-    """A number made where it stands: what follows from it is not kept in registers across a loop."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _make_scores(tile, step, shared, C: gl.constexpr):
     """Scores of a step, with K as it was kept or from shared memory."""
     ring.await_full(shared.ring_q, step)
     keys = tile.keys
     if not C.k_in_registers:
-        keys = tile_of(shared.k, _recomputed(tile.k_place))
+        keys = tile_of(shared.k, ring.recomputed(tile.k_place))
     return multiply_rows(keys, tile_of(shared.q, step % C.q_stages), C)
 
 
@@ -157,7 +151,7 @@ def _step(walk, next_step, tile, shared, warpgroup: gl.constexpr, C: gl.constexp
     slot = step % C.q_stages
     ring.await_full(shared.ring_dout, step)
     douts = tile_of(shared.dout, step % C.dout_stages)
-    dp = multiply_rows(tile_of(shared.v, _recomputed(tile.v_place)), douts, C)  # [64, 64]
+    dp = multiply_rows(tile_of(shared.v, ring.recomputed(tile.v_place)), douts, C)  # [64, 64]
     if C.early_scores:
         scores = _make_scores(tile, next_step, shared, C)  # [64, 64]
     dv = add_product(weights[0], douts, dv)

@@ -36,15 +36,14 @@ from multiattn.triton.kernels.gluon.scores import (
     add_sink,
     blocks_to_see,
     exponentiate,
+    finish_scores,
     keep_packed,
-    mask_scores,
-    modify,
     pack_weights,
+    raise_max,
     range_of_blocks,
     score_block,
     score_tile,
     sum_of_thread,
-    take_sign,
 )
 from multiattn.triton.kernels.gluon.tiles import (
     add_piece,
@@ -143,21 +142,6 @@ def _skip_blocks(number, place, turn, shared, warpgroup: gl.constexpr, C: gl.con
 
 
 @gluon.jit
-def _finish_scores(scores, block, of_score, tile, AT_BEGIN: gl.constexpr, AT_END: gl.constexpr, C: gl.constexpr):
-    """Products as scores, which have their sign, what modifies them, and the mask."""
-    scores = take_sign(scores, C)
-    scores = modify(scores, tile.first_query, block * C.tile_n, of_score, tile.sizes, C)
-    return mask_scores(scores, tile.first_query, block * C.tile_n, tile.sizes, AT_BEGIN, AT_END, C)
-
-
-@gluon.jit
-def _raise_max(scores, row_max, scale):
-    """The maximum so far, and what older sums and outputs must be multiplied by."""
-    higher = gl.maximum(row_max, gl.max(scores, 1) * scale)
-    return higher, gl.exp2(row_max - higher)
-
-
-@gluon.jit
 def _next_block(
     block, walk, tile, shared, warpgroup: gl.constexpr,
     EXACT_MAX: gl.constexpr, AT_BEGIN: gl.constexpr, AT_END: gl.constexpr, C: gl.constexpr,
@@ -177,9 +161,9 @@ def _next_block(
         of_score = score_block(tile.first_query, block * C.tile_n, of_score, tile.sizes, C)
     scores = warpgroup_mma_wait(C.pieces_v, [scores])
     ring.release(shared.ring_kv, place)
-    scores = _finish_scores(scores, block, of_score, tile, AT_BEGIN, AT_END, C)
+    scores = finish_scores(scores, block, of_score, tile, AT_BEGIN, AT_END, C)
     if EXACT_MAX:
-        row_max, decay = _raise_max(scores, row_max, tile.scale)
+        row_max, decay = raise_max(scores, row_max, tile.scale)
     new_weights = exponentiate(scores, row_max, tile.scale)
     if EXACT_MAX:
         row_sum = row_sum * gl.convert_layout(decay, gl.SliceLayout(1, row_sum.type.layout))[:, None]
@@ -271,8 +255,8 @@ def _attend(
         if above > 0:
             ring.skip(shared.ring_kv, place)
             place += 1
-        scores = _finish_scores(scores, end - 1, of_score, tile, at_begin, at_end, C)
-        row_max, _decay = _raise_max(scores, row_max, tile.scale)
+        scores = finish_scores(scores, end - 1, of_score, tile, at_begin, at_end, C)
+        row_max, _decay = raise_max(scores, row_max, tile.scale)
         scores = exponentiate(scores, row_max, tile.scale)
         row_sum = sum_of_thread(scores, C)
         weights = pack_weights(scores, tile.queries[0])

@@ -34,7 +34,7 @@ class ForwardShared(NamedTuple):
 
 
 @gluon.jit
-def _find(tile, entries, sizes, C: gl.constexpr):
+def find_queries(tile, entries, sizes, C: gl.constexpr):
     """The tile that is begun as number `tile`: batch entry or sequence, head, first query, `at` of queries and keys.
 
     The last tile of a head ends where its queries do, rounded up to those of a warpgroup: the one that is not whole is
@@ -78,7 +78,7 @@ def _send(tile, exact, q_place, place, maps, entries, sizes, shared, C: gl.const
     """All of a tile: Q, and blocks of keys from the last to the first. Returns the next place in the ring of these."""
     q_maps, k_maps, v_maps = maps
     ring_q, ring_kv, words, buffers = shared.ring_q, shared.ring_kv, shared.words, shared.kv_buffers
-    batch, head, first_query, at_q, at_kv = _find(tile, entries, sizes, C)
+    batch, head, first_query, at_q, at_kv = find_queries(tile, entries, sizes, C)
     if C.packed:
         sizes = LaunchSizes(at_q[1], at_kv[1], *sizes[2:])
     head_kv = head // sizes.group

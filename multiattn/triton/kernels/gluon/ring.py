@@ -109,6 +109,12 @@ def await_lanes():
     gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def recomputed(number):
+    """A number made where it stands: what follows from it is not kept in registers across a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], gl.int32, is_pure=False, pack=1)
+
+
 # ---------------------------------------------------------------- words
 
 

@@ -242,6 +242,21 @@ def take_sign(scores, C: gl.constexpr):
 
 
 @gluon.jit
+def finish_scores(scores, block, of_score, tile, AT_BEGIN: gl.constexpr, AT_END: gl.constexpr, C: gl.constexpr):
+    """Products as scores, which have their sign, what modifies them, and the mask."""
+    scores = take_sign(scores, C)
+    scores = modify(scores, tile.first_query, block * C.tile_n, of_score, tile.sizes, C)
+    return mask_scores(scores, tile.first_query, block * C.tile_n, tile.sizes, AT_BEGIN, AT_END, C)
+
+
+@gluon.jit
+def raise_max(scores, row_max, scale):
+    """The maximum so far, and what older sums and outputs must be multiplied by."""
+    higher = gl.maximum(row_max, gl.max(scores, 1) * scale)
+    return higher, gl.exp2(row_max - higher)
+
+
+@gluon.jit
 def exponentiate(scores, base, scale):
     """Weights ``2^(scores * scale - base)``."""
     return gl.exp2(scores * scale - base[:, None])

@@ -58,27 +58,37 @@ def zipped(first, second):
 
 
 @gluon.jit
+def load_piece(map, at, head, row, column, full, buffer, C: gl.constexpr):
+    """Some columns of rows of one head from `row` of its sequence on; `full` expects them."""
+    if C.packed:
+        offset, rows = at
+        tma_load(map, [ROWS, offset + rows, head, ROWS - rows + row, column], full, buffer)
+    else:
+        tma_load(map, [at, head, row, column], full, buffer)
+
+
+@gluon.jit
+def store_piece(map, at, head, row, column, buffer, C: gl.constexpr):
+    """The other way."""
+    if C.packed:
+        offset, rows = at
+        tma_store(map, [ROWS, offset + rows, head, ROWS - rows + row, column], buffer)
+    else:
+        tma_store(map, [at, head, row, column], buffer)
+
+
+@gluon.jit
 def load_tile(maps, at, head, row, full, buffers, slot, C: gl.constexpr):
     """Rows of one head from `row` of its sequence on, not before the first in a packed batch; `full` expects them."""
     for piece in gl.static_range(len(maps)):
-        buffer = buffers[piece].index(slot)
-        if C.packed:
-            offset, rows = at
-            tma_load(maps[piece], [ROWS, offset + rows, head, ROWS - rows + row, piece * C.wide], full, buffer)
-        else:
-            tma_load(maps[piece], [at, head, row, piece * C.wide], full, buffer)
+        load_piece(maps[piece], at, head, row, piece * C.wide, full, buffers[piece].index(slot), C)
 
 
 @gluon.jit
 def store_tile(maps, at, head, row, buffers, slot, C: gl.constexpr):
     """The other way."""
     for piece in gl.static_range(len(maps)):
-        buffer = buffers[piece].index(slot)
-        if C.packed:
-            offset, rows = at
-            tma_store(maps[piece], [ROWS, offset + rows, head, ROWS - rows + row, piece * C.wide], buffer)
-        else:
-            tma_store(maps[piece], [at, head, row, piece * C.wide], buffer)
+        store_piece(maps[piece], at, head, row, piece * C.wide, buffers[piece].index(slot), C)
 
 
 @gluon.jit
