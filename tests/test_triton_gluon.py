@@ -19,7 +19,7 @@ from multiattn.plan.arch import ARCHS
 from multiattn.plan.backend import Plan, find_variant, plan_variant
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import problem_of
-from multiattn.triton import BACKEND, gluon_backward, gluon_two_pass
+from multiattn.triton import BACKEND, gluon_backward, gluon_twin, gluon_two_pass
 from multiattn.triton.bind import image_of
 from multiattn.triton.calls import calls_of
 from multiattn.triton.compile import export_plan, specialise
@@ -61,13 +61,14 @@ def scored(head_dim=128, band=FULL, **modifications):
 
 
 VARIANT = find_variant(BACKEND, "warp_specialized")
+TWINS = find_variant(BACKEND, "warp_specialized_twin")
 ONE, TWO = (find_variant(BACKEND, name, "backward") for name in ("warp_specialized", "warp_specialized_two_pass"))
 """Variants of gradients."""
 
 
 def plan_of(head_dim=128, config=None, variant=VARIANT, **options):
     """The plan of a variant for `problem`, by its rule where there is no config."""
-    direction = "forward" if variant is VARIANT else "backward"
+    direction = "forward" if variant in (VARIANT, TWINS) else "backward"
     found = plan_variant(BACKEND, variant, problem(head_dim, **options), SM90, config, direction=direction)
     assert isinstance(found, Plan), found
     return found
@@ -400,3 +401,25 @@ def test_a_gradient_is_stored_by_threads_that_have_16_bytes_in_a_row(columns):
     assert sum(a != b for a, b in zip(between.lane_bases, stored.lane_bases, strict=True)) <= 1
     if columns >= 32:
         assert [list(it) for it in stored.reg_bases[:3]] == [[0, 1], [0, 2], [0, 4]]
+
+
+# ---------------------------------------------------------------- heads wider than 256
+
+
+@needs_compiler
+@needs_machine_code
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "band"), [(512, 512, FULL), (264, 512, WINDOW)], ids=str)
+def test_twins_keep_their_outputs_in_registers(head_dim, head_dim_v, band):
+    """Each has half of them; and all that a turn needs of descriptors is made where it is used, not kept."""
+    plan = plan_of(head_dim, variant=TWINS, head_dim_v=head_dim_v, band=band, dtype="fp16")
+    (kernel,) = export_plan(plan, ("ptx", "ttgir"))
+    spare = gluon_twin.smem_bytes(plan.config, plan.problem) - kernel.dynamic_smem_bytes
+    assert (kernel.threads, 0 <= spare < BOOKKEEPING_BYTES) == (384, True)
+    ptx, ttgir = kernel.texts["ptx"].decode(), kernel.texts["ttgir"].decode()
+    for verb in (*_VERBS[:1], *_VERBS[2:], "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16"):
+        assert verb in ptx, verb
+    made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg.memdesc<\d+x1xi64", ttgir)
+    (used,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
+    assert len(made) == 9
+    assert set(made) <= set(used.split(", "))
+    assert read_kernel(kernel, plan).hot_spills < 8

@@ -22,6 +22,7 @@ from multiattn.triton.cpu.gluon import run
 from multiattn.triton.cpu.gluon.errors import BarrierError, DeadlockError, GluonError, LayoutError, RaceError
 from multiattn.triton.cpu.gluon.source import as_python
 from multiattn.triton.gluon_forward import GluonConfig, constants_of
+from multiattn.triton.gluon_twin import GluonTwinConfig
 from multiattn.triton.kernels import gluon as kernels
 from multiattn.triton.kernels.gluon import scores
 from multiattn.triton.kernels.gluon.schedule import LaunchSizes
@@ -30,7 +31,7 @@ from parity.launch import prepare_case, problem_of
 from parity.tensors import Outputs
 from parity.tolerance import Mismatch
 
-VARIANT = find_variant(BACKEND, "warp_specialized")
+VARIANT, TWINS = (find_variant(BACKEND, name) for name in ("warp_specialized", "warp_specialized_twin"))
 PLAIN = GluonConfig(tile_m=128, tile_n=64, stages=3)
 _numbers = itertools.count()
 
@@ -38,7 +39,8 @@ _numbers = itertools.count()
 def launched(case, config=PLAIN, seed=None, kernel=None):
     """The outputs of a launch, its plan and the truth; `seed` orders the partitions."""
     inputs, truth = prepare_case(case, CPU)
-    plan = plan_variant(BACKEND, VARIANT, problem_of(case, inputs), ARCHS["cpu"], config)
+    variant = TWINS if type(config) is TWINS.config_type else VARIANT
+    plan = plan_variant(BACKEND, variant, problem_of(case, inputs), ARCHS["cpu"], config)
     assert isinstance(plan, Plan), plan
     outputs = Outputs.of(plan.problem, CPU)
     given = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks", "captured", "indices")}
@@ -65,6 +67,8 @@ CONFIGS = {
     "dynamic": replace(PLAIN, scheduler="dynamic"),
     "tight": GluonConfig(tile_m=192, tile_n=32, stages=2, pingpong=True, lazy_max=True),
     "slots": GluonConfig(tile_m=128, tile_n=16, stages=5, q_slots=3, lazy_max=True),
+    "twins": GluonTwinConfig(tile_m=64, tile_n=32, piece=64),
+    "twins_deep": GluonTwinConfig(tile_m=64, tile_n=32, piece=64, k_stages=3, v_stages=2, scheduler="static"),
 }
 
 

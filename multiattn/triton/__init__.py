@@ -13,7 +13,7 @@ from multiattn.plan.backend import Backend, Direction, Launcher, Op, Plan, Varia
 from multiattn.plan.ladder import rung_variants
 from multiattn.plan.support import Reason
 from multiattn.plan.toolchain import probe_gpu, probe_release, version_of
-from multiattn.triton import decode, gluon_backward, gluon_forward, gluon_two_pass, plain, plain_backward
+from multiattn.triton import decode, gluon_backward, gluon_forward, gluon_twin, gluon_two_pass, plain, plain_backward
 from multiattn.triton.families import candidates
 from multiattn.triton.hashing import hashing
 from multiattn.triton.ladder import STEPS
@@ -76,6 +76,13 @@ _FORWARD = (
         rules=rules_of(gluon_forward.VARIANT),
         summary="Gluon for Hopper: a warp that loads by TMA, warpgroups that compute by wgmma",
         capability=_ON_HOPPER,
+    ),
+    gluon_twin.FAMILY.variant(
+        gluon_twin.VARIANT,
+        rules=rules_of(gluon_twin.VARIANT),
+        summary="Gluon for Hopper and wide heads: two warpgroups of the same rows, each with half of the outputs, take "
+        "turns at blocks of keys; a warp that loads by TMA",
+        capability=replace(_ON_HOPPER, head_dim_max=plain.WIDE_CAPABILITY.head_dim_max),
     ),
     *rung_variants(
         STEPS,

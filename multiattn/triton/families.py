@@ -10,7 +10,7 @@ from multiattn.plan.backend import Direction, Plan, Variant
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import most_multiprocessors
 from multiattn.problem import Problem
-from multiattn.triton import decode, gluon_backward, gluon_forward, gluon_two_pass, plain, plain_backward
+from multiattn.triton import decode, gluon_backward, gluon_forward, gluon_twin, gluon_two_pass, plain, plain_backward
 from multiattn.triton.family import Areas, TritonFamily, TritonLaunch, list_table
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.table import Assumed, KernelTable
@@ -18,6 +18,7 @@ from multiattn.triton.table import Assumed, KernelTable
 FAMILIES: Mapping[tuple[Direction, str], TritonFamily] = {
     ("forward", decode.VARIANT): decode.FAMILY,
     ("forward", gluon_forward.VARIANT): gluon_forward.FAMILY,
+    ("forward", gluon_twin.VARIANT): gluon_twin.FAMILY,
     **{("forward", rung): plain.FAMILY for rung in STEPS},
     ("backward", gluon_backward.VARIANT): gluon_backward.FAMILY,
     ("backward", gluon_two_pass.VARIANT): gluon_two_pass.FAMILY,

@@ -196,17 +196,21 @@ def constants_of(
     )
 
 
-def descriptors(problem: Problem, rows_of: Mapping[str, int]) -> dict[str, Parameter]:
-    """Tensor maps of tensors by their names, of so many rows of one head, then those of the narrow piece, or None."""
+def descriptors(problem: Problem, rows_of: Mapping[str, int], piece: int | None = None) -> dict[str, Parameter]:
+    """Tensor maps of tensors by their names, of so many rows of one head, then those of the narrow piece, or None.
+
+    Where all pieces have `piece` columns, they are the first ones alone.
+    """
     found: dict[str, Parameter] = {}
     wide, narrow = pieces_of(problem.head_dim, problem.head_dim_v)
-    for piece, columns, begin in (("map", wide, 0), ("narrow", narrow, wide)):
+    pieces = (("map", wide, 0), ("narrow", narrow, wide)) if piece is None else (("map", piece, 0),)
+    for kind, columns, begin in pieces:
         for name, rows in rows_of.items():
             layout = problem.layouts[name]
             is_there = layout.shape[-1] > begin
             layout = layout if problem.packing is None else ragged(layout)
             described = Descriptor(of=name, layout=layout, rows=rows, columns=columns)
-            found[f"{name}_{piece}"] = given(is_there, described)
+            found[f"{name}_{kind}"] = given(is_there, described)
     return found
 
 
@@ -232,6 +236,7 @@ def walking_table(
     factors: Mapping[str, Parameter],
     tile: tuple[str, int, int],
     registers: int,
+    piece: int | None = None,
 ) -> KernelTable:
     """The table of a kernel whose blocks walk over tiles.
 
@@ -244,6 +249,7 @@ def walking_table(
         factors: rows before the sizes.
         tile: "q" or "kv", whose rows blocks own, and how many of them: in a tile, and in one that a list has.
         registers: of a thread at launch.
+        piece: columns of every piece of a row, where they have as many.
     """
     problem, packing, (side, rows, listed) = launch.problem, launch.problem.packing, tile
     length, heads, name = problem.seq_q, problem.heads_q, "query_list"
@@ -268,7 +274,7 @@ def walking_table(
         "tiles_q": NONE if launch.plan.direction == "forward" else Integer(value=tiles_of_queries(problem)),
     }
     parameters: dict[str, Parameter] = {
-        **descriptors(problem, maps),
+        **descriptors(problem, maps, piece),
         **own,
         name: given(packing is not None, Tensor(of=name)),
         "counter": given(constants.is_dynamic, Tensor(of=abi.WORKSPACE)),

@@ -12,6 +12,8 @@ from multiattn.triton.gluon_backward import RULES as GLUON_BACKWARD
 from multiattn.triton.gluon_backward import GluonBackwardConfig
 from multiattn.triton.gluon_forward import VARIANT as GLUON
 from multiattn.triton.gluon_forward import GluonConfig
+from multiattn.triton.gluon_twin import VARIANT as GLUON_TWIN
+from multiattn.triton.gluon_twin import GluonTwinConfig
 from multiattn.triton.gluon_two_pass import VARIANT as GLUON_TWO_PASS
 from multiattn.triton.gluon_two_pass import GluonTwoPassConfig
 from multiattn.triton.ladder import STEPS
@@ -39,6 +41,7 @@ _CPU: Mapping[str, tuple[Rule[Any], ...]] = {
         )
         for head_dims, tile_m in (((1, 128), 192), ((129, 256), 128))
     ),
+    GLUON_TWIN: (_interpreted((257, 512), GluonTwinConfig(tile_m=64, tile_n=64, piece=128)),),
     GLUON_BACKWARD: (
         _interpreted(
             (1, 64),

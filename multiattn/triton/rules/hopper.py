@@ -15,6 +15,8 @@ from multiattn.plan.tuned import tuned_rules
 from multiattn.triton.gluon_backward import RULES as GLUON_BACKWARD
 from multiattn.triton.gluon_backward import GluonBackwardConfig
 from multiattn.triton.gluon_forward import VARIANT, GluonConfig
+from multiattn.triton.gluon_twin import VARIANT as GLUON_TWIN
+from multiattn.triton.gluon_twin import GluonTwinConfig
 from multiattn.triton.gluon_two_pass import VARIANT as GLUON_TWO_PASS
 from multiattn.triton.gluon_two_pass import GluonTwoPassConfig
 from multiattn.triton.rules.shorthand import BANDED, FULL, backward, by_descriptors, forward, rule
@@ -107,8 +109,20 @@ _GLUON_TWO_PASS = (
     _two_pass(193, 256, (2, 2, 2, 1), _SECOND + "446 TFLOPS full, 433 causal; cuDNN in turns 354 and 329"),
 )  # fmt: skip
 
+
+def _twin(low: int, high: int, why: str, **more: Any) -> Rule[GluonTwinConfig]:
+    """For callers that name it, until it is measured."""
+    return rule(_SM90, (low, high), why, GluonTwinConfig(tile_m=64, tile_n=64, piece=128, **more), only_named=True)
+
+
+_GLUON_TWIN = (
+    _twin(257, 384, COMPILED + "no spills, and a second buffer of K fits", k_stages=2),
+    _twin(385, 512, COMPILED + "no spills in a loop"),
+)
+
 RULES: Mapping[str, tuple[Rule[Any], ...]] = {
     VARIANT: tuned_rules("triton", VARIANT, GluonConfig),
+    GLUON_TWIN: _GLUON_TWIN,
     "full": (
         *by_descriptors(
             *forward(_SM90, (1, 64), _H200 + "469 TFLOPS; 64x64, 3 stages 435", (64, 128, 4, 2), masks=FULL),

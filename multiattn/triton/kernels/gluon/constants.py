@@ -135,6 +135,59 @@ class GluonConstants(HopperConstants):
         return TILE_WORDS + self.warpgroups
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TwinConstants(HopperConstants):
+    """Constants of the forward whose two warpgroups own columns of the same rows. All pieces have `wide` columns."""
+
+    has_sinks: bool
+    """Each head has one more column: a logit, and no value."""
+    scale_sign: int
+    """1, -1 or 0: the sign of the scale."""
+    k_stages: int
+    v_stages: int
+    loads_early: bool = False
+    """As in `GluonConstants`."""
+    tile_m = WARPGROUP_ROWS
+    lazy_max = False
+    sequence_words = 4
+    """The first of those that say where a packed tile's sequence is; before them is which tile a block has."""
+
+    @property
+    def words(self) -> int:
+        """Words that say what the tile is."""
+        return self.sequence_words + (SEQUENCE_WORDS if self.packed else 0)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of q and k."""
+        return -(-self.head_dim // self.wide)
+
+    @property
+    def pieces_v(self) -> int:
+        """Pieces of v and out, at least one for each warpgroup: of narrow ones the second is beyond the columns."""
+        return max(2, -(-self.head_dim_v // self.wide))
+
+    @property
+    def begins(self) -> tuple[int, int]:
+        """The first piece of v and out that each warpgroup has."""
+        return 0, (self.pieces_v + 1) // 2
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The first that it has not, nor any after it."""
+        return self.begins[1], self.pieces_v
+
+    @property
+    def columns(self) -> int:
+        """Columns of a tile of q or k, in all of its pieces."""
+        return self.wide * self.pieces
+
+    @property
+    def columns_v(self) -> int:
+        """Columns of a tile of v or out."""
+        return self.wide * self.pieces_v
+
+
 # ---------------------------------------------------------------- gradients
 
 

@@ -90,6 +90,43 @@ def skip(ring, place):
     release(ring, place)
 
 
+# ---------------------------------------------------------------- of pieces
+
+# A ring may have tiles in pieces, each with barriers of its own. Places are those of tiles, whose slots are together.
+
+
+@gluon.jit
+def slot_of_piece(ring, place, piece: gl.constexpr, PIECES: gl.constexpr):
+    """The slot that has a piece of the tile at `place`."""
+    return place % (ring.full.shape[0] // PIECES) * PIECES + piece
+
+
+@gluon.jit
+def _phase(ring, place, PIECES: gl.constexpr):
+    return (place // (ring.full.shape[0] // PIECES)) & 1
+
+
+@gluon.jit
+def await_full_piece(ring, place, piece: gl.constexpr, PIECES: gl.constexpr):
+    """Until a piece of the tile at `place` is there."""
+    mbarrier.wait(ring.full.index(slot_of_piece(ring, place, piece, PIECES)), _phase(ring, place, PIECES))
+
+
+@gluon.jit
+def await_empty_piece(ring, place, piece: gl.constexpr, PIECES: gl.constexpr):
+    """Until nobody needs what was in its slot before."""
+    mbarrier.wait(ring.empty.index(slot_of_piece(ring, place, piece, PIECES)), _phase(ring, place, PIECES) ^ 1)
+
+
+@gluon.jit
+def release_piece(ring, place, piece: gl.constexpr, PIECES: gl.constexpr):
+    """A warpgroup is done with it: see `release`."""
+    mbarrier.arrive(ring.empty.index(slot_of_piece(ring, place, piece, PIECES)))
+
+
+# ---------------------------------------------------------------- launches
+
+
 @gluon.jit
 def await_launch_before():
     """Until all that the launch before this one wrote is there."""
