@@ -297,6 +297,8 @@ def rows(*found, at_night=False):
             ("triton", "forward", "warp_specialized", 256, CAUSAL | SOFTCAP),
             ("triton", "forward", "warp_specialized", 64, PACKED | CAUSAL),
             ("triton", "forward", "warp_specialized", 128, PACKED),
+            ("triton", "forward", "warp_specialized_twin", 320, PACKED | CAUSAL),
+            ("triton", "forward", "warp_specialized_twin", 512, BIAS),
             ("triton", "backward", "warp_specialized", 64, WINDOW),
             ("triton", "backward", "warp_specialized", 64, SOFTCAP),
             ("triton", "backward", "warp_specialized", 64, SLOPES),

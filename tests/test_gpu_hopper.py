@@ -41,6 +41,7 @@ FAMILIES: tuple[tuple[str, Direction, str], ...] = (
     ("cuda", "forward", "wgmma_twin"),
     ("cuda", "backward", "wgmma_wide"),
     ("triton", "forward", "warp_specialized"),
+    ("triton", "forward", "warp_specialized_twin"),
     ("triton", "backward", "warp_specialized"),
     ("triton", "backward", "warp_specialized_two_pass"),
 )
@@ -50,7 +51,7 @@ NAMES = (
     "descending_causal", "twin_peaks_causal",
 )  # fmt: skip
 """With few head_dims and masks: each has code of its own in every way, which takes most of the time."""
-WIDE = ("wgmma_twin", "wgmma_wide")
+WIDE = ("wgmma_twin", "wgmma_wide", "warp_specialized_twin")
 WIDE_NAMES = ("long_d512", "d264_v512_window_sinks", "d320_v256_softcap_alibi", "d384_v320_bias", "d328_negative_scale")
 SHORT, WIDE_SHORT = "d64_bf16_causal", "d264_bf16_causal"
 BY_NAME = {case.name: case for case in CASES}
