@@ -123,6 +123,8 @@ def changed(folder, file, old="", new=""):
         path.write_text(text.replace("multiattn.triton.kernels.gluon", name))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
+        if "twin" in file:
+            return importlib.import_module(f"{name}.forward_twin").attention_twins
         return importlib.import_module(f"{name}.forward").attention_forward
 
 
@@ -142,10 +144,11 @@ class Bug(NamedTuple):
 
 
 TWO_SLOTS = replace(PLAIN, q_slots=2)
+PAIR = CONFIGS["twins"]
 AWAIT_FULL = "    ring.await_full(shared.ring_kv, place)\n"
 SCORES_WAIT = "    scores = warpgroup_mma_wait(C.pieces_v, [scores])\n"
 RELEASE = "    ring.release(shared.ring_kv, place)\n"
-SIGN = "    scores = _finish_scores(scores, block, "
+SIGN = "    scores = finish_scores(scores, block, "
 EXPECT = "mbarrier.expect(full, 2 * rows * columns)"
 LAST_WORD = "    ring.write_word(shared.words, slot * C.words + END, ring.NO_TILE)\n"
 LAST_ARRIVAL = "    mbarrier.arrive(shared.ring_q.full.index(slot))\n"
@@ -230,6 +233,22 @@ BUGS = {
     "rows before the first are stored": Bug(
         "forward.py", "    if first_query >= 0:  # a store", "    if True:  # a store", GluonError,
         "an illegal instruction", case=BY_NAME["len_129x257_full"],
+    ),
+    "a twin's maxima not asked for": Bug(
+        "forward_twin.py", "row_max = shared.maxima.index(twin).load(C.row)", "row_max = walk.row_max", Mismatch,
+        config=PAIR,
+    ),
+    "a twin's weights not waited for": Bug(
+        "forward_twin.py", "    mbarrier.wait(shared.handed.index(twin), walk.received & 1)\n", "", RaceError,
+        "a (product's )?read of buffer", config=PAIR,
+    ),
+    "weights that wgmma cannot see": Bug(
+        "forward_twin.py", "    fence_async_shared()\n    mbarrier.arrive(shared.handed",
+        "    mbarrier.arrive(shared.handed", RaceError, "without a fence_async_shared", config=PAIR,
+    ),
+    "sums of a twin not waited for": Bug(
+        "forward_twin.py", "    mbarrier.wait(shared.summed.index(twin), q_place & 1)\n", "", RaceError,
+        "a (product's )?read of buffer|never written", config=PAIR,
     ),
     "an instruction that the interpreter does not know": Bug(
         "scores.py", '"mov.b32 $0, $1;"', '"brev.b32 $0, $1;"', NotImplementedError, r"no brev\.b32",
