@@ -416,7 +416,7 @@ def test_twins_keep_their_outputs_in_registers(head_dim, head_dim_v, band):
     spare = gluon_twin.smem_bytes(plan.config, plan.problem) - kernel.dynamic_smem_bytes
     assert (kernel.threads, 0 <= spare < BOOKKEEPING_BYTES) == (384, True)
     ptx, ttgir = kernel.texts["ptx"].decode(), kernel.texts["ttgir"].decode()
-    for verb in (*_VERBS[:1], *_VERBS[2:], "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16"):
+    for verb in (*_VERBS[:1], *_VERBS[2:], f"wgmma.mma_async.sync.aligned.m64n{plan.config.piece}k16.f32.f16.f16"):
         assert verb in ptx, verb
     made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg.memdesc<\d+x1xi64", ttgir)
     (used,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)

@@ -8,6 +8,7 @@ for the tiles of descriptors. Measured with Triton 3.6.0, bf16, B=4 N=4096 H*D=2
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from multiattn.plan.config import COMPILED, Rule
@@ -110,14 +111,18 @@ _GLUON_TWO_PASS = (
 )  # fmt: skip
 
 
-def _twin(low: int, high: int, why: str, **more: Any) -> Rule[GluonTwinConfig]:
-    """For callers that name it, until it is measured."""
-    return rule(_SM90, (low, high), why, GluonTwinConfig(tile_m=64, tile_n=64, piece=128, **more), only_named=True)
-
-
+_TWIN = GluonTwinConfig(tile_m=64, tile_n=64)
+_TWIN_WHY = (
+    "H200 2026-11-30, D=512, causal N=16384, 4 heads, 16 on one: 479, 550 TFLOPS, pieces of 128 columns 451, 539, of "
+    "64 433, 509; plain tiles of 32 keys 190, 193. By graphs N=4096 full 661, 649, plain 182, causal 559, 552, 173"
+)
+_TWIN_320 = "H200 2026-11-30, D=320 N=2048 causal: 493 TFLOPS, one buffer of V 482, of 128 columns 328, plain 119"
+_TWIN_384 = "H200 2026-11-30, D=384 N=4096 full: 602 TFLOPS, two buffers of K 589, pieces of 64 columns 564, plain 143"
 _GLUON_TWIN = (
-    _twin(257, 384, COMPILED + "no spills, and a second buffer of K fits", k_stages=2),
-    _twin(385, 512, COMPILED + "no spills in a loop"),
+    rule(_SM90, (257, 320), _TWIN_320, replace(_TWIN, piece=64, k_stages=2, v_stages=2)),
+    rule(_SM90, (321, 384), _TWIN_384, _TWIN),
+    rule(_SM90, (385, 512), COMPILED + "a twin has a piece of v", _TWIN, head_dim_v_max=256),
+    rule(_SM90, (385, 512), _TWIN_WHY, replace(_TWIN, piece=256)),
 )
 
 RULES: Mapping[str, tuple[Rule[Any], ...]] = {
