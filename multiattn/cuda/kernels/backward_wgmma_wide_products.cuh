@@ -110,8 +110,6 @@ class WideProductsProducer {
   DEVICE explicit WideProductsProducer(const typename T::Params& params) : params_(params) {}
 
   DEVICE void run(const WideShare<T>& share) {
-    admit_next_grid();
-    await_earlier_grids();  // images are touched only after this
     for (int head = 0; head < share.heads; ++head)
       for (int block = share.begin; block < share.end; ++block) load(share, head, block);
   }
@@ -259,6 +257,10 @@ DEVICE void make_share(const typename T::Params& params, const WideShare<T>& sha
 
 template <class T>
 DEVICE void backward_wide_products(const typename T::Params& params) {
+  if (thread_index() == 0) {
+    admit_next_grid();
+    await_earlier_grids();  // images, and sums of the turn before, which a share with no step touches at once
+  }
   const int warpgroup = begin_block<WideProductsShared<T>>(params, T::WARPGROUPS * WARPGROUP);
   const WideShare<T> share = WideShare<T>::of(params, static_cast<int>(block_index()));
   if (warpgroup < T::WARPGROUPS) {
