@@ -76,7 +76,7 @@ def rounded_by_themselves(s, b, h, q, kv):
     ("backend", "variant"),
     [
         ("triton", "full"),
-        ("cuda", "split_q+swizzle_qkv"),
+        pytest.param("cuda", "split_q+swizzle_qkv", marks=pytest.mark.nightly),
         pytest.param("triton", "warp_specialized", marks=pytest.mark.nightly),
     ],
 )

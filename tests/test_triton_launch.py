@@ -46,6 +46,8 @@ CASES = {
     "its gradients": ("backward", "two_pass", "sm80", {"window": (16, 1), "sinks": SINKS}),
     "gradients of scores": ("backward", "atomic", "sm80", {"sizes": {"seq_q": 1}, "has_scores": True}),
 }
+AT_NIGHT = ("packed gradients", "its gradients", "warp_specialized_two_pass", "two_pass", "scores")
+"""Those that take longest to compile, of kinds of kernels that others have, too."""
 
 
 def plan_of(case):
@@ -104,7 +106,9 @@ def prepare_with(monkeypatch, plan, kernels):
     return BACKEND.op(plan.direction).prepare(plan), driver, kernels
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(it, marks=pytest.mark.nightly if it in AT_NIGHT else ()) for it in CASES]
+)
 def test_the_driver_is_handed_every_tensor_of_each_kernel(monkeypatch, case):
     plan, given = plan_of(case)
     with warnings.catch_warnings():
@@ -278,7 +282,7 @@ def test_a_kernel_that_fails_holds_up_no_other_and_is_compiled_again(monkeypatch
     assert compile_sources(sources) == ["code of bad", "code of good"]
 
 
-@pytest.mark.parametrize("case", ["packed", "warp_specialized_two_pass"])
+@pytest.mark.parametrize("case", ["packed", pytest.param("warp_specialized_two_pass", marks=pytest.mark.nightly)])
 def test_what_is_compiled_ahead_is_what_a_launch_wants(monkeypatch, tmp_path, case):
     """The launch compiles nothing more."""
     monkeypatch.setattr(compiling, "_known", {})
