@@ -216,7 +216,8 @@ def check_launches(launched, bindings, tensors):
         assert (it.grid, it.block, it.stream) == (binding.grid, (image.threads, 1, 1), 70)
         assert it.smem_bytes == image.dynamic_smem_bytes
         for got, argument in zip(it.parameters, binding.arguments, strict=True):
-            pointers = {0: argument.tensor} if isinstance(argument, abi.Pointer) else getattr(argument, "pointers", {})
+            has_one = isinstance(argument, abi.Pointer | abi.TensorMap)
+            pointers = {0: argument.tensor} if has_one else getattr(argument, "pointers", {})
             for offset, name in pointers.items():
                 if name not in (None, *OPERANDS):
                     known.setdefault(name, int.from_bytes(got[offset : offset + 8], "little"))

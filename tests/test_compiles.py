@@ -282,6 +282,8 @@ def rows(*found, at_night=False):
             ("triton", "forward", "full", 128, WINDOW),
         ),
         *rows(
+            ("triton", "backward", "stored", 512, WINDOW),
+            ("triton", "backward", "stored", 320, BIAS | SOFTCAP),
             ("cuda", "backward", "wgmma_two_pass", 192, SOFTCAP),
             ("triton", "backward", "two_pass", 64, WINDOW),
             ("triton", "forward", "warp_specialized", 128, WINDOW | {"has_sinks": True}),

@@ -276,6 +276,11 @@ ROWS = {
         (200, {"kv_in_registers": True}, "", ""),  # a gradient of D=256 takes 128 registers, K would take 64 more
         (256, {"kv_in_registers": True}, "", ""),
     )),
+    ("triton", "backward", "stored"): (None, (
+        (256, {"products.tile_m": 256}, "", "divisors of tiles of scores"),
+        (256, {"products.stages": 8}, "bytes of shared memory", SMEM),
+        (256, {"part": 8}, "part=8", "powers of two from 16 to 256"),
+    )),
     ("cutile", "forward", "full"): ({"tile_m": 64, "tile_n": 64, "lazy_max": True}, (
         (64, {"tile_m": 48}, "tile_m=48", "powers of two from 16"),
         (64, {"tile_n": 8}, "tile_n=8", "powers of two from 16"),

@@ -8,7 +8,7 @@ import torch
 from cuda_runs import on_cpu
 from gradient_checks import check, make_tensors, run
 
-from multiattn.cuda import BACKEND, backward_wgmma, backward_wgmma_stored, backward_wgmma_wide, stream_k
+from multiattn.cuda import BACKEND, backward_wgmma, backward_wgmma_stored, stream_k
 from multiattn.cuda.backward_wgmma import WgmmaBackwardConfig
 from multiattn.cuda.backward_wgmma_stored import StoredQueriesConfig, WgmmaStoredConfig
 from multiattn.cuda.backward_wgmma_two_pass import WgmmaTwoPassConfig
@@ -21,6 +21,7 @@ from multiattn.cuda.source import Division, PlannedLaunch
 from multiattn.cuda.stream_k import LEAST_RANGE_STEPS, LEAST_SHARE_STEPS, division_of
 from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import RAGGED_ROWS
+from multiattn.plan import schedule
 from multiattn.plan.arch import ARCHS, CPU
 from multiattn.plan.backend import find_variant, make_plan
 from multiattn.problem import Problem
@@ -460,7 +461,7 @@ def test_heads_and_queries_take_turns_where_p_and_ds_are_stored(sizes, options, 
     q, k, v, dout = make_tensors(**dict(zip(SIZES, sizes, strict=False)))
     problem = Problem.of(q, k, v, **options)
     config = plan_of(problem, WIDE, arch=CPU).config
-    monkeypatch.setattr(backward_wgmma_wide, "STORED_BYTES", room * config.tile_bytes(problem))
+    monkeypatch.setattr(schedule, "STORED_BYTES", room * config.tile_bytes(problem))
     plan = plan_of(problem, WIDE, arch=CPU)
     assert [(it.heads, it.tiles) for it in config.turns(problem)] == turns
     assert ("key_sums" in areas_of(plan)) == any(tiles < -(-sizes[3] // 128) for _, tiles in turns)

@@ -15,6 +15,7 @@ from triton.runtime.driver import driver
 
 from multiattn import Problem, explain, fmha
 from multiattn.operands import Operands, Options, with_score
+from multiattn.plan import schedule
 from multiattn.plan.arch import ARCHS, GPU_ARCHS, GRID_MAX
 from multiattn.plan.backend import Plan, find_variant, make_plan, plan_variant
 from multiattn.plan.cubin import read_entry
@@ -24,9 +25,11 @@ from multiattn.triton import BACKEND, GLUON_VARIANTS, decode, plain_backward
 from multiattn.triton.bind import checked_binding
 from multiattn.triton.calls import calls_of
 from multiattn.triton.compile import export_plan, specialise
+from multiattn.triton.families import areas_of
 from multiattn.triton.kernels.forward import attention_forward
 from multiattn.triton.plain import TMA_ARCHS, TritonConfig, smem_bytes, tiles, why_not_fit
 from multiattn.triton.plain_backward import passes, within
+from multiattn.triton.stored_backward import stored_tiles
 
 SM90 = ARCHS["sm90"]
 needs_compiler = pytest.mark.skipif(bool(BACKEND.probe_compiler()), reason=str(BACKEND.probe_compiler()))
@@ -141,6 +144,33 @@ def test_two_passes_agree_to_the_last_bit():
     ways = config, replace(config, heads_together=1), replace(config, descriptors=True)
     first, *others = (run(*tensors, variant="two_pass", config=how, causal=True) for how in ways)
     assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "room", "turns"),
+    [
+        pytest.param((2, 3, 3, 100, 65, 24), {}, 5, [(1, 4)] * 6, id="heads"),
+        pytest.param((1, 4, 2, 130, 150, 24), {"causal": True}, 2, [(1, 2), (1, 2), (1, 1)] * 2, id="a_group"),
+        pytest.param((1, 2, 1, 100, 100, 24, 40), {"window": (35, 5)}, 1, [(1, 1)] * 4, id="window"),
+        pytest.param((3, 2, 1, 20, 350, 24, 8), {"window": (25, 0)}, 1, [(1, 1)] * 3, id="keys_that_no_query_sees"),
+        pytest.param((1, 1, 1, 100, 35, 24, 72), {"causal": True}, 8, [(1, 4)], id="queries_that_see_no_key"),
+    ],
+)
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_heads_and_queries_take_turns_where_p_and_ds_are_stored(sizes, options, room, turns, descriptors, monkeypatch):
+    """There is room for some tiles of 32 queries; where a head of keys has more, its sums stay in fp32."""
+    names = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "head_dim_v")
+    q, k, v, dout = make_tensors(**dict(zip(names, sizes, strict=False)))
+    problem = Problem.of(q, k, v, **options)
+    config = stored_tiles((32, 64, 4, 1), (16, 32, 16, 4, 1), part=16, tiles_together=3, descriptors=descriptors)
+    tiles_of_head = -(-sizes[3] // 32)
+    has_parts = room < tiles_of_head
+    sums = 4 * problem.seq_kv * (problem.head_dim + problem.head_dim_v) if has_parts else 0
+    monkeypatch.setattr(schedule, "STORED_BYTES", room * config.tile_bytes(problem) + sums)
+    plan = make_plan(BACKEND, problem, ARCHS["cpu"], direction="backward", variant="stored", config=config)
+    assert [(it.heads, it.tiles) for it in config.turns(problem)] == turns
+    assert ("dk_sums" in areas_of(plan)) == has_parts
+    gradient_checks.check(plan, q, k, v, dout)
 
 
 # ---------------------------------------------------------------- gradients of a bias

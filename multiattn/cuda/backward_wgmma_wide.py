@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from multiattn.cuda.backward_wgmma import HopperBackwardConfig, mean_columns
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded
@@ -18,7 +18,7 @@ from multiattn.cuda.wgmma import BARRIER_BYTES, BOX_COLUMNS, WARPGROUP_ROWS, WAR
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
-from multiattn.plan.schedule import STORED_BYTES
+from multiattn.plan.schedule import STORED_BYTES, Turn, stored_turns
 from multiattn.plan.support import Reason
 from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
@@ -30,20 +30,6 @@ _COLUMNS_MAX = 256
 _IMAGE_BUFFERS = 2  # of a warpgroup, for P and dS on their way out
 _STORED = 2
 """Tensors that are stored: P and dS."""
-
-
-class Turn(NamedTuple):
-    """A part of a problem that is stored at a time, as `StoredProducts` has it."""
-
-    first_head: int
-    """The first head of keys, through the batch."""
-    heads: int
-    first_tile: int
-    """The first tile of 128 queries, of each query head."""
-    tiles: int
-    turn: int
-    """The number of the turn among those of its heads, of which there are `turns`."""
-    turns: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,16 +77,8 @@ class WgmmaWideConfig(HopperBackwardConfig):
         return _STORED * _TILE_ROWS * padded(problem.seq_kv, self.tile_n) * ELEMENT_BYTES * problem.group
 
     def turns(self, problem: Problem) -> list[Turn]:
-        """Turns have whole heads of keys, or parts of one that are nearly as large."""
-        heads, tiles = problem.batch * problem.heads_kv, -(-problem.seq_q // _TILE_ROWS)
-        head_bytes = self.tile_bytes(problem) * tiles
-        if head_bytes <= STORED_BYTES:
-            each = _even(heads, STORED_BYTES // max(head_bytes, 1))
-            return [Turn(at, min(each, heads - at), 0, tiles, 0, 1) for at in range(0, heads, each)]
-        each = _even(tiles, STORED_BYTES // self.tile_bytes(problem))
-        firsts = range(0, tiles, each)
-        parts = [(at, min(each, tiles - at), turn, len(firsts)) for turn, at in enumerate(firsts)]
-        return [Turn(head, 1, *part) for head in range(heads) for part in parts]
+        """The turns of a launch."""
+        return stored_turns(problem, _TILE_ROWS, self.tile_bytes(problem))
 
     def areas(self, problem: Problem) -> dict[str, int]:
         """Statistics, the counter, P and dS of a turn, and sums of dk and dv where a head of keys has several."""
@@ -209,9 +187,3 @@ def parts_of(head_dim: int) -> tuple[int, int]:
     """Blocks among which columns of a gradient are divided, and the columns of each: whole panels."""
     parts = -(-head_dim // _COLUMNS_MAX)
     return parts, padded(-(-head_dim // parts), BOX_COLUMNS)
-
-
-def _even(count: int, most: int) -> int:
-    """So many of each part that none has more than `most`, but at least one, and all have nearly as many."""
-    parts = -(-count // max(most, 1))
-    return max(-(-count // max(parts, 1)), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from multiattn.packed import USUAL_LENGTH
 from multiattn.plan.arch import GPUS, Arch
@@ -105,6 +106,51 @@ def kv_heads_of_section(problem: Problem, arch: Arch, *, tiles_of_head: int, sha
 def most_multiprocessors(arch: Arch) -> int:
     """The most SMs that a product of an arch has: so many persistent blocks fill any of them. The CPU has one."""
     return max((gpu.sms for gpu in GPUS if gpu.arch == arch.name), default=1)
+
+
+# ---------------------------------------------------------------- turns, where P and dS are stored
+
+
+class Turn(NamedTuple):
+    """A part of a problem whose P and dS are stored at a time."""
+
+    first_head: int
+    """The first head of keys, through the batch."""
+    heads: int
+    first_tile: int
+    """The first tile of scores, of each query head."""
+    tiles: int
+    turn: int
+    """The number of the turn among those of its heads, of which there are `turns`."""
+    turns: int
+
+
+def stored_turns(problem: Problem, rows: int, tile_bytes: int, sums_bytes: int = 0) -> list[Turn]:
+    """Turns have whole heads of keys, or parts of one that are nearly as large; none where `STORED_BYTES` have no tile.
+
+    Args:
+        problem: neither packed nor in a cache.
+        rows: queries of a tile of scores.
+        tile_bytes: memory of a tile of queries, of all heads that share keys.
+        sums_bytes: memory of sums beside them, where a head has parts.
+    """
+    heads, tiles = problem.batch * problem.heads_kv, -(-problem.seq_q // rows)
+    head_bytes = tile_bytes * tiles
+    if head_bytes <= STORED_BYTES:
+        each = _even(heads, STORED_BYTES // max(head_bytes, 1))
+        return [Turn(at, min(each, heads - at), 0, tiles, 0, 1) for at in range(0, heads, each)]
+    if sums_bytes + tile_bytes > STORED_BYTES:
+        return []
+    each = _even(tiles, (STORED_BYTES - sums_bytes) // tile_bytes)
+    firsts = range(0, tiles, each)
+    parts = [(at, min(each, tiles - at), turn, len(firsts)) for turn, at in enumerate(firsts)]
+    return [Turn(head, 1, *part) for head in range(heads) for part in parts]
+
+
+def _even(count: int, most: int) -> int:
+    """So many of each part that none has more than `most`, but at least one, and all have nearly as many."""
+    parts = -(-count // max(most, 1))
+    return max(-(-count // max(parts, 1)), 1)
 
 
 # ---------------------------------------------------------------- columns, where tiles are powers of two

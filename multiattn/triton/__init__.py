@@ -13,7 +13,16 @@ from multiattn.plan.backend import Backend, Direction, Launcher, Op, Plan, Varia
 from multiattn.plan.ladder import rung_variants
 from multiattn.plan.support import Reason
 from multiattn.plan.toolchain import probe_gpu, probe_release, version_of
-from multiattn.triton import decode, gluon_backward, gluon_forward, gluon_twin, gluon_two_pass, plain, plain_backward
+from multiattn.triton import (
+    decode,
+    gluon_backward,
+    gluon_forward,
+    gluon_twin,
+    gluon_two_pass,
+    plain,
+    plain_backward,
+    stored_backward,
+)
 from multiattn.triton.families import candidates
 from multiattn.triton.hashing import hashing
 from multiattn.triton.ladder import STEPS
@@ -93,7 +102,7 @@ _FORWARD = (
         workspace=plain.FAMILY.workspace,
     ),
 )
-_BACKWARD = (  # Gluon's first, then two passes: the faster ones where both were measured
+_BACKWARD = (  # Gluon's first, then those whose bits are the same each time: the faster ones where both were measured
     gluon_backward.FAMILY.variant(
         gluon_backward.VARIANT,
         rules=rules_of(gluon_backward.RULES),
@@ -107,6 +116,12 @@ _BACKWARD = (  # Gluon's first, then two passes: the faster ones where both were
         rules=rules_of(gluon_two_pass.VARIANT),
         summary="Gluon for Hopper: dq, then dk and dv, each by two warpgroups and a warp that loads by TMA",
         capability=_HOPPER_BACKWARD,
+    ),
+    stored_backward.FAMILY.variant(
+        stored_backward.VARIANT,
+        rules=rules_of(stored_backward.VARIANT),
+        summary="for wide heads: P and dS of some heads at a time are stored, and gradients are plain products of them",
+        capability=stored_backward.CAPABILITY,
     ),
     *(
         plain_backward.FAMILY.variant(

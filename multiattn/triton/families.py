@@ -10,7 +10,16 @@ from multiattn.plan.backend import Direction, Plan, Variant
 from multiattn.plan.config import Config
 from multiattn.plan.schedule import most_multiprocessors
 from multiattn.problem import Problem
-from multiattn.triton import decode, gluon_backward, gluon_forward, gluon_twin, gluon_two_pass, plain, plain_backward
+from multiattn.triton import (
+    decode,
+    gluon_backward,
+    gluon_forward,
+    gluon_twin,
+    gluon_two_pass,
+    plain,
+    plain_backward,
+    stored_backward,
+)
 from multiattn.triton.family import Areas, TritonFamily, TritonLaunch, list_table
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.table import Assumed, KernelTable
@@ -22,6 +31,7 @@ FAMILIES: Mapping[tuple[Direction, str], TritonFamily] = {
     **{("forward", rung): plain.FAMILY for rung in STEPS},
     ("backward", gluon_backward.VARIANT): gluon_backward.FAMILY,
     ("backward", gluon_two_pass.VARIANT): gluon_two_pass.FAMILY,
+    ("backward", stored_backward.VARIANT): stored_backward.FAMILY,
     **{("backward", name): plain_backward.FAMILY for name in plain_backward.VARIANTS},
 }
 

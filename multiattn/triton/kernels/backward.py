@@ -42,7 +42,7 @@ def prepare_rows(
     dout,  # pointer, like out
     dlse,  # pointer, fp32 [B, Hq, Sq], contiguous; any pointer where dlse_rows is 0
     delta,  # pointer, fp32 [B, Hq, Sq], contiguous
-    dq_sum,  # pointer, fp32 [B, Hq, Sq, D], contiguous
+    dq_sum,  # pointer, fp32 [B, Hq, Sq, D], contiguous; None where dq is not summed up
     dlse_rows,  # seq_q, or 0 where there is no dlse
     seq_q,
     heads_q,
@@ -50,7 +50,7 @@ def prepare_rows(
     out_strides,  # of out and dout
     C: tl.constexpr,  # multiattn.triton.kernels.constants.TileConstants
 ):
-    """Before the pass: delta of tile_m rows, and zero in their part of dq_sum."""
+    """Before the pass: delta of tile_m rows, and zero in their part of dq_sum if there is one."""
     tile, batch_head = my_tile(seq_q, batch_heads, False, C.tile_m, 1)
     at = (batch_head // heads_q, batch_head % heads_q)
     out = seek(out, out_strides, at, False, C.out_vector, C)
@@ -59,12 +59,13 @@ def prepare_rows(
     dout_tile = load_own(dout, out_strides, first_row, seq_q, C.tile_m, C.width_v, C.out_vector, C)  # [tile_m, pad]
     place = (batch_head, 0, seq_q)
     _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, place, first_row, seq_q, C)
-    dq_sum += (batch_head.to(tl.int64) * seq_q + first_row) * C.width
-    tl.store(
-        dq_sum + tile_offsets(C.width, C.tile_m, C.width, 1, False),
-        tl.full([C.tile_m, C.width.pad], 0.0, tl.float32),
-        mask=inside(first_row, seq_q, C.tile_m, C.width),
-    )
+    if C.one_pass:
+        dq_sum += (batch_head.to(tl.int64) * seq_q + first_row) * C.width
+        tl.store(
+            dq_sum + tile_offsets(C.width, C.tile_m, C.width, 1, False),
+            tl.full([C.tile_m, C.width.pad], 0.0, tl.float32),
+            mask=inside(first_row, seq_q, C.tile_m, C.width),
+        )
 
 
 @triton.jit(do_not_specialize=["seq_q"])
@@ -140,7 +141,7 @@ def gradient_of_queries(
     lse += batch_head.to(tl.int64) * sizes.seq_q
     if C.packed:
         lse += at[0]
-    own = (q_tile, dout_tile, _lse_of_rows(lse, first_row, len_q, C), row_delta)
+    own = (q_tile, dout_tile, lse_of_rows(lse, first_row, len_q, C), row_delta)
     acc = tl.full([C.tile_m, C.width.pad], 0.0, tl.float32)
     tile = (own, kv, strides, first_row, at_kv, band, factors.score, of_score)
     acc = walk_keys(_walk_keys, acc, tile, first_row, band, of_score, lists, False, C)
@@ -300,7 +301,7 @@ def _walk_queries(sums, tile, at, begin, end, blocks, MASKED: tl.constexpr, PART
             dout, strides.dout, at, first_row, seq_q, C.tile_m, C.width_v, True, C.out_vector, C
         )
         rows = first_row + tl.arange(0, C.tile_m)
-        row_lse = _lse_of_rows(lse + sequence, first_row, seq_q, C)  # [tile_m]
+        row_lse = lse_of_rows(lse + sequence, first_row, seq_q, C)  # [tile_m]
 
         raw = tl.dot(k_tile, tl.trans(q_tile))  # [tile_n, tile_m] fp32
         scores, slope = modified_and_slope(
@@ -375,7 +376,7 @@ def _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, place, f
 
 
 @triton.jit
-def _lse_of_rows(lse, first_row, seq_q, C: tl.constexpr):
+def lse_of_rows(lse, first_row, seq_q, C: tl.constexpr):
     """lse ``[tile_m]`` in log2 units; +inf, which leaves no weight, for a row that sees no key or does not exist."""
     rows = first_row + tl.arange(0, C.tile_m)
     row_lse = tl.load(lse + rows, mask=rows < seq_q, other=float("inf"))

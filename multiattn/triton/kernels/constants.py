@@ -185,6 +185,26 @@ class SplitConstants(TileConstants):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StoredConstants(TileConstants):
+    """Constants of the kernels that store P and dS, and of the products of those.
+
+    Of a product `width` is that of its gradient.
+    """
+
+    part: Width
+    """Columns of q, k, v and dout at a time, or of a gradient that a program has; a power of two."""
+    parts: int = 1
+    """Programs among which the columns of a gradient are divided."""
+    score_m: int
+    """Queries of a tile of scores, which `tile_m` divides; so it is with `score_n`."""
+    score_n: int
+    tiles_together: int = 1
+    """Tiles of queries that come before the next tile of keys."""
+    has_turns: bool = False
+    """Sums of a gradient wait for the next turn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MergeConstants:
     """Constants of the kernel that merges parts."""
 

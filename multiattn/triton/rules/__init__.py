@@ -19,9 +19,12 @@ from multiattn.triton.gluon_two_pass import GluonTwoPassConfig
 from multiattn.triton.ladder import STEPS
 from multiattn.triton.rules import ampere, blackwell, decode, hopper
 from multiattn.triton.rules.shorthand import backward, by_descriptors, forward, rule
+from multiattn.triton.stored_backward import VARIANT as STORED
+from multiattn.triton.stored_backward import stored_tiles
 
 _INTERPRETED = "interpreted, 2 cores, 2026-11: few and large tiles take the fewest operations"
 _TILES = (64, 64, 4, 1)
+_STORED_TILES = stored_tiles((128, 64, 4, 1), (64, 32, 64, 4, 1), part=64)
 _ALL_THERE_IS = "interpreted: all that rules of sm90 switch on is run; the fastest config was not looked for"
 
 
@@ -63,6 +66,7 @@ _CPU: Mapping[str, tuple[Rule[Any], ...]] = {
     "full": _both(forward(("cpu",), (1, 512), _INTERPRETED, _TILES, heads_together=2)),
     "atomic": _both(backward(("cpu",), (1, 256), _INTERPRETED, _TILES)),
     "two_pass": _both(backward(("cpu",), (1, 512), _INTERPRETED, _TILES, _TILES)),
+    STORED: _both((rule(("cpu",), (1, 512), _ALL_THERE_IS, _STORED_TILES, only_named=True),)),
 }
 _FAMILIES = (_CPU, hopper.RULES, blackwell.RULES, ampere.RULES)
 

@@ -20,7 +20,8 @@ from multiattn.triton.gluon_twin import VARIANT as GLUON_TWIN
 from multiattn.triton.gluon_twin import GluonTwinConfig
 from multiattn.triton.gluon_two_pass import VARIANT as GLUON_TWO_PASS
 from multiattn.triton.gluon_two_pass import GluonTwoPassConfig
-from multiattn.triton.rules.shorthand import BANDED, FULL, backward, by_descriptors, forward, rule
+from multiattn.triton.rules.shorthand import BANDED, FULL, backward, by_descriptors, forward, rule, stored
+from multiattn.triton.stored_backward import VARIANT as STORED
 
 _SM90 = ("sm90",)
 _H200 = "H200 2026-11-21: "
@@ -36,6 +37,11 @@ _WIDE_TWO_PASS = backward(
 
 _WIDEST_TWO_PASS = backward(
     _SM90, (257, 512), COMPILED + "3 spills in a loop; 32 queries a step 76", (16, 32, 8, 1), (32, 32, 8, 1)
+)
+
+_STORED = (
+    *by_descriptors(*stored(_SM90, COMPILED + "two blocks an SM; what spills is in no loop", (128, 128, 8, 3), 128)),
+    *stored(_SM90, COMPILED + "no spills", (128, 128, 8, 4)),
 )
 
 
@@ -153,6 +159,7 @@ RULES: Mapping[str, tuple[Rule[Any], ...]] = {
     ),
     GLUON_BACKWARD: _GLUON_BACKWARD,
     GLUON_TWO_PASS: _GLUON_TWO_PASS,
+    STORED: _STORED,
     "atomic": (*by_descriptors(*_ONE_PASS), *_ONE_PASS),
     "two_pass": (
         *by_descriptors(

@@ -11,6 +11,7 @@ from multiattn.plan.config import Rule
 from multiattn.triton.decode import TritonSplitConfig, split_tiles
 from multiattn.triton.plain import TMA_ARCHS, TritonConfig, tiles
 from multiattn.triton.plain_backward import TritonBackwardConfig, passes
+from multiattn.triton.stored_backward import stored_tiles
 
 
 def by_descriptors(*rules: Rule[Any]) -> tuple[Rule[Any], ...]:
@@ -61,6 +62,18 @@ def backward(
         return passes(tiles(*keys, **more), None if dq is None else tiles(*dq, **more))
 
     return tuple(replace(it, reads_keys=reads_keys) for it in _rules(arches, head_dims, why, make, masks))
+
+
+def stored(arches: Names, why: str, scores: Numbers, registers: int | None = None) -> tuple[Rule[Any], ...]:
+    """Rules of a backward that stores P and dS, in `stored_tiles` of scores.
+
+    Products have 128 columns where 256 would leave more of them empty. Heads of up to 256 columns are for callers that
+    name it, and have all registers.
+    """
+    narrow = rule(arches, (1, 256), why, stored_tiles(scores, (128, 64, 128, 8, 3)), only_named=True)
+    wide = ((257, 384), (128, 64, 128, 8, 3)), ((385, 512), (128, 64, 256, 8, 4))
+    configs = ((widths, stored_tiles(scores, products, registers=registers)) for widths, products in wide)
+    return (narrow, *(rule(arches, widths, why, config) for widths, config in configs))
 
 
 def decode(
