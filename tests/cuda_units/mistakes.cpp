@@ -500,6 +500,10 @@ MISTAKE_OF(32, load_before_earlier_grids_have_ended, "await_earlier_grids: globa
   load_expected(TILE, arguments, BARRIER, BOX);
   await_earlier_grids();
 }
+MISTAKE_OF(32, store_beside_one_who_awaits, "await_earlier_grids: global memory was touched by a thread that did not wait") {
+  if (first_thread()) await_earlier_grids();
+  else if (is_thread(1)) store_global_16(arguments.c, Chunk{});
+}
 MISTAKE_OF(32, ticket_before_earlier_grids_have_ended, "await_earlier_grids: global memory was touched before it") {
   atomic_add_global(arguments.counter, 1);
   await_earlier_grids();

@@ -189,6 +189,7 @@ Thread& Block::next_thread() {
       if (!thread.done && (!thread.waits_for || thread.waits_for->generation != thread.generation)) return threads_[i];
     }
     if (hopper_->land_youngest()) continue;
+    if (hopper_->end_earlier_grids()) continue;
     const auto awaits_others = [](const Thread& it) { return !it.done && it.waits_for == &ordered_additions; };
     if (!std::any_of(threads_.begin(), threads_.end(), awaits_others)) fail("deadlock:" + who_waits());
     stuck_since_ = ordered_additions.generation;

@@ -363,6 +363,16 @@ void Hopper::check_needs(const char* verb, const Needs& needs) {
 void Hopper::await_earlier_grids() {
   if (touched_[rank()]) block_.fail("await_earlier_grids", "global memory was touched before it");
   ++block_.counters.grid_waits;
+  awaits_earlier_ = true;
+  block_.wait_for("await_earlier_grids", earlier_grids_);
+  if (touched_[rank()]) block_.fail("await_earlier_grids", "global memory was touched by a thread that did not wait");
+}
+
+bool Hopper::end_earlier_grids() {
+  if (!awaits_earlier_) return false;
+  awaits_earlier_ = false;
+  ++earlier_grids_.generation;
+  return true;
 }
 
 // ---- named barriers

@@ -111,9 +111,10 @@ class Hopper {
   // An encoded map, of as many dimensions as the verb gives coordinates.
   static const EncodedMap& check_map(const char* verb, const void* map, BoxPlace place);
 
-  // A grid that waits for earlier ones touches no global memory before.
+  // A grid that waits for earlier ones touches no global memory before. They end as late as they can: when no thread can go on.
   void touch_global() { touched_[rank()] = true; }
   void await_earlier_grids();
+  bool end_earlier_grids();  // false where nobody waits
 
   void named_barrier(const char* verb, int id, int threads, bool wait);
   void set_registers(const char* verb, int count, bool raise);
@@ -156,6 +157,8 @@ class Hopper {
   std::vector<AsyncThread> threads_;
   std::vector<std::unique_ptr<Warpgroup>> warpgroups_;
   std::deque<Load> loads_;
+  Condition earlier_grids_;
+  bool awaits_earlier_ = false;
   std::vector<bool> touched_;  // by each block: global memory
   std::vector<RegisterPool> registers_;  // of each block
 };

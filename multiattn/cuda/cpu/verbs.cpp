@@ -28,6 +28,7 @@ void check_address(const char* verb, SharedAddress address, int bytes) {
 void check_global(const char* verb, const void* address, int bytes) {
   if (reinterpret_cast<std::uintptr_t>(address) % bytes != 0)
     block().fail(verb, "the global address is not aligned to " + std::to_string(bytes) + " bytes");
+  hopper().touch_global();
 }
 
 template <class T>
