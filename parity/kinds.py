@@ -11,10 +11,18 @@ OF_HEADS = ("alibi", "learned_alibi", "head_temperature", "full_bias", "shared_b
 """Callables that tell the query heads of a group apart; the first has no captured tensor, which some kernels refuse."""
 
 
+SLOW = (
+    *("blocks_per_head", "blocks_alibi", "score_mod_composite", "score_mod_periodic", "score_mod_relative_bias"),
+    *("bias_gqa_d256", "alibi_gqa_d128", "window_d512_bf16", "window_d128_fp16", "window_64_0", "window_130_causal"),
+    *("varlen_d192_v128", "varlen_of_one_row", "varlen_fused", "d8_v256_full", "d192_v128_bias", "bias_k"),
+)
+"""Cases that take longest, each with others that show what it shows."""
+
+
 def is_slow(case: Case) -> bool:
-    """True for the sweep over head_dims but for those that tiles are made for: most interpreters take seconds."""
+    """True for the sweep over head_dims but for those that tiles are made for, too: most interpreters take seconds."""
     in_sweep = re.fullmatch(r"d\d+_(fp16|bf16)_(full|causal)", case.name) is not None
-    return in_sweep and case.head_dim not in (8, 40, 64, 128, 256)
+    return case.name in SLOW or (in_sweep and case.head_dim not in (8, 40, 64, 128))
 
 
 def elements_of(case: Case) -> int:

@@ -453,6 +453,7 @@ def test_heads_take_turns_where_ds_is_stored(sizes, options, blocks, monkeypatch
         pytest.param((1, 2, 1, 300, 300, 264, 320), {"window": (70, 10)}, 1, [(1, 1)] * 3, id="window"),
         pytest.param((3, 2, 1, 20, 700, 264, 8), {"window": (50, 0)}, 1, [(1, 1)] * 3, id="keys_that_no_query_sees"),
         pytest.param((1, 1, 1, 300, 70, 264, 512), {"causal": True}, 8, [(1, 3)], id="queries_that_see_no_key"),
+        pytest.param((1, 1, 1, 1100, 300, 8, 8), {}, 9, [(1, 9)], id="more_tiles_than_come_side_by_side"),
     ],
 )
 def test_heads_and_queries_take_turns_where_p_and_ds_are_stored(sizes, options, room, turns, blocks, monkeypatch):

@@ -13,11 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINES = {
-    "multiattn": 59_320,
-    "tests": 30_500,
-    "parity": 5_630,
+    "multiattn": 60_840,
+    "tests": 30_590,
+    "parity": 5_640,
     "bench": 9_725,
-    "docs": 4_841,
+    "docs": 4_865,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from multiattn.cuda.backward_wgmma import HopperBackwardConfig, mean_columns
@@ -40,9 +40,9 @@ class WgmmaWideConfig(HopperBackwardConfig):
     has more, each turn has some of its queries, and sums of dk and dv stay in fp32.
     """
 
-    tile_m: int = limited(one_of(WARPGROUP_ROWS), default=WARPGROUP_ROWS)
+    tile_m: int = limited(one_of(WARPGROUP_ROWS))
     """Queries of a warpgroup, and of a tile of statistics."""
-    tile_n: int = limited(one_of(128, 256), default=256)
+    tile_n: int = limited(one_of(128, 256))
     """Keys of a tile of scores, which has 128 queries."""
     score_stages: int = limited(between(2, 8), default=3)
     """Pieces of 64 columns, of queries and of keys, in the kernel of scores.
@@ -180,7 +180,7 @@ class WgmmaWideConfig(HopperBackwardConfig):
     def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[WgmmaWideConfig]:
         """Tiles of scores, with as many buffers as fit, and steps of products."""
         for (tile_n, score_stages), stages in itertools.product(((256, 4), (256, 3), (128, 6)), (4, 3)):
-            yield replace(cls(), tile_n=tile_n, score_stages=score_stages, stages=stages)
+            yield cls(tile_m=WARPGROUP_ROWS, tile_n=tile_n, score_stages=score_stages, stages=stages)
 
 
 def parts_of(head_dim: int) -> tuple[int, int]:

@@ -68,7 +68,7 @@ SPLIT_TWIN_RULES: tuple[Rule[SplitTwinConfig], ...] = (
 )
 """First match wins."""
 
-_BACKWARD = WgmmaWideConfig()
+_BACKWARD = WgmmaWideConfig(tile_m=64, tile_n=256)
 _NARROW = "a guess: up to 256 columns gradients stay in registers"
 _BACKWARD_BIAS = replace(_BACKWARD, tile_n=128, score_stages=6)
 WIDE_BACKWARD_RULES: tuple[Rule[WgmmaWideConfig], ...] = (
