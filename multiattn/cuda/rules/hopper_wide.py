@@ -28,6 +28,11 @@ _emulated = partial(_rule, "cpu", why=_EMULATED, only_named=True)
 _FORWARD = TwinConfig(tile_m=64, tile_n=64)
 TWIN_RULES: tuple[Rule[TwinConfig], ...] = (
     _sm90(
+        replace(_FORWARD, piece=64),
+        _H200 + "D=320 N=2048 causal 361 TFLOPS, pieces of 192 columns 341, of 128 330",
+        head_dim_max=320,
+    ),
+    _sm90(
         _FORWARD,
         _H200
         + "full / causal, and with tiling of q, k and v: D=512 N=512 458 / 326 TFLOPS, 279 / 164; D=384 N=4096 669, "
