@@ -84,9 +84,7 @@ class TwinFamilyConfig(WgmmaFamilyConfig):
 
     def product(self, problem: Problem) -> int:
         """Columns of the products with V: a piece's, or those of two that lie side by side."""
-        pieces_k, pieces_v = self.pieces(problem.head_dim), self.pieces(problem.head_dim_v)
-        in_pairs = problem.v_in_k and self.slots % pieces_k == 0 and pieces_v % 4 == 0
-        return self.piece * (2 if in_pairs else 1)
+        return self.piece * (2 if problem.v_in_k and self.pieces(problem.head_dim_v) % 4 == 0 else 1)
 
     def checks(self, problem: Problem) -> tuple[Check, ...]:
         """Checks that a head is no wider than the registers, and that slots hold what is in use at a time."""

@@ -31,9 +31,8 @@ struct TwinTraits : Walks<Element, F, PlainParams<Blocked>, Score, Blocked> {
   static constexpr int PIECE_STEPS = PIECE / 16;
   static constexpr int K_PIECES = (F.head_dim + PIECE - 1) / PIECE, V_PIECES = (F.head_dim_v + PIECE - 1) / PIECE;
   static constexpr int OWN_PIECES = (V_PIECES + 1) / 2;  // of V: warpgroup 0's, and the most that warpgroup 1 has
-  // Pieces of V that lie side by side are for one product: two where tiles never wrap around.
-  static constexpr bool IN_PAIRS = F.v_in_k && SLOTS % K_PIECES == 0 && V_PIECES % 4 == 0;
-  static constexpr int PRODUCT_PIECES = IN_PAIRS ? 2 : 1;
+  // Pieces of V that lie side by side are for one product: two where whole tiles fill the ring, which never wrap around.
+  static constexpr int PRODUCT_PIECES = F.v_in_k && V_PIECES % 4 == 0 ? 2 : 1;
   static constexpr int PRODUCTS = OWN_PIECES / PRODUCT_PIECES, PRODUCT = PIECE * PRODUCT_PIECES;
   static constexpr int OWN_COLUMNS = OWN_PIECES * PIECE;
   // A slot's earlier piece must be one that the same warpgroup has waited for: a phase has one bit, and before that piece has come the

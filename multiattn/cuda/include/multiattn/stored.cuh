@@ -47,7 +47,6 @@ DEVICE char* ds_image(const typename T::Params& params, int head, int keys, int 
   return static_cast<char*>(params.lists.ds) + (row * (2 * backward.tiles_q_own) + queries) * DS_IMAGE_BYTES;
 }
 
-
 // P or dS of a launch, whose rows are queries: images of 64 queries and 64 keys as shared memory has them. Those of neighbouring keys
 // are neighbours, in whole tiles of the kernel of scores.
 struct Images {
