@@ -80,7 +80,8 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
 #pragma unroll
   for (int first = 0; first < T::TILE_ROWS; first += AT_ONCE * STRIDE) {
     Chunk out[AT_ONCE], dout[AT_ONCE];
-    float natural[AT_ONCE], behind[AT_ONCE];  // the part of a sum that a lane has of chunks behind its first
+    float natural[AT_ONCE];
+    [[maybe_unused]] float behind[AT_ONCE] = {};  // the part of a sum that a lane has of chunks behind its first
     const auto row_of = [&](int i) { return first + i * STRIDE + thread_index() / T::LANES; };
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
@@ -91,7 +92,6 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
       out[i] = has_chunk ? load_global_16(queries.out() + at) : Chunk{};
       dout[i] = has_chunk ? load_global_16(queries.dout() + at) : Chunk{};
       natural[i] = is_there && lane == 0 ? load_global_4(queries.lse() + query) : -infinity();
-      behind[i] = 0.0f;
       for (int more = T::LANES; more < T::CHUNKS_V; more += T::LANES)
         if (is_there && lane + more < T::CHUNKS_V)
           behind[i] = dot<typename T::Element>(load_global_16(queries.out() + at + more * CHUNK_ELEMENTS),
@@ -100,7 +100,9 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       const int row = row_of(i), query = tile.first_row + row;
-      float sum = sum_of_lanes<T::LANES>(dot<typename T::Element>(out[i], dout[i], behind[i]));
+      float sum = 0.0f;
+      if constexpr (T::CHUNKS_V > T::LANES) sum = behind[i];
+      sum = sum_of_lanes<T::LANES>(dot<typename T::Element>(out[i], dout[i], sum));
       if (lane > 0 || row >= min(round_up(rows, T::TILE_M), T::TILE_ROWS)) continue;
       if (row < rows) {
         if (backward.dlse) sum -= load_global_4(queries.dlse() + query);
