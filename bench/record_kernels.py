@@ -29,6 +29,8 @@ NO_SPILLS_UP_TO = 128
 KNOWN_SPILLS: Mapping[tuple[str, str, str], int] = {
     ("triton", "warp_specialized", "sm90"): 14,
     ("triton", "two_pass", "sm90"): 2,
+    ("triton", "stored", "sm100"): 2,
+    ("triton", "stored", "sm103"): 2,
     ("cutile", "atomic", "sm90"): 13,
     ("cutile", "full", "sm120"): 2,
     ("cutile", "full", "sm121"): 2,
@@ -38,6 +40,7 @@ of Gluon's kernel than the one that its rules were measured with (docs/gluon.md,
 causal D=128 has spilled twice since the kernel lost its second pass; nobody has measured it on these arches. Triton's
 pass over the keys spills twice with a bias at D=64, where Triton 3.6 does not. cuTile's one pass spills up to eight
 times at D=64 with the mask, and thirteen with a packed batch: it was measured so, and the tile that does not is slower.
+Triton's `stored` is by name alone up to D=256, and has the tiles of wider heads.
 """
 _KEPT = re.compile(r"\.(text|nv\.constant(?!4\b)\d+|nv\.shared)(?=\.|$)")
 _RESERVED = ".nv.shared.reserved"

@@ -13,10 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINES = {
-    "multiattn": 60_840,
+    "multiattn": 60_850,
     "tests": 30_590,
     "parity": 5_640,
-    "bench": 9_725,
+    "bench": 9_730,
     "docs": 4_865,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
