@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from multiattn.plan import limits
 from multiattn.plan.arch import ARCHS, Arch
@@ -15,12 +15,12 @@ from multiattn.plan.support import Reason
 from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
 from multiattn.score import LoweredScore
-from multiattn.triton.family import COUNTER, TritonFamily, TritonLaunch
+from multiattn.triton import gluon_forward
+from multiattn.triton.family import TritonLaunch
 from multiattn.triton.gluon_forward import (
     ARCHES,
     BOOKKEEPING_BYTES,
     REGISTERS_MAX,
-    has_end,
     problem_constants,
     walking_table,
 )
@@ -146,16 +146,11 @@ def _candidates(variant: Variant, problem: Problem, arch: Arch) -> Iterator[Gluo
             yield found
 
 
-FAMILY = TritonFamily(
+FAMILY = replace(
+    gluon_forward.FAMILY,
     config=GluonTwinConfig,
     kernels={"attention_twins": "gluon.forward_twin"},
     tables=_tables,
-    tiles=lambda config: (config.tile_m, 0),
-    areas=lambda problem, config: COUNTER if config.is_dynamic else {},
     fits=why_not_fit,
     candidates=_candidates,
-    flag=lambda problem, config: has_end(problem, config) and not problem.is_banded,
-    flag_name="ragged",
-    is_gluon=True,
-    is_emitted=True,
 )
