@@ -33,7 +33,7 @@ def kernel_inputs(found, raw, scale):
         for field, number in zip(fields, values(lower(found.program), found, scale), strict=True)
         if field.kind != "pointer"
     }
-    return {**eager._places(SHAPE, CPU), **numbers, "raw": raw}
+    return {**eager.places_of(SHAPE, CPU), **numbers, "raw": raw}
 
 
 def digest(score_mod, **options):
@@ -139,7 +139,7 @@ def test_infinities_make_no_nan_in_slopes():
         root = found.program.score
         load = next(it for it in found.program.loads)
         for seed in (read("score"), load):
-            places = eager._places(SHAPE, CPU)
+            places = eager.places_of(SHAPE, CPU)
             slope = eager.evaluate(derivative(root, seed), found, {**places, "score": scores_of(SIZES)}, torch.float64)
             assert torch.isfinite(slope).all(), found.program.text
 

@@ -66,7 +66,7 @@ def modified(bound: BoundScore, scores: torch.Tensor, part: Part | None = None) 
     root = bound.program.score
     if root is None:
         return scores
-    places = _places(scores.shape, scores.device, part)
+    places = places_of(scores.shape, scores.device, part)
     return evaluate(root, bound, {**places, "score": scores}, scores.dtype).expand_as(scores)
 
 
@@ -75,7 +75,7 @@ def slope(bound: BoundScore, scores: torch.Tensor, part: Part | None = None) -> 
     root = bound.program.score
     if root is None:
         return torch.ones_like(scores)
-    places = _places(scores.shape, scores.device, part)
+    places = places_of(scores.shape, scores.device, part)
     steepness = derivative(root, read("score"))
     return evaluate(steepness, bound, {**places, "score": scores}, scores.dtype).expand_as(scores)
 
@@ -96,7 +96,7 @@ def gradients(
     root = bound.program.score
     if root is None or not slots:
         return ()
-    inputs = {**_places(scores.shape, scores.device, part), "score": scores}
+    inputs = {**places_of(scores.shape, scores.device, part), "score": scores}
     totals = {it: scores.new_zeros(scores.shape if apart else bound.tensors[it].shape) for it in slots}
     for load in (it for it in walk(root) if it.op == "load" and it.value in totals):
         slope = evaluate(derivative(root, load), bound, inputs, scores.dtype)
@@ -115,10 +115,10 @@ def visible(
 ) -> torch.Tensor | None:
     """The keys that `mask_mod` lets each query see: bool, broadcastable to ``[B, Hq, Sq, Skv]``; None for all."""
     root = bound.program.mask
-    return None if root is None else evaluate(root, bound, _places(shape, device, part), torch.float32)
+    return None if root is None else evaluate(root, bound, places_of(shape, device, part), torch.float32)
 
 
-def _places(shape: tuple[int, ...], device: torch.device, part: Part | None = None) -> dict[str, torch.Tensor]:
+def places_of(shape: tuple[int, ...], device: torch.device, part: Part | None = None) -> dict[str, torch.Tensor]:
     """The inputs of each score, int32, shaped to be broadcast to ``[B, Hq, Sq, Skv]``."""
     part = part or Part(0, 0, shape[2], shape[3])
     places = {}
@@ -126,7 +126,7 @@ def _places(shape: tuple[int, ...], device: torch.device, part: Part | None = No
         index = first + torch.arange(shape[axis], dtype=torch.int32, device=device)
         places[name] = index.view([-1 if it == axis else 1 for it in range(4)])
     for name, length in (("seq_q", part.seq_q), ("seq_kv", part.seq_kv)):
-        places[name] = torch.tensor(length, dtype=torch.int32, device=device)
+        places[name] = torch.full((), length, dtype=torch.int32, device=device)
     return places
 
 
@@ -150,7 +150,7 @@ def evaluate(
         return widest if is_short_leaf else types[node.dtype]
 
     def leaf(value: Any, node: Node) -> torch.Tensor:
-        return torch.tensor(value, dtype=dtype_of(node), device=device)
+        return torch.full((), value, dtype=dtype_of(node), device=device)  # torch.tensor() waits for a GPU
 
     def arguments(node: Node) -> list[torch.Tensor]:
         if compute_dtype == torch.float32:
