@@ -81,24 +81,58 @@ class BlockLists(NamedTuple):
         return dict(zip(self.spec.names, self.tensors, strict=True))
 
 
-def read_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[BlockLists, MaskMod | None]:
+class BlockCounts(NamedTuple):
+    """How many blocks a block mask has of each kind, in all of its lists."""
+
+    full: int
+    partial: int
+    skipped: int
+
+    @classmethod
+    def of(cls, named: Mapping[str, torch.Tensor]) -> BlockCounts:
+        """The counts of lists by name. It reads the counts: on a GPU that waits for the device."""
+        partial, full = (int(named[it].sum()) if it in named else 0 for it in KEYS_OF_QUERIES[::2])
+        return cls(full, partial, named["kv_indices"].numel() - full - partial)
+
+    def __str__(self) -> str:
+        return f"{self.full} full, {self.partial} partial, {self.skipped} skipped, of {sum(self)}"
+
+
+def read_block_mask(
+    block_mask: Any, q: torch.Tensor, k: torch.Tensor, *, has_gradient: bool = True
+) -> tuple[BlockLists, MaskMod | None]:
     """The lists of a `BlockMask` for q ``[B, Hq, Sq, D]`` and k, and its `mask_mod`, None where that hides nothing.
 
-    TypeError or ValueError for another object, and for a mask of other sizes.
+    TypeError or ValueError for another object, and for a mask of other sizes. No value of a list is read here, and one
+    that is int32 and contiguous is taken as it is: a CUDA graph sees what is written to it. Where the `QUERIES_OF_KEYS`
+    are missing they are made on the device; without a gradient nothing reads them, and they are room without values.
     """
-    from torch.nn.attention.flex_attention import BlockMask, noop_mask  # imports SymPy
+    from torch.nn.attention.flex_attention import noop_mask  # imports SymPy
 
     check_block_mask(block_mask, q, k)
-    size_q, size_kv = block_mask.BLOCK_SIZE
-    if block_mask.q_num_blocks is None:
-        names = KEYS_OF_QUERIES
-        given = {name: getattr(block_mask, name) for name in names}
-        block_mask = BlockMask.from_kv_blocks(**given, BLOCK_SIZE=(size_q, size_kv), mask_mod=block_mask.mask_mod)
-    spec = BlockSpec(size_q, size_kv, block_mask.full_kv_num_blocks is not None)
-    tensors = tuple(getattr(block_mask, name).to(torch.int32).contiguous() for name in spec.names)
-    lists, mask_mod = BlockLists(spec, tensors), block_mask.mask_mod
-    check_lists(lists.named, q)
-    return lists, None if mask_mod is noop_mask else mask_mod
+    queries, keys = block_mask.BLOCK_SIZE
+    spec = BlockSpec(queries, keys, block_mask.full_kv_num_blocks is not None)
+    is_one_way = block_mask.q_num_blocks is None
+    given = [name for name in spec.names if not (is_one_way and name in QUERIES_OF_KEYS)]
+    named = {name: getattr(block_mask, name).to(torch.int32).contiguous() for name in given}
+    check_lists(named, q)
+    if is_one_way:
+        make = _transposed if has_gradient else _room_for_transposed
+        named |= zip(spec.names[len(named) :], make(named), strict=True)
+    mask_mod = block_mask.mask_mod
+    return BlockLists(spec, tuple(named.values())), None if mask_mod is noop_mask else mask_mod
+
+
+def _transposed(named: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The lists of blocks of keys by those of blocks of queries."""
+    its = list(named.values())
+    return _listed(*(seen_in_lists(*its[at : at + 2]).mT for at in range(0, len(its), 2)))
+
+
+def _room_for_transposed(named: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    *entries, rows, columns = named["kv_indices"].shape
+    shapes = (*entries, columns), (*entries, columns, rows)
+    return tuple(named["kv_indices"].new_empty(it) for it in shapes * (len(named) // 2))
 
 
 def may_hide_blocks(visible: torch.Tensor) -> bool:
@@ -131,11 +165,7 @@ def lists_of(visible: torch.Tensor) -> tuple[BlockLists, MaskMod]:
     counts = _seen_of_blocks(visible)
     full = counts == BLOCK * BLOCK
     partial = (counts > 0) ^ full
-    of_queries, of_keys = (partial, full), (partial.mT, full.mT)
-    if not is_compiling() and partial.shape == partial.mT.shape:  # one sort, and a third less for the host to do
-        tensors = _listed(*of_queries, *of_keys)
-    else:
-        tensors = (*_listed(*of_queries), *_listed(*of_keys))
+    tensors = _listed_both_ways(partial, full)
 
     def see(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
         return visible[b if batch != 1 else 0, h if heads != 1 else 0, i, j]
@@ -156,6 +186,25 @@ def _seen_of_blocks(visible: torch.Tensor) -> torch.Tensor:
         whole = whole.contiguous()
     words: torch.Tensor = whole.view(torch.int64).unflatten(3, (columns, BLOCK // 8)).unflatten(2, (rows, BLOCK))
     return words.sum(3).view(torch.uint8).sum(4, dtype=torch.int32)
+
+
+def _listed_both_ways(partial: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The `LISTS` of blocks that are seen in part and whole, bools ``[B|1, H|1, rows, columns]``."""
+    of_queries, of_keys = (partial, full), (partial.mT, full.mT)
+    if not is_compiling() and partial.shape == partial.mT.shape:  # one sort, and a third less for the host to do
+        return _listed(*of_queries, *of_keys)
+    return (*_listed(*of_queries), *_listed(*of_keys))
+
+
+def listed_mask(
+    partial: torch.Tensor, full: torch.Tensor, shape: Shape, sizes: tuple[int, int], mask_mod: MaskMod
+) -> Any:
+    """FlexAttention's `BlockMask` of scores ``[B, H, Sq, Skv]`` in blocks that are seen in part and whole."""
+    from torch.nn.attention.flex_attention import BlockMask  # imports SymPy
+
+    tensors = (it.expand(*shape[:2], *it.shape[2:]).contiguous() for it in _listed_both_ways(partial, full))
+    lists = dict(zip(LISTS, tensors, strict=True))
+    return BlockMask(seq_lengths=tuple(shape[2:]), **lists, BLOCK_SIZE=sizes, mask_mod=mask_mod)
 
 
 def _listed(*seen: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -201,12 +250,18 @@ def seen_blocks(
 
 
 def _dense(counts: torch.Tensor, indices: torch.Tensor, spec: BlockSpec, seq_q: int, seq_kv: int) -> torch.Tensor:
-    columns = indices.shape[-1]
-    counted = torch.arange(columns, device=indices.device) < counts[..., None]
-    blocks = torch.zeros(indices.shape, dtype=torch.int32, device=indices.device)
-    blocks.scatter_add_(-1, indices.clamp(0, columns - 1).long(), counted.to(torch.int32))
+    blocks = seen_in_lists(counts, indices)
     scores = blocks.repeat_interleave(spec.queries, dim=-2).repeat_interleave(spec.keys, dim=-1)
-    return scores[..., :seq_q, :seq_kv] > 0
+    return scores[..., :seq_q, :seq_kv]
+
+
+def seen_in_lists(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """The blocks that lists name, bools ``[B|1, H|1, rows, columns]``."""
+    columns = indices.shape[-1]
+    is_counted = torch.arange(columns, device=indices.device) < counts[..., None]
+    blocks = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
+    places = torch.where(is_counted, indices.clamp(0, max(columns - 1, 0)), columns).long()
+    return blocks.scatter(-1, places, torch.ones_like(is_counted))[..., :columns]
 
 
 def list_shapes(lists: Mapping[str, torch.Tensor], blocks: BlockSpec) -> tuple[Shape, ...]:

@@ -17,6 +17,7 @@ from multiattn.plain import as_bool
 from multiattn.score import BoundScore, LoweredScore, Modification, ScoreProgram, bind
 from multiattn.score.record import Recorder, program_of
 from multiattn.score.serial import dumps, loads
+from multiattn.score.transforms import requires_grad
 from multiattn.sequences import NO_INDICES, Batching, Indices
 from multiattn.validate import as_float, check_inputs, check_modification, refuse_dropout
 
@@ -363,7 +364,10 @@ def with_score(
         check_inputs(*operands.qkv, strides=False)
     batch, seq_q, seq_kv = lengths or (operands.q.shape[0], operands.q.shape[2], operands.k.shape[2])
     check_modification(operands.q, (batch, seq_q, seq_kv), softcap, alibi_slopes, bias, score_mod)
-    lists, mask_mod = (None, None) if block_mask is None else read_block_mask(block_mask, operands.q, operands.k)
+    lists, mask_mod = None, None
+    if block_mask is not None:
+        may_differentiate = compiling or _may_differentiate(operands, score_mod, alibi_slopes, bias)
+        lists, mask_mod = read_block_mask(block_mask, *operands.qkv[:2], has_gradient=may_differentiate)
     visible = None
     if bias is not None and bias.dtype == torch.bool:
         visible, bias = bias, None
@@ -379,6 +383,13 @@ def with_score(
     if lists is None:
         return operands, options
     return operands._replace(indices=Indices(**lists.named)), options._replace(blocks=lists.spec)
+
+
+def _may_differentiate(operands: Operands, score_mod: ScoreMod | None, *others: torch.Tensor | None) -> bool:
+    """True for a backward, and where autograd or a transform may want a gradient of an operand or of the `others`."""
+    given = *operands.qkv, operands.sinks, *others
+    asked = score_mod is not None or any(requires_grad(it) for it in given if it is not None)
+    return operands.dout is not None or (torch.is_grad_enabled() and asked)
 
 
 def _record(q: torch.Tensor, options: Options, asked: Modification) -> tuple[tuple[torch.Tensor, ...], Options]:
