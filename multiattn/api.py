@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 
+from multiattn.block_mask import BlockCounts
 from multiattn.kvcache import Where, cached_call
 from multiattn.mask import Window
 from multiattn.meant import refuse_call, refuses_calls
@@ -235,6 +237,9 @@ def explain(
     prints a Plan in lines. A problem without queries or without keys has a Plan like any other, but launches no kernel:
     there is nothing to do, or every row is empty.
 
+    With a block mask, `Plan.blocks` says how many blocks are full, partial and skipped. To learn that it reads the
+    lists: on a GPU it waits for the device.
+
     Args:
         q, k, v: As for `fmha`, or one `Problem` in place of all three, with `arch`. Tensors that require grad are
             refused where either direction is refused, as by `fmha`.
@@ -257,6 +262,7 @@ def explain(
         raise ValueError(f"direction: got {direction!r}; allowed {', '.join(DIRECTIONS)}")
     directions: tuple[Direction, ...] = (direction,)
     tuning: Tuning | None = None
+    counts: BlockCounts | None = None
     given = {name: it for name, it in options.items() if it is not None}
     if seqlens_kv is None:
         _refuse_given(given, ("page_table", "num_splits"), "without seqlens_kv")
@@ -288,11 +294,14 @@ def explain(
         tuning = tuning_for(q.device) if arch is None else None
         from_autograd = needs_grad(operands) and (direction == "forward" or asked.variant is None)
         directions = DIRECTIONS if from_autograd else directions
+        if asked.blocks is not None and q.device.type != "meta" and not compat.dispatch_modes():
+            counts = BlockCounts.of(operands.indices.named)
     try:
         plans = choose(problem, target, asked, *directions, probe=arch is None, tuning=tuning)
     except Unsupported as error:
         return error.reasons
-    return plans[directions.index(direction)]
+    plan = plans[directions.index(direction)]
+    return plan if counts is None else replace(plan, blocks=counts)
 
 
 def _refuse_given(given: Mapping[str, object], names: Iterable[str], why: str) -> None:

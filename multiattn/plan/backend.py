@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+from multiattn.block_mask import BlockCounts
 from multiattn.operands import Operands
 from multiattn.plan import remedies
 from multiattn.plan.arch import Arch
@@ -116,6 +117,8 @@ class Plan:
     """Device memory that a launch takes beside its arguments."""
     rejected: tuple[str, ...] = field(default=(), compare=False)
     """Variants and rules that were passed over, each with the reason."""
+    blocks: BlockCounts | None = field(default=None, compare=False)
+    """Blocks of the block mask that `explain` was given, where its lists could be read."""
 
     def describe(self, *, rejected: bool = True) -> str:
         """The decision in lines: the chosen rule and the reason for it, its costs, and, with `rejected`, the rules that
@@ -128,6 +131,7 @@ class Plan:
             f"  why: {self.why}",
             f"  deterministic: {'yes' if variant.deterministic else 'no: two runs may differ in their last bits'}",
             f"  workspace: {self.workspace_bytes} bytes",
+            *([] if self.blocks is None else [f"  blocks: {self.blocks}"]),
             *(f"  rejected: {passed_over}" for passed_over in self.rejected * rejected),
         ]
         return "\n".join(lines)
