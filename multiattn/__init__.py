@@ -5,6 +5,7 @@ Importing this package imports no kernel language and asks no driver; a backend 
 
 from multiattn import nn
 from multiattn.api import backends, explain, fmha, fmha_backward
+from multiattn.blocks import block_mask, document_mask
 from multiattn.flex import flex_attention
 from multiattn.kvcache import fmha_kvcache
 from multiattn.merging import merge, merge_all
@@ -23,6 +24,8 @@ __all__ = [
     "Reason",
     "Unsupported",
     "backends",
+    "block_mask",
+    "document_mask",
     "explain",
     "flex_attention",
     "fmha",

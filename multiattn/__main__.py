@@ -21,6 +21,7 @@ from multiattn.inspect.options import (
     add_problem,
     arch_name,
     called_problem,
+    counts_of_blocks,
     default_arch,
     directions_of,
 )
@@ -81,6 +82,8 @@ class Explained:
     def show(self, direction: Direction, backends: Sequence[str] | None, *, is_long: bool) -> bool:
         """Print the answer for one direction; True if anything can run it."""
         print(f"{self.problem} {direction} on {self.arch.name} ({self.arch.title})")
+        if self.problem.blocks is not None:
+            print(f"blocks of a causal block mask: {counts_of_blocks(self.problem)}")
         is_chosen = not backends and self.variant is None
         if is_chosen:
             self._print_auto(direction)

@@ -1,5 +1,7 @@
 """A bool `bias` is a mask: every backend and tracer against PyTorch's SDPA, and blocks that it hides are left out."""
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,9 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 import multiattn
-from multiattn import block_mask, fmha, fmha_backward, fmha_varlen, fmha_varlen_backward
+from multiattn import fmha, fmha_backward, fmha_varlen, fmha_varlen_backward
 from multiattn.plan.backend import BACKENDS
 
+block_mask = importlib.import_module("multiattn.block_mask")  # a function of the package has its name
 BATCH, HEADS, DIM = 2, 4, 32
 SHORT, LONG = (24, 40), (150, 260)
 FORMS = {

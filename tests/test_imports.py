@@ -24,6 +24,7 @@ ALLOWED = {
     "meant": set(),
     "mask": {"plain"},
     "block_mask": {"layout", "score", "validate"},
+    "blocks": {"block_mask", "mask", "plain", "score", "validate"},
     "packed": {"layout"},
     "sequences": {"layout", "packed"},
     "score": set(),
@@ -42,7 +43,7 @@ ALLOWED = {
     "api": {*_DATA, "meant", "plan", "run", "varlen", "kvcache", "signatures"},
     "aot": {*_DATA, "plan", "run"},
     # cuda: `sanitize`
-    "inspect": {*_DATA, "plan", "run", "aot", "cuda", "progress", "bars", "varlen", "kvcache", "signatures"},
+    "inspect": {*_DATA, "blocks", "plan", "run", "aot", "cuda", "progress", "bars", "varlen", "kvcache", "signatures"},
     "flex": {*_DATA, "meant", "plan", "api", "told"},
     # Nobody imports these.
     "integrations": {*_DATA, "meant", "plan", "run", "api", "kvcache", "merging", "signatures", "varlen"},
@@ -50,7 +51,7 @@ ALLOWED = {
     "kvcache": {*_DATA, "meant", "plan", "run", "signatures"},
     "merging": {"meant", "validate"},
     "nn": {*_DATA, "meant", "plan", "api", "signatures"},
-    "__init__": {"problem", "plan", "run", "reference", "api", "flex", "kvcache", "merging", "varlen", "nn"},
+    "__init__": {"problem", "plan", "run", "reference", "api", "blocks", "flex", "kvcache", "merging", "varlen", "nn"},
     "tune": {*_DATA, "plan", "run", "inspect", "truth", "bars"},
     "__main__": {"problem", "operands", "plan", "run", "inspect", "tune"},
 }

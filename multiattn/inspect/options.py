@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from tabulate import tabulate
 
+from multiattn.block_mask import KEYS_OF_QUERIES, BlockCounts
+from multiattn.blocks import block_mask
 from multiattn.kvcache import Where, cached_call
 from multiattn.layout import DTYPES
 from multiattn.mask import MASKS, Band, Window, band_of, parse_band
@@ -302,7 +304,20 @@ def _block_mask(plain: Problem, queries: int, keys: int) -> BlockMask:
     counts = torch.empty(1, 1, rows, dtype=torch.int32, device="meta")
     indices = torch.empty(1, 1, rows, columns, dtype=torch.int32, device="meta")
     lists = (counts, indices) * 2
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(queries, keys), mask_mod=lambda b, h, i, j: i >= j)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(queries, keys), mask_mod=_see)
+
+
+def _see(b: Any, h: Any, i: Any, j: Any) -> Any:
+    """The mask of ``--block``."""
+    return i >= j
+
+
+def counts_of_blocks(problem: Problem) -> BlockCounts:
+    """How many blocks the mask of ``--block`` has of each kind."""
+    assert problem.blocks is not None
+    lengths, sizes = (problem.seq_q, problem.seq_kv), (problem.blocks.queries, problem.blocks.keys)
+    mask = block_mask(_see, None, None, *lengths, device="cpu", block_size=sizes)
+    return BlockCounts.of({name: getattr(mask, name) for name in KEYS_OF_QUERIES})
 
 
 def arguments_of(problem: Problem) -> list[str]:
