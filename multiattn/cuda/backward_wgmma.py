@@ -30,7 +30,7 @@ from multiattn.packed import TILE_LISTS
 from multiattn.plan.abi import WORKSPACE
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
-from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
+from multiattn.plan.limits import Check, between, failed, limit_checks, limited, one_of, size_checks
 from multiattn.plan.schedule import COUNTER_BYTES, key_tiles, kv_heads_of_section, most_multiprocessors, query_tiles
 from multiattn.plan.support import Reason
 from multiattn.plan.waves import Walk
@@ -200,6 +200,8 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
 
     def division(self, problem: Problem) -> Divided | None:
         """How tiles of keys are divided among SMs; None: all are whole."""
+        if problem.blocks is not None:
+            return None
         return stream_k.division_of(problem, self.tile_m, self.tile_n, self.stream_k)
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
@@ -233,6 +235,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
             (registers <= most, needed, f"up to {most}"),
             (columns <= columns_max, f"{columns} columns of dq at a time ({self})", f"up to {columns_max}: half_dq"),
             packed_check(problem),
+            *self._block_checks(problem),
             (
                 self.ordered == flags.get("ordered", False),
                 f"ordered={self.ordered}",
@@ -247,6 +250,12 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         blocks = max(key_tiles(problem, self.tile_n), query_tiles(problem, ROW_TILE))
         sizes = size_checks(self, arch, self.smem_bytes(problem), blocks)
         return (*self.why_not_boxes(problem), *failed((*checks, *sizes)))
+
+    def _block_checks(self, problem: Problem) -> Iterator[Check]:
+        """Tiles lie in one block of a block mask."""
+        if (blocks := problem.blocks) is not None:
+            fits = blocks.queries % self.tile_m == 0 and blocks.keys % self.tile_n == 0
+            yield fits, f"blocks of {blocks.queries} x {blocks.keys} ({self})", "multiples of tile_m x tile_n"
 
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """Statistics, all gradients, and dq from its sums."""

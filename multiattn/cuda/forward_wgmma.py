@@ -27,16 +27,17 @@ from multiattn.packed import TILE_LISTS
 from multiattn.plan.abi import WORKSPACE
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
-from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
+from multiattn.plan.limits import Check, between, failed, limit_checks, limited, one_of, size_checks
 from multiattn.plan.schedule import COUNTER_BYTES, SCHEDULERS
 from multiattn.plan.support import Reason
 from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
 
-_ROOM_WITH_Q = {(2, False): 196, (2, True): 192, (3, False): 128, (3, True): 128}
+_ROOM_WITH_Q = {(1, False): 0, (1, True): 0, (2, False): 196, (2, True): 192, (3, False): 128, (3, True): 128}
 """Registers up to which Q may fill them, by warpgroups and whether the mask is a band: ptxas then spills nothing."""
-REGISTERS_MAX: Mapping[int, int] = {2: 208, 3: 144}
-"""By consumer warpgroups, for what `registers_at_least` counts: setmaxnreg gives a thread 232, or 160 with three."""
+REGISTERS_MAX: Mapping[tuple[int, int], int] = {(2, 1): 208, (3, 1): 144, (1, 1): 208, (1, 2): 208, (1, 3): 112, (1, 4): 80}
+"""By consumer warpgroups, and blocks on an SM, for what `registers_at_least` counts: setmaxnreg gives a thread 232, or
+160 with three warpgroups, 136 with three blocks and 104 with four."""
 _PLAIN_STORE_REGISTERS = 20
 """More that three warpgroups want under a mask to store from registers: with 128 in use ptxas 13 spills in the loops.
 
@@ -47,7 +48,8 @@ At D=128 it does with 112, which sweeps find out."""
 class WgmmaConfig(WgmmaFamilyConfig):
     """Launch parameters of the Hopper kernel: warpgroups of 64 queries each, and one that loads by TMA."""
 
-    tile_m: int = limited(one_of(128, 192))
+    tile_m: int = limited(one_of(64, 128, 192))
+    """Queries of a tile: 64 for each warpgroup. One warpgroup alone has tiles of a block mask, which lie in one block."""
     tile_n: int = limited(TILES_OF_KEYS)
     cluster: int = limited(one_of(1, 2), default=1)
     """Blocks on neighbouring SMs that load each tile of K and V together, a part each, for all of them."""
@@ -72,6 +74,8 @@ class WgmmaConfig(WgmmaFamilyConfig):
     them."""
     tma_store: bool = True
     """The output leaves through shared memory and TMA, or from registers."""
+    blocks_per_sm: int = limited(between(1, 4), default=1)
+    """Blocks with a lone warpgroup that an SM has side by side, which compilers must leave registers for."""
 
     @property
     def is_persistent(self) -> bool:
@@ -127,7 +131,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
         enough = 3 <= buffers <= 16, f"{buffers} buffers of K and V ({self})", "3 to 16"
         if wrong := failed((*limit_checks(self), together, enough)):
             return wrong
-        registers, most = self.registers_at_least(problem), REGISTERS_MAX[self.warpgroups]
+        registers, most = self.registers_at_least(problem), REGISTERS_MAX[self.warpgroups, self.blocks_per_sm]
         beside, room = forward_registers(problem, self.tile_n), _ROOM_WITH_Q[self.warpgroups, problem.is_banded]
         needed = f"{registers} registers for output, scores, weights, Q and stores ({self})"
         kept, got = self.kept_steps(problem), f"q_in_registers with {beside} registers for all else ({self})"
@@ -136,10 +140,24 @@ class WgmmaConfig(WgmmaFamilyConfig):
             (not self.q_in_registers or kept > 0, got, f"up to {room - 4}"),
             (not self.lazy_max or not problem.has_score, "lazy_max with an expression for scores", "exact maxima"),
             (problem.packing is None or self.cluster == 1, f"a packed batch ({self})", "cluster=1"),
+            *self._block_checks(problem),
             packed_check(problem),
         )
         sizes = size_checks(self, arch, self.smem_bytes(problem), self.grid_blocks(problem))
         return (*self.why_not_boxes(problem), *failed((*checks, *sizes)))
+
+    def _block_checks(self, problem: Problem) -> Iterator[Check]:
+        """Tiles of a block mask lie in one block; those of one warpgroup are for block masks alone."""
+        alone = self.warpgroups == 1
+        yield not alone or not self.pingpong, "pingpong with one warpgroup", "two or three"
+        yield alone or self.blocks_per_sm == 1, f"blocks_per_sm={self.blocks_per_sm} ({self})", "1, or one warpgroup"
+        yield not self.is_persistent or self.blocks_per_sm == 1, f"{self.scheduler} ({self})", "one_tile, or one block an SM"
+        if (blocks := problem.blocks) is None:
+            yield not alone, f"tile_m={self.tile_m} without a block mask", "128, 192"
+        else:
+            fits = blocks.queries % self.tile_m == 0 and blocks.keys % self.tile_n == 0
+            yield fits, f"blocks of {blocks.queries} x {blocks.keys} ({self})", "multiples of tile_m x tile_n"
+            yield self.cluster == 1, f"cluster={self.cluster} with a block mask", "1"
 
     def areas(self, problem: Problem) -> dict[str, int]:
         """The tile counter of a dynamic scheduler, one for each stream."""
@@ -154,8 +172,9 @@ class WgmmaConfig(WgmmaFamilyConfig):
         problem = plan.problem
         names = ["warpgroups", "cluster", "tile_n", "stages", "q_slots", "pingpong", "lazy_max", "tma_store"]
         names[4:4] = ["v_stages"] if self.v_stages else []
+        more = {"blocks_per_sm": self.blocks_per_sm} if self.blocks_per_sm > 1 else {}
         scheduler = enumerator("Scheduler", self.scheduler)
-        config = aggregate_of(self, *names, scheduler=scheduler, kept_steps=self.kept_steps(problem))
+        config = aggregate_of(self, *names, scheduler=scheduler, **more, kept_steps=self.kept_steps(problem))
         kernel = wgmma_kernel(
             plan,
             "WgmmaTraits",
@@ -168,6 +187,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
             smem_bytes=self.smem_bytes(problem),
             cluster=self.cluster,
             wgmma_columns=(self.tile_n, problem.head_dim_v),
+            blocks_per_sm=self.blocks_per_sm,
         )
         blocks = self.grid_blocks(problem)
         return (PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=self.is_persistent),)
@@ -181,6 +201,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
         parts += ["pingpong"] if self.pingpong else []
         parts += ["lazymax"] if self.lazy_max else []
         parts += [] if self.tma_store else ["plainstore"]
+        parts += [f"{self.blocks_per_sm}persm"] if self.blocks_per_sm > 1 else []
         return "_".join((*parts, self.scheduler.replace("_", "")))
 
     def numbers(self, plan: Plan) -> dict[str, Any]:

@@ -96,7 +96,7 @@ WGMMA = _variant(
     WgmmaConfig,
     name="wgmma",
     summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; FlashAttention-3",
-    capability=_wgmma_capability(scores=True, score_gradients=True),
+    capability=_wgmma_capability(scores=True, score_gradients=True, block_masks=64),
     rules=WGMMA_RULES,
 )
 
@@ -174,7 +174,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         name="wgmma",
         summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; dq, and dk and dv of "
         "divided tiles, are added up in fp32, in any order",
-        capability=_wgmma_capability(head_dim_max=128, scores=True),
+        capability=_wgmma_capability(head_dim_max=128, scores=True, block_masks=64),
         rules=WGMMA_BACKWARD_RULES,
         deterministic=False,
     ),

@@ -21,7 +21,7 @@ namespace multiattn {
 
 // A warpgroup of keys. Its number is a constant: what depends on it takes no registers, and no time.
 template <class T, int GROUP>
-class KeyWarpgroup : private ScoredHead<typename T::Score> {
+class KeyWarpgroup : private WalkPlace<T> {
   using E = typename T::Element;
   using Shared = BackwardShared<T>;
   using TileQ = typename T::TileQ;
@@ -78,20 +78,23 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE KeyTile<T> tile() const { return load_key_tile<T>(Shared::tile_place(k_.slot)); }
 
   DEVICE int count_own_steps(const Blocks& blocks) const {
-    if constexpr (!IS_STREAM_K<typename T::Blocked>) return count_steps<T>(params_, blocks);
+    if constexpr (!IS_STREAM_K<typename T::Blocked> && !T::LISTED) return count_steps<T>(params_, blocks);
     const KeyTile<T> of = tile();
     return of.end_step - of.first_step;
   }
 
   // The algorithm's inner loop: gradients of the tile.
   DEVICE void walk(const Blocks& blocks, int steps) {
-    block_ = blocks.begin;
+    if constexpr (!T::LISTED) block_ = blocks.begin;
     if constexpr (IS_STREAM_K<typename T::Blocked>) block_ = QueryStep::of(tile().first_step, blocks).block;
-    full_begin_ = blocks.full_begin;
-    full_end_ = blocks.full_end;
-    end_ = blocks.end;
-    if constexpr (IS_MODIFIED) begin_heads(blocks);
+    if constexpr (!T::LISTED) {
+      full_begin_ = blocks.full_begin;
+      full_end_ = blocks.full_end;
+      end_ = blocks.end;
+      if constexpr (IS_MODIFIED) begin_heads(blocks);
+    }
     make_scores(steps_);
+    if constexpr (T::LISTED) take_step(steps_);
     weigh<0>(steps_);
     pack_weights();
     begin_dp(steps_);
@@ -112,10 +115,10 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
 
   // The steps of a tile whose queries see none of the warpgroup's keys: Q and dO go by unread, and dS is 0.
   DEVICE void skip_before(const Blocks& own) {
-    if constexpr (T::BAND == Band::TWO_SIDED || (T::BAND == Band::CAUSAL && !T::DESCENDS)) skip(own.begin - query_blocks<T>(params_, tile()).begin);
+    if constexpr (!T::LISTED && (T::BAND == Band::TWO_SIDED || (T::BAND == Band::CAUSAL && !T::DESCENDS))) skip(own.begin - query_blocks<T>(params_, tile()).begin);
   }
   DEVICE void skip_behind() {
-    if constexpr (T::BAND == Band::TWO_SIDED || T::DESCENDS)
+    if constexpr (!T::LISTED && (T::BAND == Band::TWO_SIDED || T::DESCENDS))
       skip(query_blocks<T>(params_, tile()).end - group_blocks<T>(params_, tile(), GROUP).end);
   }
   DEVICE void skip(int steps) {
@@ -162,8 +165,12 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
       wgmma_wait<1>();
       release_dout(is_last);
     }
-    if constexpr (IS_MODIFIED) this->head += block_ + 1 == end_ && !is_last;
-    if (++block_ == end_) block_ = query_blocks<T>(params_, tile()).begin;  // of the next head
+    if constexpr (T::LISTED) {
+      take_step(next);
+    } else {
+      if constexpr (IS_MODIFIED) this->head += block_ + 1 == end_ && !is_last;
+      if (++block_ == end_) block_ = query_blocks<T>(params_, tile()).begin;  // of the next head
+    }
     if (makes_scores) weigh<IS_CROWDED ? 0 : 1>(next);  // while dK is under way
     wgmma_wait<0>();
     if (makes_scores) begin_dp(next);
@@ -197,8 +204,8 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
     const BackwardParams& backward = params_.backward;
     const KeyTile<T> of = tile();
     const HeadScores<typename T::Score> head(params_.aux, count_queries(backward, of.sequence),
-                                             count_keys(backward, of.sequence), of.number, this->head);
-    const int key = first_key(of), query = query_block<T>(params_, of, block_) * T::TILE_M;
+                                             count_keys(backward, of.sequence), of.number, own_head());
+    const int key = first_key(of), query = first_query(of);
     wgmma_wait<GROUPS>();
     weigh_transposed<T>(scores(), head, key, query, lse, [&](int pair, const float (&times_slope)[2]) {
       if constexpr (T::KEEPS_SLOPED) {
@@ -207,13 +214,30 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
       }
     });
     if (is_full()) return;
-    if constexpr (T::KEEPS_SLOPED)
+    if constexpr (T::KEEPS_SLOPED && T::LISTED) {
+#pragma unroll
+      for (int i = 0; i < T::TILE_M / 2; ++i)
+        if (this->hidden & 1u << i) {
+          clear_rounded<T>(weights(), i);
+          clear_rounded<T>(sloped(), i);
+        }
+    } else if constexpr (T::KEEPS_SLOPED) {
       hide_transposed<T>(mask_of<T::BAND>(backward, of.sequence), key, query, [&](int i) {
         clear_rounded<T>(weights(), i);
         clear_rounded<T>(sloped(), i);
       });
-    else
+    } else {
       mask(scores());
+    }
+  }
+
+  // With lists: the step whose weights come next. Its Q is there.
+  DEVICE void take_step(uint32 step) {
+    this->at = ListedStep::load(Shared::step_of_q(PlaceQ::of(step).slot));
+    if (is_full()) return;
+    const KeyTile<T> of = tile();
+    const HeadScores<typename T::Score> head(params_.aux, params_.backward.seq_q, params_.backward.seq_kv, of.number, own_head());
+    this->hidden = find_hidden<T>(Mask<T::BAND>(params_.backward), head, this->at.tile, first_key(of), first_query(of));
   }
 
   DEVICE void begin_dp(uint32 step) {
@@ -237,11 +261,30 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
   }
 
   // True if all queries of the block see all keys.
-  DEVICE bool is_full() const { return block_ >= full_begin_ && block_ < full_end_; }
+  DEVICE bool is_full() const {
+    if constexpr (T::LISTED) return !this->at.tile.is_masked();
+    else return block_ >= full_begin_ && block_ < full_end_;
+  }
   DEVICE void mask(Scores& weights) const {
-    const KeyTile<T> of = tile();
-    const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, of.sequence);
-    mask_transposed<T>(weights, mask, first_key(of), query_block<T>(params_, of, block_) * T::TILE_M);
+    if constexpr (T::LISTED) {
+#pragma unroll
+      for (int i = 0; i < T::TILE_M / 2; ++i)
+        if (this->hidden & 1u << i) weights[i] = 0.0f;
+    } else {
+      const KeyTile<T> of = tile();
+      const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, of.sequence);
+      mask_transposed<T>(weights, mask, first_key(of), first_query(of));
+    }
+  }
+
+  // The query head in its batch entry, and the first query, of the block that the weights are of.
+  DEVICE int own_head() const {
+    if constexpr (T::LISTED) return this->at.head_of_entry;
+    else return this->head;
+  }
+  DEVICE int first_query(const KeyTile<T>& of) const {
+    if constexpr (T::LISTED) return this->at.tile.tile() * T::TILE_M;
+    else return query_block<T>(params_, of, block_) * T::TILE_M;
   }
 
   // dS^T to shared memory.
@@ -257,6 +300,8 @@ class KeyWarpgroup : private ScoredHead<typename T::Score> {
 
   // It is there, for all: nobody reads it before all have written.
   DEVICE void pass_ds() {
+    if constexpr (T::LISTED && GROUP == 0)
+      if (thread_index() == 0) this->at.store(Shared::step_of_ds(DsPlace::of(steps_).slot));
     fence_async_shared();
     sync_warp();  // all lanes have written
     mbarrier_arrive_if(thread_index() % WARP == 0, Shared::ring_ds().full(DsPlace::of(steps_).slot));

@@ -34,6 +34,7 @@ class DqWarpgroup {
  private:
   DEVICE void walk(const KeyTile<T>& tile) {
     if constexpr (T::CLEARS_AHEAD) await_cleared(tile);
+    if constexpr (T::LISTED) return walk_list(tile);
     const Blocks blocks = query_blocks<T>(params_, tile);
     const int first_head = tile.head_kv * params_.backward.group, end_head = first_head + params_.backward.group;
     const int end_row = count_queries(params_.backward, tile.sequence);
@@ -61,6 +62,23 @@ class DqWarpgroup {
       }
       steps_left -= end - at.block;
       at.block = blocks.begin;
+    }
+  }
+
+  // As `walk`, where each step comes with what it is of.
+  DEVICE void walk_list(const KeyTile<T>& tile) {
+    for (int left = tile.end_step; left > 0; --left) {
+      const auto place = DsPlace::of(steps_++);
+      Shared::ring_ds().await_full(place);
+      const auto at = ListedStep::load(Shared::step_of_ds(place.slot));
+      const int row = at.tile.tile() * T::TILE_M + warp_row();
+      float* const sums = dq_sums<T>(params_, at.head, tile.number, tile.sequence, row);
+#pragma unroll
+      for (int column = 0; column < T::HEAD_DIM; column += T::DQ_COLUMNS) {
+        make(place.slot, column);
+        if (column + T::DQ_COLUMNS >= T::HEAD_DIM) Shared::ring_ds().release(place.slot);
+        if (row < params_.backward.seq_q) add(sums + column / 8 * T::SIDE, column);
+      }
     }
   }
 

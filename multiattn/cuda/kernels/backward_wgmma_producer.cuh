@@ -78,7 +78,9 @@ class BackwardProducer {
   }
 
   // The tile, as soon as there is a slot for its K.
-  DEVICE KeyTile<T> begin(const KeyTile<T>& tile) const {
+  DEVICE KeyTile<T> begin(KeyTile<T> tile) const {
+    if constexpr (T::LISTED)
+      if (!tile.is_none()) tile.end_step = count_listed(tile);
     Shared::ring_k().await_empty(k_);
     store_tile<T>(Shared::tile_place(k_.slot), tile);
     if (tile.is_none()) mbarrier_arrive(Shared::ring_k().full(k_.slot));
@@ -149,6 +151,7 @@ class BackwardProducer {
     load_boxes<typename T::TileK>(Shared::k(k_.slot), params_.map_k, Shared::ring_k().full(k_.slot), tile.first_key, head_kv,
                        keys_of(tile));
     k_.advance();
+    if constexpr (T::LISTED) return load_list(tile, head_kv);
     const Blocks blocks = query_blocks<T>(params_, tile);
     int steps = count_steps<T>(params_, blocks);
     QueryStep at{0, blocks.begin};
@@ -168,6 +171,56 @@ class BackwardProducer {
     }
   }
 
+  // ---- with lists
+  // The list of a query head of the tile's group.
+  DEVICE auto list_of(const KeyTile<T>& tile, int head) const {
+    using Listed = ListedTiles<T::Blocked::QUERIES, T::TILE_M, T::Blocked::HAS_FULL>;
+    return Listed::of(params_.lists.queries, tile.number, query_head(tile, {head, 0}), tile.first_key / T::Blocked::KEYS);
+  }
+
+  // The steps of a tile, over all heads.
+  DEVICE int count_listed(const KeyTile<T>& tile) const {
+    if (params_.lists.queries.stride_head == 0) return list_of(tile, 0).end * params_.backward.group;
+    int steps = 0;
+#pragma unroll 2  // a producer has few registers
+    for (int head = 0; head < params_.backward.group; ++head) steps += list_of(tile, head).end;
+    return steps;
+  }
+
+  // A tile of queries is looked up a step ahead, as the list is in memory; what a step is of goes with its Q.
+  DEVICE void load_list(const KeyTile<T>& tile, int head_kv) {
+    int head = 0, step = 0;
+    auto list = list_of(tile, 0);
+    const auto look_up = [&] {
+      while (step == list.end) list = list_of(tile, ++head), step = 0;
+      return list.tile(params_.lists.queries, step);
+    };
+    int left = tile.end_step, next = left > 0 ? look_up() : 0;
+    if (left > 0) load_listed_q(tile, {head, next}, list.is_partial(step));
+    Shared::ring_v().await_empty(v_);
+    load_boxes<typename T::TileV>(Shared::v(), params_.map_v, Shared::ring_v().full(0), tile.first_key, head_kv, keys_of(tile));
+    v_.advance();
+#pragma unroll 1
+    for (; left > 0; --left) {
+      const QueryStep at{head, next};
+      ++step;
+      if (left > 1) next = look_up();
+      load_dout(tile, at);
+      if (left > 1) load_listed_q(tile, {head, next}, list.is_partial(step));
+    }
+  }
+
+  DEVICE void load_listed_q(const KeyTile<T>& tile, const QueryStep& at, bool is_partial) {
+    const Mask<T::BAND> mask(params_.backward);
+    const int first_query = at.block * T::TILE_M;
+    bool is_cut = !mask.all_visible(first_query, T::TILE_M, tile.first_key, T::TILE_N);
+    is_cut |= first_query + (HAS_SCORE<typename T::Score> ? T::TILE_M - 1 : 0) >= mask.seq_q;
+    const auto word = TileWord::of(at.block, HAS_MASK<typename T::Score> && is_partial, is_cut);
+    Shared::ring_q().await_empty(q_);
+    ListedStep{word, tile.head_kv * params_.backward.group + at.head, query_head(tile, at)}.store(Shared::step_of_q(q_.slot));
+    load_q(tile, at);
+  }
+
   DEVICE void load_q(const KeyTile<T>& tile, const QueryStep& at) {
     Shared::ring_q().await_empty(q_);
     const SharedAddress barrier = Shared::ring_q().full(q_.slot);
@@ -175,7 +228,9 @@ class BackwardProducer {
     load_boxes<typename T::TileQ>(Shared::q(q_.slot), params_.map_q, barrier, block * T::TILE_M, query_head(tile, at),
                       queries_of(tile), T::STATISTICS_BYTES);
     const int head = tile.head_kv * params_.backward.group + at.head;
-    bulk_load(Shared::lse(q_.slot), statistics_of<T>(params_, head, tile.number, tile.sequence, block),
+    // The last block of a list may have tiles beyond the last query: they are hidden, whatever their statistics.
+    const int known = T::LISTED ? min(block, params_.backward.tiles_q - 1) : block;
+    bulk_load(Shared::lse(q_.slot), statistics_of<T>(params_, head, tile.number, tile.sequence, known),
               T::STATISTICS_BYTES, barrier);
     q_.advance();
   }

@@ -19,6 +19,14 @@ template <class Score>
 struct ScoredHead<Score, true> {
   int head;
 };
+// With lists, the step whose weights there are, and a bit for each of a thread's elements that is hidden.
+template <class T, bool = T::LISTED>
+struct WalkPlace : ScoredHead<typename T::Score> {};
+template <class T>
+struct WalkPlace<T, true> {
+  ListedStep at;
+  uint32 hidden;
+};
 
 // lse or delta of a thread's queries, from their list in shared memory: asked for before there is a use for them, as shared
 // memory is busy. LATE: 16 queries at a time, when they are wanted, as there are no registers for more.
@@ -61,9 +69,27 @@ DEVICE void hide_transposed(const Mask<T::BAND>& mask, int first_key, int first_
 #pragma unroll
   for (int i = 0; i < T::TILE_M / 2; ++i) {
     const int query = first_query + i / 4 * 8 + accumulator_column(i % 4), key = first_key + accumulator_row(i % 4);
-    const bool is_beyond = HAS_SCORE<typename T::Score> && query >= mask.seq_q;
+    const bool is_beyond = (HAS_SCORE<typename T::Score> || HAS_LISTS<typename T::Blocked>) && query >= mask.seq_q;
     if (is_beyond || !mask.visible(query, key)) hide(i);
   }
+}
+
+// A bit for each element that is hidden by the mask, by the expression's in a partial block, or as `hide_transposed` has it.
+template <class T>
+DEVICE uint32 find_hidden(const Mask<T::BAND>& mask, const HeadScores<typename T::Score>& head, const TileWord& tile, int first_key,
+                          int first_query) {
+  uint32 hidden = 0;
+  if (tile.is_cut()) hide_transposed<T>(mask, first_key, first_query, [&](int i) { hidden |= 1u << i; });
+  if constexpr (HAS_MASK<typename T::Score>) {
+    if (tile.is_partial()) {
+#pragma unroll
+      for (int i = 0; i < T::TILE_M / 2; ++i) {
+        const int query = first_query + i / 4 * 8 + accumulator_column(i % 4);
+        if (!head.visible(query, {first_key + accumulator_row(0), i / 2 % 2 * 8})) hidden |= 1u << i;
+      }
+    }
+  }
+  return hidden;
 }
 
 // 0 in place of these.

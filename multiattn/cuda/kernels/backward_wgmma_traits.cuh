@@ -35,11 +35,13 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr bool HANDS_OVER_LATE = DQ_BY_TMA && C.dq_columns < F.head_dim;
   // One copy of a step does for the first and the last too: with a mask three are more than the instruction cache holds. Fetches
   // took a quarter of the time at D=64. With an expression three have too few registers above D=96.
-  static constexpr bool IS_COMPACT = F.band != Band::FULL || (HAS_SCORE<Score> && WgmmaBackwardTraits::WIDTH > 96);
+  static constexpr bool LISTED = HAS_LISTS<Blocked>;  // a block mask lists the tiles of queries of a tile of keys
+  static constexpr bool IS_COMPACT = F.band != Band::FULL || LISTED || (HAS_SCORE<Score> && WgmmaBackwardTraits::WIDTH > 96);
   // With a causal mask walks begin with the last queries, which all tiles of keys see: blocks read the same Q and dO at a time,
   // and add to the same dQ. At D=128 3 % faster, at D=64, where threads add and not TMA, 2 % slower.
   // Those that add in order all descend: each finds that the tile before it has been there.
-  static constexpr bool DESCENDS = ORDERED ? F.band != Band::FULL : F.band == Band::CAUSAL && WgmmaBackwardTraits::WIDTH > 64;
+  static constexpr bool DESCENDS =
+      !LISTED && (ORDERED ? F.band != Band::FULL : F.band == Band::CAUSAL && WgmmaBackwardTraits::WIDTH > 64);
   static constexpr int WARPGROUPS = 2;       // that own keys; one more makes dQ, and one loads
   static constexpr int WARPGROUP_KEYS = 64;  // rows of one wgmma
   static constexpr int TILE_M = 64, TILE_N = WARPGROUP_KEYS * WARPGROUPS;
@@ -90,8 +92,10 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr int BARRIERS_AT = DQ_AT + DQ_BUFFERS * DQ_BYTES;
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
-  static_assert(RingK::BYTES + Ring<1>::BYTES + RingQ::BYTES + RingDout::BYTES + RingDS::BYTES + RingSums::BYTES + (K_STAGES + 1) * 32 <= 512,
+  static constexpr int STEP_BYTES = LISTED ? (Q_STAGES + DS_STAGES) * CHUNK_BYTES : 0;  // what steps are of
+  static_assert(RingK::BYTES + Ring<1>::BYTES + RingQ::BYTES + RingDout::BYTES + RingDS::BYTES + RingSums::BYTES + STEP_BYTES + (K_STAGES + 1) * 32 <= 512,
                 "stages: barriers, and what tiles of keys are, in 512 bytes");
+  static_assert(!LISTED || !ORDERED, "with lists in any order");
   static_assert(F.head_dim % 8 == 0 && F.head_dim_v % 8 == 0 && WgmmaBackwardTraits::WIDTH <= 128, "head_dim, head_dim_v: multiples of 8 up to 128");
   static_assert(K_STAGES == 1 || K_STAGES == 2, "k_stages: 1, 2");
   static_assert(DQ_COLUMNS == F.head_dim || DQ_COLUMNS == 64, "dq_columns: head_dim, or a panel of K");
@@ -120,7 +124,21 @@ DEVICE void store_tile(SharedAddress place, const KeyTile<T>& tile) {
   if constexpr (IS_PACKED<typename T::Blocked>) store_shared_16(place + 16, chunk_of(tile.sequence));
   if constexpr (IS_STREAM_K<typename T::Blocked>)
     store_shared_16(place + 16, chunk_of(tile.first_step, tile.end_step, tile.sums, 0));
+  if constexpr (T::LISTED) store_shared_16(place + 16, chunk_of(0, tile.end_step, 0, 0));
 }
+
+// A step of a walk by lists: its tile of queries, the query head through the batch, and in its batch entry.
+struct ListedStep {
+  TileWord tile;
+  int head, head_of_entry;
+
+  DEVICE void store(SharedAddress place) const { store_shared_16(place, chunk_of(tile.word, head, head_of_entry, 0)); }
+  static DEVICE ListedStep load(SharedAddress place) {
+    const Chunk it = load_shared_16(place);
+    const auto field = [&](int word) { return static_cast<int>(uniform(it.word[word])); };
+    return {{field(0)}, field(1), field(2)};
+  }
+};
 
 // The tile at `place`, as one value in all lanes of a warp.
 template <class T>
@@ -132,6 +150,7 @@ DEVICE KeyTile<T> load_key_tile(SharedAddress place) {
     const Chunk of = load_shared_16(place + 16);
     tile.sequence = {field(of, 0), field(of, 1), field(of, 2), field(of, 3)};
   }
+  if constexpr (T::LISTED) tile.end_step = field(load_shared_16(place + 16), 1);
   if constexpr (IS_STREAM_K<typename T::Blocked>) {
     const Chunk part = load_shared_16(place + 16);
     tile.first_step = field(part, 0), tile.end_step = field(part, 1), tile.sums = field(part, 2);
@@ -262,6 +281,9 @@ struct BackwardShared {
   static DEVICE SharedAddress tile_place(int slot) {
     return shared_base() + T::SMEM_BYTES - (1 + slot) * KeyTile<T>::BYTES;
   }
+  // With lists, the step of a slot of Q, and of one of dS.
+  static DEVICE SharedAddress step_of_q(int slot) { return ring_ds().barriers + T::RingDS::BYTES + slot * CHUNK_BYTES; }
+  static DEVICE SharedAddress step_of_ds(int slot) { return step_of_q(T::Q_STAGES + slot); }
   // Where the producer is in a schedule with StreamK.
   static DEVICE SharedAddress cursor_place() { return tile_place(T::K_STAGES); }
 

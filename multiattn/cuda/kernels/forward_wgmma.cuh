@@ -29,7 +29,7 @@ class Consumer {
   using TileV = typename T::TileV;
   static constexpr bool ALL_KEPT = T::KEPT_STEPS == T::DOT_STEPS;  // nothing of Q is read from shared memory again
   static constexpr bool RELEASES_Q = !T::TMA_STORE && !T::GROUPED;  // before outputs leave
-  static constexpr bool HAS_LOWER_EDGE = T::BAND == Band::TWO_SIDED;
+  static constexpr bool HAS_LOWER_EDGE = T::BAND == Band::TWO_SIDED && !T::LISTED;
   static constexpr int HEADROOM = T::LAZY_MAX ? multiattn::HEADROOM<E> : 0;
 
  public:
@@ -87,7 +87,7 @@ class Consumer {
     for (int i = 0; i < T::HEAD_DIM_V / 2; ++i) out_[i] = 0.0f;
     // Blocks that only others of the tile, or of the cluster, see. The ring has K of the first, then V of each and K of the
     // next: two tiles are skipped for one turn.
-    const int skipped = rows.above();
+    const int skipped = T::LISTED ? 0 : rows.above();
     if (skipped > 0) skip_k();
     for (int block = 1; block < skipped; ++block) skip_turn();
     if (rows.last >= rows.first) {
@@ -176,6 +176,7 @@ class Consumer {
   // The blocks that the warpgroup sees; scores of the last are there, and it is the first. Weights of the lowest are left: what
   // they make of V is yet to be added.
   DEVICE void walk(const Rows& rows) {
+    if constexpr (T::LISTED) return walk_list(rows);
     weigh<Part::LAST, false>(rows, rows.last);
     if constexpr (T::CLEARS) clear_behind_last<T>(owned_, rows);
     await_stored(rows.slot);  // by now it is
@@ -184,6 +185,25 @@ class Consumer {
     for (; block >= rows.full; --block) next_block<Part::FULL>(rows, block);
     if constexpr (HAS_LOWER_EDGE)
       for (; block >= rows.first; --block) next_block<Part::FIRST>(rows, block);
+  }
+
+  // As `walk`, over the blocks of a list. Maxima are exact until a block without a mask has given each row one, and where a mask
+  // is: full blocks come first.
+  DEVICE void walk_list(const Rows& rows) {
+    TileWord word = listed_tile(slot_of_k());
+    weigh<Part::LAST, false>(rows, word.word);
+    await_stored(rows.slot);  // by now it is
+    bool all_seen = !word.is_masked();
+    for (int left = rows.last; left > 0; --left) {
+      Shared::K::ring().await_full(kv_.k());
+      word = listed_tile(kv_.k().slot);
+      if (all_seen && !word.is_masked()) {
+        next_block<Part::FULL>(rows, word.word);
+      } else {
+        next_block<Part::LAST>(rows, word.word);
+        all_seen |= !word.is_masked();
+      }
+    }
   }
 
   // A block's scores are made while the weights of the one before are multiplied by its V, and that while scores become
@@ -229,8 +249,11 @@ class Consumer {
   }
 
   DEVICE void modify_block(const Rows& rows, int block) {
-    modify_scores<T>(scores_, rows.heads(params_, mask_), rows.queries(), block * T::TILE_N);
+    modify_scores<T>(scores_, rows.heads(params_, mask_), rows.queries(), first_key(block));
   }
+
+  // The first key of a block; of a list it is a word of its tile.
+  static DEVICE int first_key(int block) { return (T::LISTED ? TileWord{block}.tile() : block) * T::TILE_N; }
 
   // From scores to the log2 domain.
   DEVICE float scale_log2() const { return HAS_SCORE<typename T::Score> ? 1.0f : params_.forward.scale_log2; }
@@ -238,8 +261,13 @@ class Consumer {
   template <Part PART>
   DEVICE void mask_block(const Rows& rows, int block) {
     const auto queries = rows.queries();
-    const int first_key = block * T::TILE_N;
-    if constexpr (!HAS_LOWER_EDGE && !T::GROUPED) {
+    const int first_key = Consumer::first_key(block);
+    if constexpr (T::LISTED) {
+      const TileWord word{block};
+      if (word.is_cut()) mask_scores<T>(scores_, mask_, queries, first_key);
+      if constexpr (HAS_MASK<typename T::Score>)
+        if (word.is_partial()) mask_partial<T>(scores_, rows.heads(params_, mask_), queries, first_key);
+    } else if constexpr (!HAS_LOWER_EDGE && !T::GROUPED) {
       mask_scores<T>(scores_, mask_, queries, first_key);
     } else {
       if constexpr (PART == Part::LAST) hide_side<T, true>(scores_, mask_, queries, first_key);
@@ -321,6 +349,11 @@ class Consumer {
     named_barrier_sync(ROWS_BARRIER + warpgroup_, WARPGROUP);
   }
 
+  // The block of a list that a slot of K has.
+  static DEVICE TileWord listed_tile(int slot) {
+    return {static_cast<int>(uniform(float_bits(load_shared_4(Shared::key_word(slot)))))};
+  }
+
   DEVICE void release_k() { Shared::K::ring().release(slot_of_k()); }
   DEVICE void release_v() { Shared::V::ring().release(last_slot_of_v()); }
   DEVICE int slot_of_k() { return T::TAKES_TURNS ? k_slot_ : kv_.k().before(kv_.k().slot); }
@@ -357,7 +390,8 @@ class Consumer {
     await_warpgroup();  // everybody's outputs are there
     const QueryTile<T> tile = tile_of(rows);
     // A store that begins before its tensor is an illegal instruction; a load is not.
-    if (thread_index() % WARPGROUP == 0 && rows.first_query >= 0) {
+    const bool has_rows = T::LISTED ? rows.first_query < params_.forward.seq_q : rows.first_query >= 0;
+    if (thread_index() % WARPGROUP == 0 && has_rows) {
 #pragma unroll
       for (int panel = 0; panel < TileOut::PANELS; ++panel)
         store_box(params_.map_out, queries(rows.slot) + panel * TileOut::PANEL_BYTES, panel * TileOut::PANEL_COLUMNS,
@@ -437,7 +471,10 @@ DEVICE void forward_wgmma(const typename T::Params& params) {
     if constexpr (T::GROUPED) {
       if (thread_index() % WARPGROUP < T::LOADING_WARPS * WARP) produce<T>(params, owned, owned.keys());
     } else {
-      if (thread_index() % WARPGROUP == 0) produce<T>(params);
+      if (thread_index() % WARPGROUP == 0) {
+        if constexpr (T::LISTED) ListedProducer<T>(params).run();
+        else produce<T>(params);
+      }
     }
   } else {
     if constexpr (T::MOVES_REGISTERS) raise_registers<T::CONSUMER_REGISTERS>();

@@ -169,6 +169,75 @@ DEVICE void produce(const typename T::Params& params) {
   if constexpr (T::CLUSTER > 1 && !T::TAKES_TURNS) await_all_empty(Shared::V::ring(), v);
 }
 
+// As `produce`, where a block mask lists the tiles of keys: full blocks first. A tile is looked up two steps ahead, as the list is
+// in memory, and its word goes to a slot of K with it. Tiles of queries begin with query 0, as blocks do.
+template <class T>
+class ListedProducer {
+  using Shared = SharedLayout<T>;
+  using Listed = ListedTiles<T::Blocked::KEYS, T::TILE_N, T::Blocked::HAS_FULL>;
+  static_assert(T::Blocked::QUERIES % T::TILE_M == 0, "a tile of queries lies in one block");
+
+ public:
+  DEVICE explicit ListedProducer(const typename T::Params& params) : params_(params), mask_(params.forward) {}
+
+  DEVICE void run() {
+    const auto ring_q = Shared::ring_q();
+    admit_next_grid();
+    await_earlier_grids();  // tensors, lists and the counter are touched only after this
+    const TileCount<typename T::Blocked> count(params_);
+    for (int tile = first_tile<T>(count, params_); tile != NO_TILE; tile = tile_after<T>(tile, count, params_)) load(tile);
+    ring_q.await_empty(q_);
+    store_tile<T>(Shared::tile_place(q_.slot), {0, 0, 0, NO_TILE, {}});
+    mbarrier_arrive(ring_q.full(q_.slot));
+  }
+
+ private:
+  DEVICE void load(int tile) {
+    const ForwardParams& forward = params_.forward;
+    const auto [any_head, place] = scheduled_place<T::BAND>(tile, forward.tiles, forward.heads, forward.heads_per_section);
+    const int batch = any_head / forward.heads_q, head = any_head % forward.heads_q;
+    const int first_query = (forward.tiles - 1 - place) * T::TILE_M;
+    const Listed listed = Listed::of(params_.lists.keys, batch, head, first_query / T::Blocked::QUERIES);
+    const QueryTile<T> own{first_query, head, batch, listed.end, {}};
+    const auto look_up = [&](int step) { return step < listed.end ? word_of(listed, first_query, step) : 0; };
+    int word = look_up(0), next = look_up(1);
+    if (listed.end > 0) load_k(own, word);
+    Shared::ring_q().await_empty(q_);
+    store_tile<T>(Shared::tile_place(q_.slot), own);
+    load_queries<T>(Shared::q(q_.slot), params_.map_q, Shared::ring_q().full(q_.slot), own);
+    q_.advance();
+#pragma unroll 1  // a producer has few registers
+    for (int step = 1; step < listed.end; ++step) {
+      const int after_next = look_up(step + 1);
+      load_k(own, next);
+      load_v(own, word);
+      word = next;
+      next = after_next;
+    }
+    if (listed.end > 0) load_v(own, word);
+  }
+
+  DEVICE int word_of(const Listed& listed, int first_query, int step) const {
+    const int tile = listed.tile(params_.lists.keys, step);
+    const bool is_partial = HAS_MASK<typename T::Score> && listed.is_partial(step);
+    return TileWord::of(tile, is_partial, !mask_.all_visible(first_query, T::TILE_M, tile * T::TILE_N, T::TILE_N)).word;
+  }
+
+  DEVICE void load_k(const QueryTile<T>& tile, int word) {
+    Shared::K::ring().await_empty(kv_.k());
+    store_shared_4(Shared::key_word(kv_.k().slot), static_cast<uint32>(word));
+    load_keys<T, typename Shared::K>(kv_.k(), params_.map_k, tile, tile.head / params_.forward.group, TileWord{word}.tile());
+  }
+  DEVICE void load_v(const QueryTile<T>& tile, int word) {
+    load_keys<T, typename Shared::V>(kv_.v(), params_.map_v, tile, tile.head / params_.forward.group, TileWord{word}.tile());
+  }
+
+  const typename T::Params& params_;
+  const Mask<T::BAND> mask_;
+  RingPlace<T::Q_SLOTS> q_;
+  typename Shared::Places kv_;
+};
+
 // Loads keys for the one tile of grouped rows that a block owns, and for which Q is gathered by those who compute. Pages are looked up
 // three blocks ahead, so that nobody waits for the table.
 template <class T>

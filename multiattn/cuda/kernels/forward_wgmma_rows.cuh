@@ -54,11 +54,15 @@ struct TwoHeads {
   DEVICE const HeadScores<Score>& operator[](int half) const { return heads[half]; }
 };
 
+// Lists name the tiles of keys of all rows together, one for each step of a walk.
+template <class T>
+using LowerEdgeOf = LowerEdge<T::LISTED ? Band::FULL : T::BAND>;
+
 // Queries of one head, one after another, which TMA brings. Where they start (negative: there are none), the slot of Q, and of the
 // blocks of keys those that the warpgroup sees, from `last` down to `first`, and the ones from `exact` on, which it sees in part, or
 // starts with.
 template <class T>
-struct QueryRows : LowerEdge<T::BAND> {
+struct QueryRows : LowerEdgeOf<T> {
   QueryTile<T> tile;
   int first_query, slot, last, exact;
 
@@ -66,7 +70,9 @@ struct QueryRows : LowerEdge<T::BAND> {
   DEVICE void find(int warpgroup, const Mask<T::BAND>& mask) {
     first_query = tile.first_query + warpgroup * T::WARPGROUP_ROWS;
     const auto blocks = mask.template keys<T::TILE_N>(first_query, T::WARPGROUP_ROWS);
-    if constexpr (T::BAND == Band::TWO_SIDED) {
+    if constexpr (T::LISTED) {
+      last = tile.blocks - 1;
+    } else if constexpr (T::BAND == Band::TWO_SIDED) {
       find_band(mask, blocks);
     } else {
       if (first_query >= 0) last = max(blocks.end, 0) - 1;

@@ -51,6 +51,16 @@ DEVICE void mask_scores(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, c
   }
 }
 
+// Hides the scores of a partial block that the expression's mask hides.
+template <class T, class Heads, class Queries>
+DEVICE void mask_partial(WarpgroupScores<T>& scores, const Heads& heads, const Queries& queries, int first_key) {
+#pragma unroll
+  for (int i = 0; i < T::TILE_N / 2; ++i) {
+    const Position key(first_key + accumulator_column(0), i / 4 * 8 + i % 2);
+    if (!heads[i / 2 % 2].visible(queries[i / 2 % 2], key)) scores[i] = -infinity();
+  }
+}
+
 // The two sides of a band, each for itself, as most blocks have one of them at most. What a row is compared with counts from
 // this thread's first key of the block, so that keys are constants.
 template <class T, bool AFTER, class Queries>

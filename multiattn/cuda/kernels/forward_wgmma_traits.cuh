@@ -30,6 +30,7 @@ struct WgmmaConfig {
   bool lazy_max;    // weights before the maximum is known; see forward_wgmma_softmax.cuh
   bool tma_store = false;  // the output leaves through Q's tile
   Scheduler scheduler = Scheduler::ONE_TILE;
+  int blocks_per_sm = 1;  // blocks of a lone warpgroup that share an SM
   int kept_steps = 0;  // of a wgmma's 16 columns of Q, from the first on: read into registers once
 };
 
@@ -47,6 +48,7 @@ struct WgmmaTraits : Walks<Element, F, PlainParams<Blocked>, Score, Blocked> {
 
   static constexpr int WARPGROUP_ROWS = 64;  // of one wgmma
   static constexpr int TILE_M = WARPGROUP_ROWS * WARPGROUPS;
+  static constexpr bool LISTED = HAS_LISTS<Blocked>;  // a block mask lists the tiles of keys, for all rows of a tile
   static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
   static constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
   static constexpr int DOT_STEPS = (F.head_dim + 15) / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma's 16
@@ -58,9 +60,11 @@ struct WgmmaTraits : Walks<Element, F, PlainParams<Blocked>, Score, Blocked> {
   static constexpr bool CLEARS = GROUPED && !GATHERS;  // boxes of a cache bring more than keys
   static constexpr int LOADING_WARPS = GATHERS ? WARPGROUP / WARP : 1;
   // An SM's 64 Ki registers, by multiples of 8; loading takes few. One warpgroup that computes has enough without.
-  static constexpr bool MOVES_REGISTERS = WARPGROUPS > 1;
-  static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : GATHERS ? 56 : 40;
-  static constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : GATHERS ? 224 : 232;
+  static constexpr bool MOVES_REGISTERS = WARPGROUPS > 1 || LISTED;
+  static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 1 ? 24 : WARPGROUPS == 3 ? 32 : GATHERS ? 56 : 40;
+  static constexpr int REGISTERS = 65536 / THREADS / C.blocks_per_sm / 8 * 8;  // of a thread, on an average
+  static constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? (REGISTERS > 128 ? 232 : 2 * REGISTERS - PRODUCER_REGISTERS)
+                                            : WARPGROUPS == 3 ? 160 : GATHERS ? 224 : 232;
 
   using TileQ = PanelTile<TILE_M, F.head_dim>;
   using TileOut = PanelTile<TILE_M, F.head_dim_v>;  // in the place of Q
@@ -76,7 +80,8 @@ struct WgmmaTraits : Walks<Element, F, PlainParams<Blocked>, Score, Blocked> {
 
   static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: multiples of 8 up to 256");
   static_assert(F.head_dim_v % 8 == 0 && F.head_dim_v <= 256, "head_dim of v: multiples of 8 up to 256");
-  static_assert(WARPGROUPS >= (GROUPED ? 1 : 2) && WARPGROUPS <= 3, "tile_m: 128, 192, of groups also 64");
+  static_assert(WARPGROUPS >= (GROUPED || LISTED ? 1 : 2) && WARPGROUPS <= 3, "tile_m: 128, 192, of groups and lists also 64");
+  static_assert(!LISTED || CLUSTER == 1, "each tile of queries has a list of its own");
   static_assert(CLUSTER == 1 || CLUSTER == 2, "cluster: 1, 2");
   static_assert(BOX_ROWS % 8 == 0, "a block loads whole groups of 8 rows, in which the swizzle repeats");
   static_assert(CLUSTER == 1 || !IS_PACKED<Blocked>, "in a packed batch a cluster's tiles are of several sequences");
@@ -148,6 +153,10 @@ struct SharedLayout {
   static DEVICE SharedAddress tile_place(int slot) {
     return shared_base() + RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * slot;
   }
+  // With lists: the tile of keys that a slot of K has.
+  static DEVICE SharedAddress key_word(int slot) { return tile_place(T::Q_SLOTS) + 4 * slot; }
+  static_assert(RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * T::Q_SLOTS + 4 * T::STAGES <= T::SMEM_BYTES,
+                "barriers, tiles of queries and of keys in 512 bytes");
 
   static DEVICE void init() {
     ring_q().init(T::CONSUMER_WARPS);

@@ -130,7 +130,7 @@ class HeadScores {
   }
 
   // True if the query sees the key of a partial block.
-  DEVICE bool visible(int query, int key) const {
+  DEVICE bool visible(int query, Position key) const {
     return Score::mask(batch_, head_, query, key, seq_q_, seq_kv_, aux_);
   }
 
@@ -154,6 +154,7 @@ class HeadScores<NoScore> {
  public:
   template <class Params>
   DEVICE HeadScores(const Params&, int, int) {}
+  DEVICE HeadScores(const Nothing&, int, int, int, int) {}
 };
 
 }  // namespace multiattn
