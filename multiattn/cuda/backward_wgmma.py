@@ -173,6 +173,21 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         is_wide = problem.head_dim >= WIDE_FROM and self.dq_by_tma
         return is_wide and not self.ordered and problem.packing is None
 
+    def is_paired(self, problem: Problem) -> bool:
+        """True if each warpgroup of keys has a list of a block mask, and stages, of its own."""
+        return problem.blocks is not None and problem.blocks.keys % self.tile_n != 0
+
+    def settled(self, problem: Problem, arch: Arch) -> WgmmaBackwardConfig:
+        """Whole tiles for a block mask, and as many stages of each warpgroup's own as there is room for."""
+        if problem.blocks is None:
+            return self
+        config = replace(self, stream_k=0)
+        if not self.is_paired(problem):
+            return config
+        ways = (replace(config, q_stages=2, dout_stages=it) for it in (2, 1))
+        fitting = (it for it in ways if not arch.is_gpu or it.smem_bytes(problem) <= arch.smem_per_block)
+        return next(fitting, config)
+
     @property
     def threads(self) -> int:
         """Threads of a block, of four warpgroups."""
@@ -180,11 +195,12 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
 
     def smem_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block, which its kernel asserts when compiled."""
-        rows_k = self.k_stages * self.tile_n + self.q_stages * self.tile_m
-        rows_v = self.tile_n + self.dout_stages * self.tile_m
+        groups = WARPGROUPS if self.is_paired(problem) else 1
+        rows_k = self.k_stages * self.tile_n + groups * self.q_stages * self.tile_m
+        rows_v = self.tile_n + groups * self.dout_stages * self.tile_m
         rows = rows_k * width_bytes(problem.head_dim) + rows_v * width_bytes(problem.head_dim_v)
         ds = _DS_STAGES * self.tile_n * self.tile_m * ELEMENT_BYTES
-        statistics = self.q_stages * self.row_statistics * self.tile_m * FP32_BYTES
+        statistics = groups * self.q_stages * self.row_statistics * self.tile_m * FP32_BYTES
         dq = _DQ_BUFFERS * self.tile_m * padded(self.dq_columns(problem)) * FP32_BYTES if self.dq_by_tma else 0
         return rows + ds + statistics + dq + BARRIER_BYTES
 
@@ -200,8 +216,6 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
 
     def division(self, problem: Problem) -> Divided | None:
         """How tiles of keys are divided among SMs; None: all are whole."""
-        if problem.blocks is not None:
-            return None
         return stream_k.division_of(problem, self.tile_m, self.tile_n, self.stream_k)
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
@@ -254,8 +268,8 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
     def _block_checks(self, problem: Problem) -> Iterator[Check]:
         """Tiles lie in one block of a block mask."""
         if (blocks := problem.blocks) is not None:
-            fits = blocks.queries % self.tile_m == 0 and blocks.keys % self.tile_n == 0
-            yield fits, f"blocks of {blocks.queries} x {blocks.keys} ({self})", "multiples of tile_m x tile_n"
+            fits = blocks.queries % self.tile_m == 0 and blocks.keys % WARPGROUP_ROWS == 0
+            yield fits, f"blocks of {blocks.queries} x {blocks.keys} ({self})", f"multiples of tile_m x {WARPGROUP_ROWS}"
 
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """Statistics, all gradients, and dq from its sums."""

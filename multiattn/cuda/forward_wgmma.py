@@ -15,6 +15,7 @@ from multiattn.cuda.wgmma import (
     DEPTH,
     TILES_OF_KEYS,
     WARPGROUP_ROWS,
+    WARPGROUP_THREADS,
     WgmmaFamilyConfig,
     forward_registers,
     packed_check,
@@ -35,9 +36,8 @@ from multiattn.problem import Problem
 
 _ROOM_WITH_Q = {(1, False): 0, (1, True): 0, (2, False): 196, (2, True): 192, (3, False): 128, (3, True): 128}
 """Registers up to which Q may fill them, by warpgroups and whether the mask is a band: ptxas then spills nothing."""
-REGISTERS_MAX: Mapping[tuple[int, int], int] = {(2, 1): 208, (3, 1): 144, (1, 1): 208, (1, 2): 208, (1, 3): 112, (1, 4): 80}
-"""By consumer warpgroups, and blocks on an SM, for what `registers_at_least` counts: setmaxnreg gives a thread 232, or
-160 with three warpgroups, 136 with three blocks and 104 with four."""
+REGISTERS_MAX: Mapping[int, int] = {1: 208, 2: 208, 3: 144}
+"""By consumer warpgroups, for what `registers_at_least` counts: setmaxnreg gives a thread 232, or 160 with three."""
 _PLAIN_STORE_REGISTERS = 20
 """More that three warpgroups want under a mask to store from registers: with 128 in use ptxas 13 spills in the loops.
 
@@ -74,13 +74,18 @@ class WgmmaConfig(WgmmaFamilyConfig):
     them."""
     tma_store: bool = True
     """The output leaves through shared memory and TMA, or from registers."""
-    blocks_per_sm: int = limited(between(1, 4), default=1)
-    """Blocks with a lone warpgroup that an SM has side by side, which compilers must leave registers for."""
+    teams: int = limited(between(1, 3), default=1)
+    """Lone warpgroups of a block that take tiles of their own, each by a list of its own."""
 
     @property
     def is_persistent(self) -> bool:
         """True where a block takes one tile after another."""
         return self.scheduler != "one_tile"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: its teams, and the producer's warpgroup."""
+        return WARPGROUP_THREADS * (self.teams * self.warpgroups + 1)
 
     def box_rows(self, problem: Problem) -> Mapping[str, int]:
         """Rows of a tile; in a packed batch q has boxes of a warpgroup's rows."""
@@ -92,7 +97,8 @@ class WgmmaConfig(WgmmaFamilyConfig):
         either, k, v = row_bytes(problem), width_bytes(problem.head_dim), width_bytes(problem.head_dim_v)
         q = self.tile_m * (either if self.tma_store else k)  # outputs leave through its slot
         keys = self.stages * k + self.v_stages * v if self.v_stages else self.stages * either
-        return self.q_slots * q + self.tile_n * keys + BARRIER_BYTES
+        barriers = BARRIER_BYTES if self.teams == 1 else 2 * BARRIER_BYTES  # each team begins where a swizzle does
+        return self.teams * (self.q_slots * q + self.tile_n * keys + barriers)
 
     def query_tiles(self, problem: Problem) -> int:
         """Tiles of queries of one head, with those that only make clusters whole; of a packed batch the most."""
@@ -100,8 +106,8 @@ class WgmmaConfig(WgmmaFamilyConfig):
         return count if problem.packing is not None else padded(count, self.cluster)
 
     def grid_blocks(self, problem: Problem) -> int:
-        """Blocks of a launch that has one per tile of queries, head and batch entry."""
-        return self.query_tiles(problem) * problem.heads_q * problem.batch
+        """Blocks of a launch that has one for each tile of queries, head and batch entry, or for as many as teams."""
+        return -(-self.query_tiles(problem) * problem.heads_q * problem.batch // self.teams)
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The one kernel."""
@@ -131,7 +137,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
         enough = 3 <= buffers <= 16, f"{buffers} buffers of K and V ({self})", "3 to 16"
         if wrong := failed((*limit_checks(self), together, enough)):
             return wrong
-        registers, most = self.registers_at_least(problem), REGISTERS_MAX[self.warpgroups, self.blocks_per_sm]
+        registers, most = self.registers_at_least(problem), REGISTERS_MAX[self.teams * self.warpgroups]
         beside, room = forward_registers(problem, self.tile_n), _ROOM_WITH_Q[self.warpgroups, problem.is_banded]
         needed = f"{registers} registers for output, scores, weights, Q and stores ({self})"
         kept, got = self.kept_steps(problem), f"q_in_registers with {beside} registers for all else ({self})"
@@ -150,8 +156,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
         """Tiles of a block mask lie in one block; those of one warpgroup are for block masks alone."""
         alone = self.warpgroups == 1
         yield not alone or not self.pingpong, "pingpong with one warpgroup", "two or three"
-        yield alone or self.blocks_per_sm == 1, f"blocks_per_sm={self.blocks_per_sm} ({self})", "1, or one warpgroup"
-        yield not self.is_persistent or self.blocks_per_sm == 1, f"{self.scheduler} ({self})", "one_tile, or one block an SM"
+        yield alone or self.teams == 1, f"teams={self.teams} ({self})", "1, or tile_m=64"
         if (blocks := problem.blocks) is None:
             yield not alone, f"tile_m={self.tile_m} without a block mask", "128, 192"
         else:
@@ -172,7 +177,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
         problem = plan.problem
         names = ["warpgroups", "cluster", "tile_n", "stages", "q_slots", "pingpong", "lazy_max", "tma_store"]
         names[4:4] = ["v_stages"] if self.v_stages else []
-        more = {"blocks_per_sm": self.blocks_per_sm} if self.blocks_per_sm > 1 else {}
+        more = {"teams": self.teams} if self.teams > 1 else {}
         scheduler = enumerator("Scheduler", self.scheduler)
         config = aggregate_of(self, *names, scheduler=scheduler, **more, kept_steps=self.kept_steps(problem))
         kernel = wgmma_kernel(
@@ -187,7 +192,6 @@ class WgmmaConfig(WgmmaFamilyConfig):
             smem_bytes=self.smem_bytes(problem),
             cluster=self.cluster,
             wgmma_columns=(self.tile_n, problem.head_dim_v),
-            blocks_per_sm=self.blocks_per_sm,
         )
         blocks = self.grid_blocks(problem)
         return (PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=self.is_persistent),)
@@ -201,7 +205,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
         parts += ["pingpong"] if self.pingpong else []
         parts += ["lazymax"] if self.lazy_max else []
         parts += [] if self.tma_store else ["plainstore"]
-        parts += [f"{self.blocks_per_sm}persm"] if self.blocks_per_sm > 1 else []
+        parts += [f"teams{self.teams}"] if self.teams > 1 else []
         return "_".join((*parts, self.scheduler.replace("_", "")))
 
     def numbers(self, plan: Plan) -> dict[str, Any]:

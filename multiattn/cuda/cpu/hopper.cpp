@@ -57,6 +57,8 @@ Hopper::Hopper(Block& block)
       named_(NAMED_BARRIERS * block.blocks()),
       threads_(block.threads()),
       touched_(block.blocks()),
+      touched_early_(block.blocks()),
+      waited_(block.blocks()),
       registers_(block.blocks()) {
   const int registers = REGISTERS / block.threads_of_block() / REGISTER_UNIT * REGISTER_UNIT;
   for (int i = 0; i < block.threads() / WARPGROUP_SIZE; ++i)
@@ -362,15 +364,17 @@ void Hopper::check_needs(const char* verb, const Needs& needs) {
 
 void Hopper::await_earlier_grids() {
   if (touched_[rank()]) block_.fail("await_earlier_grids", "global memory was touched before it");
-  ++block_.counters.grid_waits;
+  if (!waited_[rank()]) ++block_.counters.grid_waits;
+  waited_[rank()] = true;
   awaits_earlier_ = true;
   block_.wait_for("await_earlier_grids", earlier_grids_);
-  if (touched_[rank()]) block_.fail("await_earlier_grids", "global memory was touched by a thread that did not wait");
+  if (touched_early_[rank()]) block_.fail("await_earlier_grids", "global memory was touched by a thread that did not wait");
 }
 
 bool Hopper::end_earlier_grids() {
   if (!awaits_earlier_) return false;
   awaits_earlier_ = false;
+  touched_early_ = touched_;  // of several that wait, the first to go on may touch it before the last does
   ++earlier_grids_.generation;
   return true;
 }

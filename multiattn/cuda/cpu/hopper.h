@@ -160,6 +160,7 @@ class Hopper {
   Condition earlier_grids_;
   bool awaits_earlier_ = false;
   std::vector<bool> touched_;  // by each block: global memory
+  std::vector<bool> touched_early_, waited_;  // as that was when earlier grids ended; the block waits for them, or did
   std::vector<RegisterPool> registers_;  // of each block
 };
 

@@ -23,7 +23,7 @@ namespace multiattn {
 template <class T, int GROUP>
 class KeyWarpgroup : private WalkPlace<T> {
   using E = typename T::Element;
-  using Shared = BackwardShared<T>;
+  using Shared = BackwardShared<T, T::PAIRED ? GROUP : 0>;
   using TileQ = typename T::TileQ;
   using TileDout = typename T::TileDout;
   using TileK = typename T::TileK;
@@ -80,6 +80,7 @@ class KeyWarpgroup : private WalkPlace<T> {
   DEVICE int count_own_steps(const Blocks& blocks) const {
     if constexpr (!IS_STREAM_K<typename T::Blocked> && !T::LISTED) return count_steps<T>(params_, blocks);
     const KeyTile<T> of = tile();
+    if constexpr (T::PAIRED && GROUP == 1) return of.end_of_second;
     return of.end_step - of.first_step;
   }
 
@@ -294,14 +295,14 @@ class KeyWarpgroup : private WalkPlace<T> {
     const SharedAddress rows = recomputed(Shared::ds(DsPlace::of(steps_).slot));
 #pragma unroll
     for (int i = 0; i < T::QUERY_STEPS; ++i)
-      stmatrix_x4(fragments.address(rows + i / 4 * T::TileDS::PANEL_BYTES, own_row(), i % 4 * 16),
+      stmatrix_x4(fragments.address(rows + i / 4 * T::TileDS::PANEL_BYTES, T::PAIRED ? warp_row_again() : own_row(), i % 4 * 16),
                   ds()[i]);
   }
 
   // It is there, for all: nobody reads it before all have written.
   DEVICE void pass_ds() {
-    if constexpr (T::LISTED && GROUP == 0)
-      if (thread_index() == 0) this->at.store(Shared::step_of_ds(DsPlace::of(steps_).slot));
+    if constexpr (T::LISTED && (GROUP == 0 || T::PAIRED))
+      if (thread_index() == GROUP * WARPGROUP) this->at.store(Shared::step_of_ds(DsPlace::of(steps_).slot));
     fence_async_shared();
     sync_warp();  // all lanes have written
     mbarrier_arrive_if(thread_index() % WARP == 0, Shared::ring_ds().full(DsPlace::of(steps_).slot));
@@ -386,6 +387,8 @@ DEVICE void backward_wgmma(const typename T::Params& params) {
   } else {
     lower_registers<T::PRODUCER_REGISTERS>();
     if (thread_index() % WARPGROUP == 0) BackwardProducer<T>(params).run();
+    if constexpr (T::PAIRED)
+      if (thread_index() % WARPGROUP == 3 * WARP) BackwardProducer<T, 1>(params).follow();
     if constexpr (T::SIDE_WARPS > 0) {
       const uint32 warp = uniform(thread_index() % WARPGROUP / WARP);
       if (warp > 0 && warp <= T::SIDE_WARPS) {

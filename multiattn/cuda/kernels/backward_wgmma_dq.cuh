@@ -67,18 +67,25 @@ class DqWarpgroup {
 
   // As `walk`, where each step comes with what it is of.
   DEVICE void walk_list(const KeyTile<T>& tile) {
-    for (int left = tile.end_step; left > 0; --left) {
-      const auto place = DsPlace::of(steps_++);
-      Shared::ring_ds().await_full(place);
-      const auto at = ListedStep::load(Shared::step_of_ds(place.slot));
-      const int row = at.tile.tile() * T::TILE_M + warp_row();
-      float* const sums = dq_sums<T>(params_, at.head, tile.number, tile.sequence, row);
+    for (int step = 0; step < tile.end_step || step < tile.end_of_second; ++step) {
+      if (step < tile.end_step) make_listed<0>(tile, steps_++);
+      if constexpr (T::PAIRED)
+        if (step < tile.end_of_second) make_listed<1>(tile, steps_of_second_++);
+    }
+  }
+  template <int GROUP>
+  DEVICE void make_listed(const KeyTile<T>& tile, uint32 step) {
+    using Its = BackwardShared<T, GROUP>;
+    const auto place = DsPlace::of(step);
+    Its::ring_ds().await_full(place);
+    const auto at = ListedStep::load(Its::step_of_ds(place.slot));
+    const int row = at.tile.tile() * T::TILE_M + warp_row();
+    float* const sums = dq_sums<T>(params_, at.head, tile.number, tile.sequence, row);
 #pragma unroll
-      for (int column = 0; column < T::HEAD_DIM; column += T::DQ_COLUMNS) {
-        make(place.slot, column);
-        if (column + T::DQ_COLUMNS >= T::HEAD_DIM) Shared::ring_ds().release(place.slot);
-        if (row < params_.backward.seq_q) add(sums + column / 8 * T::SIDE, column);
-      }
+    for (int column = 0; column < T::HEAD_DIM; column += T::DQ_COLUMNS) {
+      make<GROUP>(place.slot, column);
+      if (column + T::DQ_COLUMNS >= T::HEAD_DIM) Its::ring_ds().release(place.slot);
+      if (row < params_.backward.seq_q) add(sums + column / 8 * T::SIDE, column);
     }
   }
 
@@ -93,9 +100,10 @@ class DqWarpgroup {
   }
 
   // dq[TILE_M, DQ_COLUMNS] = dS K, 16 keys a step
+  template <int GROUP = 0>
   DEVICE void make(int slot, int column) {
-    const Descriptor ds(Shared::ds(slot), T::TileDS::PANEL_BYTES);
-    const Descriptor k(Shared::k(k_.slot) + column / TileK::PANEL_COLUMNS * TileK::PANEL_BYTES, TileK::PANEL_BYTES);
+    const Descriptor ds(BackwardShared<T, GROUP>::ds(slot), T::TileDS::PANEL_BYTES);
+    const Descriptor k(Shared::k(k_.slot) + GROUP * T::WARPGROUP_KEYS * TileK::ROW_BYTES + column / TileK::PANEL_COLUMNS * TileK::PANEL_BYTES, TileK::PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < T::KEY_STEPS; ++i)
@@ -163,6 +171,7 @@ class DqWarpgroup {
   const typename T::Params& params_;
   RingPlace<T::K_STAGES> k_;
   uint32 steps_ = 0, additions_ = 0;  // before this one, of all tiles
+  uint32 steps_of_second_ = 0;        // with a list for each warpgroup
   float* waiting_ = nullptr;          // the sums of a part that is in a buffer, and not handed over
   int waiting_bytes_ = 0;
   float dq_[T::DQ_COLUMNS / 2];

@@ -43,11 +43,24 @@ DEVICE void load_boxes(SharedAddress tile, const TensorMap& map, SharedAddress b
 }
 
 // Tiles of K and V, and for each of them its tiles of Q, with the statistics of their queries, and of dO.
-template <class T>
+template <class T, int GROUP = 0>
 class BackwardProducer {
-  using Shared = BackwardShared<T>;
+  using Shared = BackwardShared<T, GROUP>;
  public:
   DEVICE explicit BackwardProducer(const typename T::Params& params) : params_(params) {}
+
+  // Loads for the second warpgroup where each has a list: what tile is next is known with its K.
+  DEVICE void follow() {
+    await_earlier_grids();
+    while (true) {
+      Shared::ring_k().await_full(k_);
+      const KeyTile<T> tile = load_key_tile<T, false>(Shared::tile_place(k_.slot));
+      mbarrier_arrive(Shared::ring_k().empty(k_.slot));
+      k_.advance();
+      if (tile.is_none()) break;
+      load_list(tile, 0);
+    }
+  }
 
   DEVICE void run() {
     admit_next_grid();
@@ -80,7 +93,10 @@ class BackwardProducer {
   // The tile, as soon as there is a slot for its K.
   DEVICE KeyTile<T> begin(KeyTile<T> tile) const {
     if constexpr (T::LISTED)
-      if (!tile.is_none()) tile.end_step = count_listed(tile);
+      if (!tile.is_none()) {
+        tile.end_step = count_listed(tile, 0);
+        if constexpr (T::PAIRED) tile.end_of_second = count_listed(tile, 1);
+      }
     Shared::ring_k().await_empty(k_);
     store_tile<T>(Shared::tile_place(k_.slot), tile);
     if (tile.is_none()) mbarrier_arrive(Shared::ring_k().full(k_.slot));
@@ -172,34 +188,38 @@ class BackwardProducer {
   }
 
   // ---- with lists
-  // The list of a query head of the tile's group.
-  DEVICE auto list_of(const KeyTile<T>& tile, int head) const {
+  // The list of a query head of the tile's group, for its keys or those of a warpgroup.
+  DEVICE auto list_of(const KeyTile<T>& tile, int head, int group) const {
     using Listed = ListedTiles<T::Blocked::QUERIES, T::TILE_M, T::Blocked::HAS_FULL>;
-    return Listed::of(params_.lists.queries, tile.number, query_head(tile, {head, 0}), tile.first_key / T::Blocked::KEYS);
+    const int row = min((tile.first_key + group * T::WARPGROUP_KEYS) / T::Blocked::KEYS, (params_.backward.seq_kv - 1) / T::Blocked::KEYS);
+    return Listed::of(params_.lists.queries, tile.number, query_head(tile, {head, 0}), row);
   }
 
-  // The steps of a tile, over all heads.
-  DEVICE int count_listed(const KeyTile<T>& tile) const {
-    if (params_.lists.queries.stride_head == 0) return list_of(tile, 0).end * params_.backward.group;
+  // The steps of a tile, or of a warpgroup of it, over all heads.
+  DEVICE int count_listed(const KeyTile<T>& tile, int group) const {
+    if (tile.first_key + group * T::WARPGROUP_KEYS >= params_.backward.seq_kv) return 0;
+    if (params_.lists.queries.stride_head == 0) return list_of(tile, 0, group).end * params_.backward.group;
     int steps = 0;
 #pragma unroll 2  // a producer has few registers
-    for (int head = 0; head < params_.backward.group; ++head) steps += list_of(tile, head).end;
+    for (int head = 0; head < params_.backward.group; ++head) steps += list_of(tile, head, group).end;
     return steps;
   }
 
   // A tile of queries is looked up a step ahead, as the list is in memory; what a step is of goes with its Q.
   DEVICE void load_list(const KeyTile<T>& tile, int head_kv) {
     int head = 0, step = 0;
-    auto list = list_of(tile, 0);
+    auto list = list_of(tile, 0, GROUP);
     const auto look_up = [&] {
-      while (step == list.end) list = list_of(tile, ++head), step = 0;
+      while (step == list.end) list = list_of(tile, ++head, GROUP), step = 0;
       return list.tile(params_.lists.queries, step);
     };
-    int left = tile.end_step, next = left > 0 ? look_up() : 0;
+    int left = GROUP == 0 ? tile.end_step : tile.end_of_second, next = left > 0 ? look_up() : 0;
     if (left > 0) load_listed_q(tile, {head, next}, list.is_partial(step));
-    Shared::ring_v().await_empty(v_);
-    load_boxes<typename T::TileV>(Shared::v(), params_.map_v, Shared::ring_v().full(0), tile.first_key, head_kv, keys_of(tile));
-    v_.advance();
+    if constexpr (GROUP == 0) {
+      Shared::ring_v().await_empty(v_);
+      load_boxes<typename T::TileV>(Shared::v(), params_.map_v, Shared::ring_v().full(0), tile.first_key, head_kv, keys_of(tile));
+      v_.advance();
+    }
 #pragma unroll 1
     for (; left > 0; --left) {
       const QueryStep at{head, next};
@@ -212,8 +232,8 @@ class BackwardProducer {
 
   DEVICE void load_listed_q(const KeyTile<T>& tile, const QueryStep& at, bool is_partial) {
     const Mask<T::BAND> mask(params_.backward);
-    const int first_query = at.block * T::TILE_M;
-    bool is_cut = !mask.all_visible(first_query, T::TILE_M, tile.first_key, T::TILE_N);
+    const int first_query = at.block * T::TILE_M, first_key = tile.first_key + GROUP * T::WARPGROUP_KEYS;
+    bool is_cut = !mask.all_visible(first_query, T::TILE_M, first_key, T::TileDS::ROWS);
     is_cut |= first_query + (HAS_SCORE<typename T::Score> ? T::TILE_M - 1 : 0) >= mask.seq_q;
     const auto word = TileWord::of(at.block, HAS_MASK<typename T::Score> && is_partial, is_cut);
     Shared::ring_q().await_empty(q_);

@@ -45,23 +45,28 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr int WARPGROUPS = 2;       // that own keys; one more makes dQ, and one loads
   static constexpr int WARPGROUP_KEYS = 64;  // rows of one wgmma
   static constexpr int TILE_M = 64, TILE_N = WARPGROUP_KEYS * WARPGROUPS;
+  // With blocks of 64 keys each warpgroup has a list of its own, with stages of its own, which one more warp fills.
+  static constexpr bool PAIRED = LISTED && KEYS_OF_BLOCK<Blocked> % TILE_N != 0;
+  static constexpr int GROUPS = PAIRED ? WARPGROUPS : 1;  // of stages
   static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 2);
   static constexpr int KEY_WARPS = 4 * WARPGROUPS, DQ_WARPS = 4;
   // Warps beside the one that loads: they add to dQ in order, or one empties its sums for later tiles.
   static constexpr bool CLEARS_AHEAD = C.clears_ahead;
   static constexpr int ADDING_WARPS = ORDERED ? 3 : 0, SIDE_WARPS = ADDING_WARPS + CLEARS_AHEAD;
+  static constexpr int TILE_READERS = 4 * WARPGROUPS + DQ_WARPS + SIDE_WARPS + PAIRED;  // warps that read what a tile of keys is
+  static constexpr int STAGE_USERS = PAIRED ? 4 : KEY_WARPS;
   // A thread's registers; the four warpgroups have 512.
   static constexpr int KEY_REGISTERS = WgmmaBackwardTraits::WIDTH > 96 ? 208 : EARLY_SCORES ? 200 : 184;
   static constexpr int PRODUCER_REGISTERS = WgmmaBackwardTraits::WIDTH > 96 ? 24 : 40;
   static constexpr int DQ_REGISTERS = 512 - 2 * KEY_REGISTERS - PRODUCER_REGISTERS;
   static constexpr int DIM_STEPS = (F.head_dim + 15) / 16, V_STEPS = (F.head_dim_v + 15) / 16;  // of a wgmma
-  static constexpr int QUERY_STEPS = TILE_M / 16, KEY_STEPS = TILE_N / 16;
+  static constexpr int QUERY_STEPS = TILE_M / 16, KEY_STEPS = (PAIRED ? WARPGROUP_KEYS : TILE_N) / 16;
 
   using TileQ = PanelTile<TILE_M, F.head_dim>;
   using TileDout = PanelTile<TILE_M, F.head_dim_v>;
   using TileK = PanelTile<TILE_N, F.head_dim>;
   using TileV = PanelTile<TILE_N, F.head_dim_v>;
-  using TileDS = PanelTile<TILE_N, TILE_M>;    // of dS^T: rows are keys
+  using TileDS = PanelTile<PAIRED ? WARPGROUP_KEYS : TILE_N, TILE_M>;  // of dS^T: rows are keys
   using Sum = DqSum<DIM_STEPS, true>;
   using RingK = Ring<K_STAGES>;
   using RingQ = Ring<Q_STAGES>;
@@ -79,10 +84,10 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
 
   // Shared memory: K, V, stages of Q, of dO, of dS^T, of statistics, dQ, then barriers and what the tile of keys is.
   static constexpr int V_AT = K_STAGES * TileK::BYTES, Q_AT = V_AT + TileV::BYTES;
-  static constexpr int DOUT_AT = Q_AT + Q_STAGES * TileQ::BYTES;
-  static constexpr int DS_AT = DOUT_AT + DOUT_STAGES * TileDout::BYTES;
-  static constexpr int STATISTICS_AT = DS_AT + DS_STAGES * TileDS::BYTES;
-  static constexpr int DQ_AT = STATISTICS_AT + Q_STAGES * STATISTICS_BYTES;
+  static constexpr int DOUT_AT = Q_AT + GROUPS * Q_STAGES * TileQ::BYTES;
+  static constexpr int DS_AT = DOUT_AT + GROUPS * DOUT_STAGES * TileDout::BYTES;
+  static constexpr int STATISTICS_AT = DS_AT + GROUPS * DS_STAGES * TileDS::BYTES;
+  static constexpr int DQ_AT = STATISTICS_AT + GROUPS * Q_STAGES * STATISTICS_BYTES;
   static constexpr int DQ_BYTES = TILE_M * ((DQ_COLUMNS + 15) / 16 * 16) * 4;  // as much of dQ as is made at a time
   // Floats of 16 queries in the sums, of 8 columns; and the bytes that a warp has of a part that begins with a column.
   static constexpr int SIDE = Sum::FRAGMENT / 2;
@@ -92,10 +97,12 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr int BARRIERS_AT = DQ_AT + DQ_BUFFERS * DQ_BYTES;
   static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
 
-  static constexpr int STEP_BYTES = LISTED ? (Q_STAGES + DS_STAGES) * CHUNK_BYTES : 0;  // what steps are of
-  static_assert(RingK::BYTES + Ring<1>::BYTES + RingQ::BYTES + RingDout::BYTES + RingDS::BYTES + RingSums::BYTES + STEP_BYTES + (K_STAGES + 1) * 32 <= 512,
+  static constexpr int STAGE_BARRIERS = RingQ::BYTES + RingDout::BYTES + RingDS::BYTES;  // of one group
+  static constexpr int STEP_BYTES = LISTED ? (Q_STAGES + DS_STAGES) * CHUNK_BYTES : 0;  // what its steps are of
+  static_assert(RingK::BYTES + Ring<1>::BYTES + GROUPS * (STAGE_BARRIERS + STEP_BYTES) + RingSums::BYTES + (K_STAGES + !LISTED) * 32 <= 512,
                 "stages: barriers, and what tiles of keys are, in 512 bytes");
   static_assert(!LISTED || !ORDERED, "with lists in any order");
+  static_assert(!LISTED || KEYS_OF_BLOCK<Blocked> % WARPGROUP_KEYS == 0, "a warpgroup's keys lie in one block");
   static_assert(F.head_dim % 8 == 0 && F.head_dim_v % 8 == 0 && WgmmaBackwardTraits::WIDTH <= 128, "head_dim, head_dim_v: multiples of 8 up to 128");
   static_assert(K_STAGES == 1 || K_STAGES == 2, "k_stages: 1, 2");
   static_assert(DQ_COLUMNS == F.head_dim || DQ_COLUMNS == 64, "dq_columns: head_dim, or a panel of K");
@@ -106,12 +113,14 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
 };
 
 // A tile of keys: where it starts, its key/value head and the number of its sequence, both through the batch. Without keys, a
-// schedule is done. With StreamK also the steps of its walk that a block makes, and the place of its sums.
+// schedule is done. With StreamK also the steps of its walk that a block makes, and the place of its sums; with lists how many there
+// are.
 template <class T>
 struct KeyTile {
   int first_key, head_kv, number;
   SequenceOf<T> sequence;
   int first_step = 0, end_step = 0, sums = 0;
+  int end_of_second = 0;  // with a list for each warpgroup: the steps of the second
 
   static constexpr int BYTES = 32;  // in shared memory
 
@@ -124,7 +133,7 @@ DEVICE void store_tile(SharedAddress place, const KeyTile<T>& tile) {
   if constexpr (IS_PACKED<typename T::Blocked>) store_shared_16(place + 16, chunk_of(tile.sequence));
   if constexpr (IS_STREAM_K<typename T::Blocked>)
     store_shared_16(place + 16, chunk_of(tile.first_step, tile.end_step, tile.sums, 0));
-  if constexpr (T::LISTED) store_shared_16(place + 16, chunk_of(0, tile.end_step, 0, 0));
+  if constexpr (T::LISTED) store_shared_16(place + 16, chunk_of(tile.end_step, tile.end_of_second, 0, 0));
 }
 
 // A step of a walk by lists: its tile of queries, the query head through the batch, and in its batch entry.
@@ -140,17 +149,22 @@ struct ListedStep {
   }
 };
 
-// The tile at `place`, as one value in all lanes of a warp.
-template <class T>
+// The tile at `place`, as one value in all lanes of a warp; or for one thread alone.
+template <class T, bool OF_WARP = true>
 DEVICE KeyTile<T> load_key_tile(SharedAddress place) {
-  const auto field = [](const Chunk& chunk, int word) { return static_cast<int>(uniform(chunk.word[word])); };
+  const auto field = [](const Chunk& chunk, int word) {
+    return static_cast<int>(OF_WARP ? uniform(chunk.word[word]) : chunk.word[word]);
+  };
   const Chunk it = load_shared_16(place);
   KeyTile<T> tile{field(it, 0), field(it, 1), field(it, 2), {}};
   if constexpr (IS_PACKED<typename T::Blocked>) {
     const Chunk of = load_shared_16(place + 16);
     tile.sequence = {field(of, 0), field(of, 1), field(of, 2), field(of, 3)};
   }
-  if constexpr (T::LISTED) tile.end_step = field(load_shared_16(place + 16), 1);
+  if constexpr (T::LISTED) {
+    const Chunk steps = load_shared_16(place + 16);
+    tile.end_step = field(steps, 0), tile.end_of_second = field(steps, 1);
+  }
   if constexpr (IS_STREAM_K<typename T::Blocked>) {
     const Chunk part = load_shared_16(place + 16);
     tile.first_step = field(part, 0), tile.end_step = field(part, 1), tile.sums = field(part, 2);
@@ -256,14 +270,14 @@ DEVICE int32* cleared_parts(const typename T::Params& params, int head_kv) {
   return reinterpret_cast<int32*>(first + T::STATISTICS * T::TILE_M);
 }
 
-template <class T>
+template <class T, int GROUP = 0>
 struct BackwardShared {
   static DEVICE SharedAddress k(int slot) { return shared_base() + slot * T::TileK::BYTES; }
   static DEVICE SharedAddress v() { return shared_base() + T::V_AT; }
-  static DEVICE SharedAddress q(int slot) { return shared_base() + T::Q_AT + slot * T::TileQ::BYTES; }
-  static DEVICE SharedAddress dout(int slot) { return shared_base() + T::DOUT_AT + slot * T::TileDout::BYTES; }
-  static DEVICE SharedAddress ds(int slot) { return shared_base() + T::DS_AT + slot * T::TileDS::BYTES; }
-  static DEVICE SharedAddress lse(int slot) { return shared_base() + T::STATISTICS_AT + slot * T::STATISTICS_BYTES; }
+  static DEVICE SharedAddress q(int slot) { return shared_base() + T::Q_AT + (GROUP * T::Q_STAGES + slot) * T::TileQ::BYTES; }
+  static DEVICE SharedAddress dout(int slot) { return shared_base() + T::DOUT_AT + (GROUP * T::DOUT_STAGES + slot) * T::TileDout::BYTES; }
+  static DEVICE SharedAddress ds(int slot) { return shared_base() + T::DS_AT + (GROUP * T::DS_STAGES + slot) * T::TileDS::BYTES; }
+  static DEVICE SharedAddress lse(int slot) { return shared_base() + T::STATISTICS_AT + (GROUP * T::Q_STAGES + slot) * T::STATISTICS_BYTES; }
   // The buffer of an addition to dQ, of the 16 queries of a warp.
   static DEVICE SharedAddress dq(uint32 addition, int warp) {
     const int buffer = addition % T::DQ_BUFFERS;
@@ -273,28 +287,34 @@ struct BackwardShared {
 
   static DEVICE typename T::RingK ring_k() { return {shared_base() + T::BARRIERS_AT}; }
   static DEVICE Ring<1> ring_v() { return {ring_k().barriers + T::RingK::BYTES}; }
-  static DEVICE typename T::RingQ ring_q() { return {ring_v().barriers + Ring<1>::BYTES}; }
+  static DEVICE typename T::RingQ ring_q() { return {ring_v().barriers + Ring<1>::BYTES + GROUP * T::STAGE_BARRIERS}; }
   static DEVICE typename T::RingDout ring_dout() { return {ring_q().barriers + T::RingQ::BYTES}; }
   static DEVICE typename T::RingDS ring_ds() { return {ring_dout().barriers + T::RingDout::BYTES}; }
-  static DEVICE auto ring_sums() { return typename T::RingSums{ring_ds().barriers + T::RingDS::BYTES}; }
+  static DEVICE auto ring_sums() { return typename T::RingSums{ring_ds().barriers + T::RingDS::BYTES}; }  // of one group
   // The place of the record of a slot's tile of keys.
   static DEVICE SharedAddress tile_place(int slot) {
     return shared_base() + T::SMEM_BYTES - (1 + slot) * KeyTile<T>::BYTES;
   }
   // With lists, the step of a slot of Q, and of one of dS.
-  static DEVICE SharedAddress step_of_q(int slot) { return ring_ds().barriers + T::RingDS::BYTES + slot * CHUNK_BYTES; }
+  static DEVICE SharedAddress step_of_q(int slot) {
+    return ring_v().barriers + Ring<1>::BYTES + T::GROUPS * T::STAGE_BARRIERS + GROUP * T::STEP_BYTES + slot * CHUNK_BYTES;
+  }
   static DEVICE SharedAddress step_of_ds(int slot) { return step_of_q(T::Q_STAGES + slot); }
   // Where the producer is in a schedule with StreamK.
   static DEVICE SharedAddress cursor_place() { return tile_place(T::K_STAGES); }
 
   static DEVICE void init() {
-    ring_k().init(T::KEY_WARPS + T::DQ_WARPS + T::SIDE_WARPS);
+    ring_k().init(T::TILE_READERS);
     ring_v().init(T::KEY_WARPS);
-    ring_q().init(T::KEY_WARPS);
-    ring_dout().init(T::KEY_WARPS);
-    ring_ds().init(T::DQ_WARPS, T::KEY_WARPS);
+    init_stages();
+    if constexpr (T::PAIRED) BackwardShared<T, 1>::init_stages();
     ring_sums().init(1, T::DQ_WARPS);
     fence_mbarrier_init();
+  }
+  static DEVICE void init_stages() {
+    ring_q().init(T::STAGE_USERS);
+    ring_dout().init(T::STAGE_USERS);
+    ring_ds().init(T::DQ_WARPS, T::STAGE_USERS);
   }
 };
 

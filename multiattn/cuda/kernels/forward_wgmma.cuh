@@ -346,7 +346,7 @@ class Consumer {
 
   DEVICE void await_warpgroup() const {
     sync_warp();  // branches before it may have parted lanes, and the barrier counts whole warps
-    named_barrier_sync(ROWS_BARRIER + warpgroup_, WARPGROUP);
+    named_barrier_sync(ROWS_BARRIER + (T::TEAMS == 1 ? warpgroup_ : own_team<T>()), WARPGROUP);
   }
 
   // The block of a list that a slot of K has.
@@ -445,8 +445,9 @@ class Consumer {
 template <class T>
 DEVICE void forward_wgmma(const typename T::Params& params) {
   auto owned = RowsOf<T>::own(params);
-  if (thread_index() == 0) SharedLayout<T>::init();
-  if (thread_index() == T::WARPGROUPS * WARPGROUP) {
+  const bool is_first = T::TEAMS == 1 ? thread_index() == 0 : thread_index() % WARPGROUP == 0;  // of its team
+  if (is_first && thread_index() < T::TEAMS * WARPGROUP) SharedLayout<T>::init();
+  if (thread_index() == T::ALL_WARPGROUPS * WARPGROUP) {
     if constexpr (!T::GROUPED) prefetch_map(params.map_q);
     if constexpr (!T::GATHERS) prefetch_map(params.map_k);
     if constexpr (!T::GATHERS) prefetch_map(params.map_v);
@@ -466,19 +467,21 @@ DEVICE void forward_wgmma(const typename T::Params& params) {
     if (owned.first_row >= owned.len_q * params.forward.group) return;
   }
   const int warpgroup = static_cast<int>(uniform(thread_index() / WARPGROUP));
-  if (warpgroup == T::WARPGROUPS) {
+  if (warpgroup == T::ALL_WARPGROUPS) {
     if constexpr (T::MOVES_REGISTERS) lower_registers<T::PRODUCER_REGISTERS>();
     if constexpr (T::GROUPED) {
       if (thread_index() % WARPGROUP < T::LOADING_WARPS * WARP) produce<T>(params, owned, owned.keys());
     } else {
-      if (thread_index() % WARPGROUP == 0) {
+      if constexpr (T::TEAMS > 1) {
+        if (thread_index() % WARP == 0 && own_team<T>() < T::TEAMS) ListedProducer<T>(params).run();
+      } else if (thread_index() % WARPGROUP == 0) {
         if constexpr (T::LISTED) ListedProducer<T>(params).run();
         else produce<T>(params);
       }
     }
   } else {
     if constexpr (T::MOVES_REGISTERS) raise_registers<T::CONSUMER_REGISTERS>();
-    Consumer<T>(params, owned, warpgroup).run();
+    Consumer<T>(params, owned, T::TEAMS == 1 ? warpgroup : 0).run();
   }
 }
 

@@ -24,8 +24,9 @@ struct TileCount<Packed> {
 // not known how many the list has.
 template <class T>
 DEVICE int first_tile(const TileCount<typename T::Blocked>& count, const WgmmaParams& params) {
-  const int tile = static_cast<int>(block_index());
-  if (!IS_PACKED<typename T::Blocked> || tile < count.of_head(params) * params.forward.heads) return tile;
+  const int tile = T::TEAMS == 1 ? static_cast<int>(block_index()) : static_cast<int>(block_index()) * T::TEAMS + own_team<T>();
+  constexpr bool KNOWN = T::TEAMS == 1 && !IS_PACKED<typename T::Blocked>;
+  if (KNOWN || tile < count.of_head(params) * params.forward.heads) return tile;
   return NO_TILE;
 }
 
@@ -34,14 +35,15 @@ template <class T>
 DEVICE int tile_after(int tile, const TileCount<typename T::Blocked>& count, const WgmmaParams& params) {
   if constexpr (T::SCHEDULER == Scheduler::ONE_TILE) return NO_TILE;
   const int tiles = count.of_head(params) * params.forward.heads;
-  int next = tile + static_cast<int>(block_count());
+  const int takers = static_cast<int>(block_count()) * T::TEAMS;
+  int next = tile + takers;
   if constexpr (T::SCHEDULER == Scheduler::DYNAMIC) {
     // Each tile beyond the grid is asked for once, by the block that gets it, and each block asks once in vain. The last to ask
     // leaves the counter as it was found, for the launch that comes next on the stream. A packed batch's is emptied by the
     // kernel that lists the tiles.
     const int asked = atomic_add_global(params.forward.next_tile, 1);
     if (!IS_PACKED<typename T::Blocked> && asked == tiles - 1) atomic_add_global(params.forward.next_tile, -tiles);
-    next = static_cast<int>(block_count()) + asked;
+    next = takers + asked;
   }
   return next < tiles ? next : NO_TILE;
 }

@@ -30,7 +30,7 @@ struct WgmmaConfig {
   bool lazy_max;    // weights before the maximum is known; see forward_wgmma_softmax.cuh
   bool tma_store = false;  // the output leaves through Q's tile
   Scheduler scheduler = Scheduler::ONE_TILE;
-  int blocks_per_sm = 1;  // blocks of a lone warpgroup that share an SM
+  int teams = 1;  // lone warpgroups with tiles, and shared memory, of their own
   int kept_steps = 0;  // of a wgmma's 16 columns of Q, from the first on: read into registers once
 };
 
@@ -49,7 +49,8 @@ struct WgmmaTraits : Walks<Element, F, PlainParams<Blocked>, Score, Blocked> {
   static constexpr int WARPGROUP_ROWS = 64;  // of one wgmma
   static constexpr int TILE_M = WARPGROUP_ROWS * WARPGROUPS;
   static constexpr bool LISTED = HAS_LISTS<Blocked>;  // a block mask lists the tiles of keys, for all rows of a tile
-  static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 1);
+  static constexpr int TEAMS = C.teams, ALL_WARPGROUPS = TEAMS * WARPGROUPS;
+  static constexpr int THREADS = WARPGROUP * (ALL_WARPGROUPS + 1);
   static constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
   static constexpr int DOT_STEPS = (F.head_dim + 15) / 16, KEY_STEPS = TILE_N / 16;  // of a wgmma's 16
 
@@ -60,11 +61,9 @@ struct WgmmaTraits : Walks<Element, F, PlainParams<Blocked>, Score, Blocked> {
   static constexpr bool CLEARS = GROUPED && !GATHERS;  // boxes of a cache bring more than keys
   static constexpr int LOADING_WARPS = GATHERS ? WARPGROUP / WARP : 1;
   // An SM's 64 Ki registers, by multiples of 8; loading takes few. One warpgroup that computes has enough without.
-  static constexpr bool MOVES_REGISTERS = WARPGROUPS > 1 || LISTED;
-  static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 1 ? 24 : WARPGROUPS == 3 ? 32 : GATHERS ? 56 : 40;
-  static constexpr int REGISTERS = 65536 / THREADS / C.blocks_per_sm / 8 * 8;  // of a thread, on an average
-  static constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? (REGISTERS > 128 ? 232 : 2 * REGISTERS - PRODUCER_REGISTERS)
-                                            : WARPGROUPS == 3 ? 160 : GATHERS ? 224 : 232;
+  static constexpr bool MOVES_REGISTERS = ALL_WARPGROUPS > 1;
+  static constexpr int PRODUCER_REGISTERS = ALL_WARPGROUPS == 3 ? 32 : GATHERS ? 56 : 40;
+  static constexpr int CONSUMER_REGISTERS = ALL_WARPGROUPS == 3 ? 160 : GATHERS ? 224 : 232;
 
   using TileQ = PanelTile<TILE_M, F.head_dim>;
   using TileOut = PanelTile<TILE_M, F.head_dim_v>;  // in the place of Q
@@ -76,12 +75,14 @@ struct WgmmaTraits : Walks<Element, F, PlainParams<Blocked>, Score, Blocked> {
   static constexpr int K_BYTES = TAKES_TURNS ? KV_BYTES : TileK::BYTES, V_BYTES = TAKES_TURNS ? KV_BYTES : TileV::BYTES;
   static constexpr int K_AT = Q_SLOTS * Q_BYTES, V_AT = TAKES_TURNS ? K_AT : K_AT + STAGES * K_BYTES;
   static constexpr int BARRIERS_AT = K_AT + STAGES * K_BYTES + V_STAGES * V_BYTES;
-  static constexpr int SMEM_BYTES = BARRIERS_AT + 512;
+  static constexpr int BARRIER_BYTES = TEAMS == 1 ? 512 : 1024;  // each team's tiles begin where a swizzle does
+  static constexpr int TEAM_BYTES = BARRIERS_AT + BARRIER_BYTES, SMEM_BYTES = TEAMS * TEAM_BYTES;
 
   static_assert(F.head_dim % 8 == 0 && F.head_dim <= 256, "head_dim: multiples of 8 up to 256");
   static_assert(F.head_dim_v % 8 == 0 && F.head_dim_v <= 256, "head_dim of v: multiples of 8 up to 256");
   static_assert(WARPGROUPS >= (GROUPED || LISTED ? 1 : 2) && WARPGROUPS <= 3, "tile_m: 128, 192, of groups and lists also 64");
   static_assert(!LISTED || CLUSTER == 1, "each tile of queries has a list of its own");
+  static_assert(TEAMS == 1 || (LISTED && WARPGROUPS == 1 && TEAMS <= 3), "teams: up to three, of one warpgroup, with lists");
   static_assert(CLUSTER == 1 || CLUSTER == 2, "cluster: 1, 2");
   static_assert(BOX_ROWS % 8 == 0, "a block loads whole groups of 8 rows, in which the swizzle repeats");
   static_assert(CLUSTER == 1 || !IS_PACKED<Blocked>, "in a packed batch a cluster's tiles are of several sequences");
@@ -127,13 +128,27 @@ DEVICE QueryTile<T> load_tile(SharedAddress place) {
   return tile;
 }
 
+// The team of a thread: the warpgroup's that computes, or that for which its warp loads.
+template <class T>
+DEVICE int own_team() {
+  const int warpgroup = thread_index() / WARPGROUP;
+  return warpgroup < T::TEAMS ? warpgroup : thread_index() / WARP % 4;
+}
+
+// Where the shared memory of the thread's team begins.
+template <class T>
+DEVICE SharedAddress team_base() {
+  if constexpr (T::TEAMS == 1) return shared_base();
+  else return shared_base() + own_team<T>() * T::TEAM_BYTES;
+}
+
 // Slots of K or of V: their tile, where they are, their ring.
-template <class Tile_, int AT, int SLOT_BYTES, class Ring_, int RING_AT>
+template <class T, class Tile_, int AT, int SLOT_BYTES, class Ring_, int RING_AT>
 struct Slots {
   using Tile = Tile_;
   using Ring = Ring_;
-  static DEVICE SharedAddress at(int slot) { return shared_base() + AT + slot * SLOT_BYTES; }
-  static DEVICE Ring ring() { return {shared_base() + RING_AT}; }
+  static DEVICE SharedAddress at(int slot) { return team_base<T>() + AT + slot * SLOT_BYTES; }
+  static DEVICE Ring ring() { return {team_base<T>() + RING_AT}; }
 };
 
 // Shared memory: tiles of Q, tiles of K and V as they come, barriers, and what each slot of Q is of.
@@ -144,18 +159,18 @@ struct SharedLayout {
   using RingV = typename Choice<T::TAKES_TURNS, RingK, Ring<T::V_STAGES, T::CLUSTER>>::Type;
   static constexpr int RING_K_AT = T::BARRIERS_AT + RingQ::BYTES;
   static constexpr int RING_V_AT = T::TAKES_TURNS ? RING_K_AT : RING_K_AT + RingK::BYTES;
-  using K = Slots<typename T::TileK, T::K_AT, T::K_BYTES, RingK, RING_K_AT>;
-  using V = Slots<typename T::TileV, T::V_AT, T::V_BYTES, RingV, RING_V_AT>;
+  using K = Slots<T, typename T::TileK, T::K_AT, T::K_BYTES, RingK, RING_K_AT>;
+  using V = Slots<T, typename T::TileV, T::V_AT, T::V_BYTES, RingV, RING_V_AT>;
   using Places = typename Choice<T::TAKES_TURNS, RingPlace<T::STAGES>, PlacesApart<T::STAGES, T::V_STAGES>>::Type;
 
-  static DEVICE SharedAddress q(int slot) { return shared_base() + slot * T::Q_BYTES; }
-  static DEVICE RingQ ring_q() { return {shared_base() + T::BARRIERS_AT}; }
+  static DEVICE SharedAddress q(int slot) { return team_base<T>() + slot * T::Q_BYTES; }
+  static DEVICE RingQ ring_q() { return {team_base<T>() + T::BARRIERS_AT}; }
   static DEVICE SharedAddress tile_place(int slot) {
-    return shared_base() + RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * slot;
+    return team_base<T>() + RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * slot;
   }
   // With lists: the tile of keys that a slot of K has.
   static DEVICE SharedAddress key_word(int slot) { return tile_place(T::Q_SLOTS) + 4 * slot; }
-  static_assert(RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * T::Q_SLOTS + 4 * T::STAGES <= T::SMEM_BYTES,
+  static_assert(RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * T::Q_SLOTS + 4 * T::STAGES <= T::TEAM_BYTES,
                 "barriers, tiles of queries and of keys in 512 bytes");
 
   static DEVICE void init() {

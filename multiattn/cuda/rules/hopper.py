@@ -59,8 +59,8 @@ SCORED: tuple[Rule[WgmmaConfig], ...] = (
 )
 """An expression wants registers, of which three warpgroups have few, and maxima that are exact."""
 
-_128X128 = WgmmaConfig(tile_m=128, tile_n=128, stages=6, pingpong=True, scheduler="one_tile")
-_64X64 = WgmmaConfig(tile_m=64, tile_n=64, stages=3, scheduler="one_tile", blocks_per_sm=3)
+_128X128 = WgmmaConfig(tile_m=128, tile_n=128, stages=5, q_slots=2, pingpong=True)
+_64X64 = WgmmaConfig(tile_m=64, tile_n=64, stages=3, teams=3)
 
 
 def _listed(multiple: int, head_dims: tuple[int, int], config: WgmmaConfig, why: str) -> tuple[Rule[WgmmaConfig], ...]:
@@ -75,13 +75,13 @@ def _listed(multiple: int, head_dims: tuple[int, int], config: WgmmaConfig, why:
 LISTED: tuple[Rule[WgmmaConfig], ...] = (
     *_listed(128, (1, 64), replace(_128X128, stages=11, q_slots=3), COMPILED),
     *_listed(128, (65, 128), _128X128, COMPILED),
-    *_listed(128, (129, 256), replace(_128X64, scheduler="one_tile"), COMPILED),
-    *_listed(64, (1, 64), replace(_64X64, stages=5, blocks_per_sm=4), COMPILED),
+    *_listed(128, (129, 256), _128X64, COMPILED),
+    *_listed(64, (1, 64), replace(_64X64, stages=7, q_slots=2), COMPILED),
     *_listed(64, (65, 128), _64X64, COMPILED),
-    *_listed(64, (129, 256), replace(_64X64, tile_n=32, stages=5, blocks_per_sm=2), COMPILED),
+    *_listed(64, (129, 256), replace(_64X64, tile_n=32, stages=5, teams=2), COMPILED),
     *(
-        replace(_EMULATED, config=replace(_EMULATED.config, tile_m=tile_m, pingpong=pingpong), block_multiple=multiple)
-        for multiple, tile_m, pingpong in ((128, 128, True), (64, 64, False))
+        replace(_EMULATED, config=replace(_EMULATED.config, tile_m=tile_m, teams=teams), block_multiple=multiple)
+        for multiple, tile_m, teams in ((128, 128, 1), (64, 64, 3))
     ),
 )
 """Tiles that lie in one block, all of whose rows walk over the same list."""

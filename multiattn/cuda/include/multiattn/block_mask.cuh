@@ -21,6 +21,11 @@ struct BlockMask {
 };
 
 template <class Blocked>
+constexpr int KEYS_OF_BLOCK = 0;
+template <BlockSpec SPEC>
+constexpr int KEYS_OF_BLOCK<BlockMask<SPEC>> = SPEC.keys;
+
+template <class Blocked>
 constexpr bool HAS_LISTS = true;
 template <>
 constexpr bool HAS_LISTS<NoBlockMask> = false;
