@@ -9,9 +9,11 @@ from ctypes import Structure
 from dataclasses import dataclass, replace
 from typing import Any
 
+from multiattn.block_mask import QUERIES_OF_KEYS
 from multiattn.cuda import stream_k
 from multiattn.cuda.backward_mma import ROW_THREADS, ROW_TILE, backward_numbers, dq_sum_bytes, rows_launch
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded, tiles_of
+from multiattn.cuda.mask_bits import AREA, bits_bytes, bits_launch
 from multiattn.cuda.naming import aggregate, aggregate_of, traits_type
 from multiattn.cuda.source import Division, Instance, PlannedLaunch, WgmmaBackwardParams
 from multiattn.cuda.stream_k import Divided, steps_of_tiles
@@ -234,6 +236,8 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         """Sums of dq and, of divided tiles, of dk and dv."""
         division, columns = self.division(problem), problem.head_dim + problem.head_dim_v
         sums = {} if division is None else {"key_sums": division.sums_bytes(columns, self.tile_n)}
+        bits = bits_bytes(problem, QUERIES_OF_KEYS, self.tile_m)
+        sums |= {AREA: bits} if bits else {}
         return {**HopperBackwardConfig.areas(self, problem), "dq_sum": dq_sum_bytes(problem), **sums}
 
     def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
@@ -272,14 +276,18 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
             yield fits, f"blocks of {blocks.queries} x {blocks.keys} ({self})", f"multiples of tile_m x {WARPGROUP_ROWS}"
 
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
-        """Statistics, all gradients, and dq from its sums."""
+        """Statistics, the bits of a block mask, all gradients, and dq from its sums."""
         problem, division = plan.problem, self.division(plan.problem)
         is_packed, is_divided = problem.packing is not None, division is not None
         lists = ("multiattn::Packed",) if is_packed else ("multiattn::StreamK",) if is_divided else ()
         name = f"{'_packed' * is_packed}{'_stream_k' * is_divided}"
+        gradients = self._gradients(plan, division)
+        has_bits = bits_bytes(problem, QUERIES_OF_KEYS, self.tile_m) > 0
+        bits = (bits_launch(gradients.kernel, problem, QUERIES_OF_KEYS, self.tile_m),) if has_bits else ()
         return (
             self.statistics(problem, ROW_TILE, name, *lists, behind=Division if is_divided else None),
-            self._gradients(plan, division),
+            *bits,
+            gradients,
             rows_launch("convert_sums", problem, adds_dq=True, wide=True),
         )
 
@@ -309,6 +317,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
             rows="multiattn::StreamK" if is_divided else None,
             exponents=True,
             lists=Division if is_divided else None,
+            bits=bits_bytes(problem, QUERIES_OF_KEYS, self.tile_m) > 0,
             params=WgmmaBackwardParams,
             threads=self.threads,
             smem_bytes=self.smem_bytes(problem),

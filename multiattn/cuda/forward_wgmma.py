@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from multiattn.block_mask import KEYS_OF_QUERIES
 from multiattn.cuda.family import NO_FLAGS, padded, tiles_of
 from multiattn.cuda.forward_mma import forward_numbers
+from multiattn.cuda.mask_bits import AREA, bits_bytes, bits_launch
 from multiattn.cuda.naming import aggregate_of, enumerator
 from multiattn.cuda.source import PlannedLaunch, WgmmaParams
 from multiattn.cuda.wgmma import (
@@ -165,16 +167,19 @@ class WgmmaConfig(WgmmaFamilyConfig):
             yield self.cluster == 1, f"cluster={self.cluster} with a block mask", "1"
 
     def areas(self, problem: Problem) -> dict[str, int]:
-        """The tile counter of a dynamic scheduler, one for each stream."""
-        return {WORKSPACE: COUNTER_BYTES} if self.scheduler == "dynamic" else {}
+        """The tile counter of a dynamic scheduler, one for each stream; the bits of a block mask."""
+        bits = bits_bytes(problem, KEYS_OF_QUERIES, self.tile_n)
+        counter = {WORKSPACE: COUNTER_BYTES} if self.scheduler == "dynamic" else {}
+        return {**counter, **({AREA: bits} if bits else {})}
 
     def listed(self) -> Mapping[str, int]:
         """A forward owns tiles of queries."""
         return {TILE_LISTS[0]: self.tile_m}
 
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
-        """One kernel."""
+        """One kernel, behind that of a block mask's bits."""
         problem = plan.problem
+        has_bits = bits_bytes(problem, KEYS_OF_QUERIES, self.tile_n) > 0
         names = ["warpgroups", "cluster", "tile_n", "stages", "q_slots", "pingpong", "lazy_max", "tma_store"]
         names[4:4] = ["v_stages"] if self.v_stages else []
         more = {"teams": self.teams} if self.teams > 1 else {}
@@ -192,9 +197,11 @@ class WgmmaConfig(WgmmaFamilyConfig):
             smem_bytes=self.smem_bytes(problem),
             cluster=self.cluster,
             wgmma_columns=(self.tile_n, problem.head_dim_v),
+            bits=has_bits,
         )
+        bits = (bits_launch(kernel, problem, KEYS_OF_QUERIES, self.tile_n),) if has_bits else ()
         blocks = self.grid_blocks(problem)
-        return (PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=self.is_persistent),)
+        return (*bits, PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=self.is_persistent))
 
     def _name(self) -> str:
         """Every field, those that are off left out."""

@@ -26,7 +26,8 @@ Strides, ListParams = _STRUCTS["Strides"], _STRUCTS["ListParams"]
 ForwardParams, WgmmaParams = _STRUCTS["ForwardParams"], _STRUCTS["WgmmaParams"]
 SplitParams, SplitWgmmaParams = _STRUCTS["SplitParams"], _STRUCTS["SplitWgmmaParams"]
 BackwardParams, WgmmaBackwardParams = _STRUCTS["BackwardParams"], _STRUCTS["WgmmaBackwardParams"]
-MaskLists, TileLists, Division = (_STRUCTS[it] for it in ("MaskLists", "TileLists", "Division"))
+MaskLists, BitLists, TileLists = (_STRUCTS[it] for it in ("MaskLists", "BitLists", "TileLists"))
+Division = _STRUCTS["Division"]
 StoredHeads, StoredProducts = _STRUCTS["StoredHeads"], _STRUCTS["StoredProducts"]
 """Parameters that come behind the others: with a block mask, of a packed batch, where tiles are divided, or dS is
 stored, with P or without."""
@@ -70,12 +71,13 @@ class Instance:
     packed: bool = False
     """Its tiles are those that the lists of a packed batch name."""
     lists: type[ctypes.Structure] | None = None
-    """Parameters behind those of a kernel whose tiles are divided among blocks, or whose dS is stored."""
+    """Parameters behind those of a kernel whose tiles are divided among blocks, or whose dS is stored, or that has the
+    bits of a block mask beside its lists."""
 
     @property
     def whole_params(self) -> type[ctypes.Structure]:
         """`params`, and what comes behind them."""
-        lists = self.lists if self.blocks is None else MaskLists
+        lists = self.lists if self.blocks is None else self.lists or MaskLists
         tiles = TileLists if self.packed else None
         return with_aux(self.params, self.score, self.slots, lists, tiles)
 
@@ -138,9 +140,9 @@ def _params(kernel: Instance) -> str:
     if params is kernel.params:
         return check
     behind = ["NoScore" if kernel.score is None else text_of(kernel.score, kernel.slots)[0]]
-    behind += [] if kernel.blocks is None else [MaskLists.__name__]
+    lists = kernel.lists or (None if kernel.blocks is None else MaskLists)
     behind += [TileLists.__name__] if kernel.packed else []
-    behind += [] if kernel.lists is None else [kernel.lists.__name__]
+    behind += [] if lists is None else [lists.__name__]
     made = f"WithAux<{', '.join((kernel.params.__name__, *behind))}>::Type"
     return f"namespace multiattn {{ using {name} = {made}; }}\n{check}"
 

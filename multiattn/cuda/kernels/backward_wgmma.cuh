@@ -238,7 +238,7 @@ class KeyWarpgroup : private WalkPlace<T> {
     if (is_full()) return;
     const KeyTile<T> of = tile();
     const HeadScores<typename T::Score> head(params_.aux, params_.backward.seq_q, params_.backward.seq_kv, of.number, own_head());
-    this->hidden = find_hidden<T>(Mask<T::BAND>(params_.backward), head, this->at.tile, first_key(of), first_query(of));
+    this->hidden = find_hidden<T>(params_, head, this->at, first_key(of));
   }
 
   DEVICE void begin_dp(uint32 step) {

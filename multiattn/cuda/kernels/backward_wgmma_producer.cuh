@@ -214,7 +214,8 @@ class BackwardProducer {
       return list.tile(params_.lists.queries, step);
     };
     int left = GROUP == 0 ? tile.end_step : tile.end_of_second, next = left > 0 ? look_up() : 0;
-    if (left > 0) load_listed_q(tile, {head, next}, list.is_partial(step));
+    const auto place = [&] { return HAS_BITS<typename T::Blocked> ? list.place(params_.lists.queries, step) : 0; };
+    if (left > 0) load_listed_q(tile, {head, next}, list.is_partial(step), place());
     if constexpr (GROUP == 0) {
       Shared::ring_v().await_empty(v_);
       load_boxes<typename T::TileV>(Shared::v(), params_.map_v, Shared::ring_v().full(0), tile.first_key, head_kv, keys_of(tile));
@@ -226,18 +227,18 @@ class BackwardProducer {
       ++step;
       if (left > 1) next = look_up();
       load_dout(tile, at);
-      if (left > 1) load_listed_q(tile, {head, next}, list.is_partial(step));
+      if (left > 1) load_listed_q(tile, {head, next}, list.is_partial(step), place());
     }
   }
 
-  DEVICE void load_listed_q(const KeyTile<T>& tile, const QueryStep& at, bool is_partial) {
+  DEVICE void load_listed_q(const KeyTile<T>& tile, const QueryStep& at, bool is_partial, int place) {
     const Mask<T::BAND> mask(params_.backward);
     const int first_query = at.block * T::TILE_M, first_key = tile.first_key + GROUP * T::WARPGROUP_KEYS;
     bool is_cut = !mask.all_visible(first_query, T::TILE_M, first_key, T::TileDS::ROWS);
     is_cut |= first_query + (HAS_SCORE<typename T::Score> ? T::TILE_M - 1 : 0) >= mask.seq_q;
     const auto word = TileWord::of(at.block, HAS_MASK<typename T::Score> && is_partial, is_cut);
     Shared::ring_q().await_empty(q_);
-    ListedStep{word, tile.head_kv * params_.backward.group + at.head, query_head(tile, at)}.store(Shared::step_of_q(q_.slot));
+    ListedStep{word, tile.head_kv * params_.backward.group + at.head, query_head(tile, at), place}.store(Shared::step_of_q(q_.slot));
     load_q(tile, at);
   }
 

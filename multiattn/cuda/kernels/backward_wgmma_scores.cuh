@@ -3,6 +3,7 @@
 // and the next.
 #pragma once
 #include "backward_wgmma_traits.cuh"
+#include "mask_bits.cuh"
 #include "multiattn/softmax.cuh"
 
 namespace multiattn {
@@ -76,12 +77,18 @@ DEVICE void hide_transposed(const Mask<T::BAND>& mask, int first_key, int first_
 
 // A bit for each element that is hidden by the mask, by the expression's in a partial block, or as `hide_transposed` has it.
 template <class T>
-DEVICE uint32 find_hidden(const Mask<T::BAND>& mask, const HeadScores<typename T::Score>& head, const TileWord& tile, int first_key,
-                          int first_query) {
+DEVICE uint32 find_hidden(const typename T::Params& params, const HeadScores<typename T::Score>& head, const ListedStep& at,
+                          int first_key) {
+  const int first_query = at.tile.tile() * T::TILE_M;
   uint32 hidden = 0;
-  if (tile.is_cut()) hide_transposed<T>(mask, first_key, first_query, [&](int i) { hidden |= 1u << i; });
-  if constexpr (HAS_MASK<typename T::Score>) {
-    if (tile.is_partial()) {
+  if constexpr (HAS_BITS<typename T::Blocked>) {
+    using Bits = BitsOf<typename T::Blocked, false, T::TILE_M>;
+    if (at.tile.is_partial()) hidden = load_constant(Bits::words(params.lists.mask_bits, at.place, first_key, at.tile.tile()));
+  }
+  if (at.tile.is_cut())
+    hide_transposed<T>(Mask<T::BAND>(params.backward), first_key, first_query, [&](int i) { hidden |= 1u << i; });
+  if constexpr (HAS_MASK<typename T::Score> && !HAS_BITS<typename T::Blocked>) {
+    if (at.tile.is_partial()) {
 #pragma unroll
       for (int i = 0; i < T::TILE_M / 2; ++i) {
         const int query = first_query + i / 4 * 8 + accumulator_column(i % 4);

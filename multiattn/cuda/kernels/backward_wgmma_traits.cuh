@@ -136,16 +136,16 @@ DEVICE void store_tile(SharedAddress place, const KeyTile<T>& tile) {
   if constexpr (T::LISTED) store_shared_16(place + 16, chunk_of(tile.end_step, tile.end_of_second, 0, 0));
 }
 
-// A step of a walk by lists: its tile of queries, the query head through the batch, and in its batch entry.
+// A step of a walk by lists: its tile of queries, the query head through the batch, and in its batch entry; the place of its bits.
 struct ListedStep {
   TileWord tile;
-  int head, head_of_entry;
+  int head, head_of_entry, place;
 
-  DEVICE void store(SharedAddress place) const { store_shared_16(place, chunk_of(tile.word, head, head_of_entry, 0)); }
+  DEVICE void store(SharedAddress at) const { store_shared_16(at, chunk_of(tile.word, head, head_of_entry, place)); }
   static DEVICE ListedStep load(SharedAddress place) {
     const Chunk it = load_shared_16(place);
     const auto field = [&](int word) { return static_cast<int>(uniform(it.word[word])); };
-    return {{field(0)}, field(1), field(2)};
+    return {{field(0)}, field(1), field(2), field(3)};
   }
 };
 

@@ -13,12 +13,22 @@
 #include "forward_wgmma_output.cuh"
 #include "forward_wgmma_producer.cuh"
 #include "forward_wgmma_softmax.cuh"
+#include "mask_bits.cuh"
 #include "wgmma_products.cuh"
 
 namespace multiattn {
 
+// What the expression's mask hides of a thread's scores, where bits say so.
+template <class T, bool = HAS_BITS<typename T::Blocked>>
+struct HiddenScores {};
 template <class T>
-class Consumer {
+struct HiddenScores<T, true> {
+  using Bits = BitsOf<typename T::Blocked, true, T::TILE_N>;
+  uint32 hidden[Bits::WORDS];
+};
+
+template <class T>
+class Consumer : private HiddenScores<T> {
   using E = typename T::Element;
   using Shared = SharedLayout<T>;
   using Rows = typename RowsOf<T>::Type;
@@ -190,13 +200,13 @@ class Consumer {
   // As `walk`, over the blocks of a list. Maxima are exact until a block without a mask has given each row one, and where a mask
   // is: full blocks come first.
   DEVICE void walk_list(const Rows& rows) {
-    TileWord word = listed_tile(slot_of_k());
+    TileWord word = take_tile(rows, slot_of_k());
     weigh<Part::LAST, false>(rows, word.word);
     await_stored(rows.slot);  // by now it is
     bool all_seen = !word.is_masked();
     for (int left = rows.last; left > 0; --left) {
       Shared::K::ring().await_full(kv_.k());
-      word = listed_tile(kv_.k().slot);
+      word = take_tile(rows, kv_.k().slot);
       if (all_seen && !word.is_masked()) {
         next_block<Part::FULL>(rows, word.word);
       } else {
@@ -265,7 +275,9 @@ class Consumer {
     if constexpr (T::LISTED) {
       const TileWord word{block};
       if (word.is_cut()) mask_scores<T>(scores_, mask_, queries, first_key);
-      if constexpr (HAS_MASK<typename T::Score>)
+      if constexpr (HAS_BITS<typename T::Blocked>) {
+        if (word.is_partial()) hide_by_bits();
+      } else if constexpr (HAS_MASK<typename T::Score>)
         if (word.is_partial()) mask_partial<T>(scores_, rows.heads(params_, mask_), queries, first_key);
     } else if constexpr (!HAS_LOWER_EDGE && !T::GROUPED) {
       mask_scores<T>(scores_, mask_, queries, first_key);
@@ -349,9 +361,25 @@ class Consumer {
     named_barrier_sync(ROWS_BARRIER + (T::TEAMS == 1 ? warpgroup_ : own_team<T>()), WARPGROUP);
   }
 
-  // The block of a list that a slot of K has.
-  static DEVICE TileWord listed_tile(int slot) {
-    return {static_cast<int>(uniform(float_bits(load_shared_4(Shared::key_word(slot)))))};
+  // The block of a list that a slot of K has. The bits of its mask are sent for.
+  DEVICE TileWord take_tile(const Rows& rows, int slot) {
+    const auto load = [](SharedAddress at) { return static_cast<int>(uniform(float_bits(load_shared_4(at)))); };
+    const TileWord word{load(Shared::key_word(slot))};
+    if constexpr (HAS_BITS<typename T::Blocked>) {
+      using Bits = typename HiddenScores<T>::Bits;
+      const int place = load(Shared::key_word(slot) + 4);
+      if (word.is_partial()) {
+        const uint32* const words = Bits::words(params_.lists.mask_bits, place, rows.first_query, word.tile());
+#pragma unroll
+        for (int i = 0; i < Bits::WORDS; ++i) this->hidden[i] = load_constant(words + i);
+      }
+    }
+    return word;
+  }
+  DEVICE void hide_by_bits() {
+#pragma unroll
+    for (int i = 0; i < T::TILE_N / 2; ++i)
+      if (this->hidden[i / 32] & 1u << i % 32) scores_[i] = -infinity();
   }
 
   DEVICE void release_k() { Shared::K::ring().release(slot_of_k()); }

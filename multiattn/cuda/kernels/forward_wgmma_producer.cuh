@@ -203,7 +203,7 @@ class ListedProducer {
     const QueryTile<T> own{first_query, head, batch, listed.end, {}};
     const auto look_up = [&](int step) { return step < listed.end ? word_of(listed, first_query, step) : 0; };
     int word = look_up(0), next = look_up(1);
-    if (listed.end > 0) load_k(own, word);
+    if (listed.end > 0) load_k(own, word, place_of(listed, 0));
     Shared::ring_q().await_empty(q_);
     store_tile<T>(Shared::tile_place(q_.slot), own);
     load_queries<T>(Shared::q(q_.slot), params_.map_q, Shared::ring_q().full(q_.slot), own);
@@ -211,7 +211,7 @@ class ListedProducer {
 #pragma unroll 1  // a producer has few registers
     for (int step = 1; step < listed.end; ++step) {
       const int after_next = look_up(step + 1);
-      load_k(own, next);
+      load_k(own, next, place_of(listed, step));
       load_v(own, word);
       word = next;
       next = after_next;
@@ -225,9 +225,15 @@ class ListedProducer {
     return TileWord::of(tile, is_partial, !mask_.all_visible(first_query, T::TILE_M, tile * T::TILE_N, T::TILE_N)).word;
   }
 
-  DEVICE void load_k(const QueryTile<T>& tile, int word) {
+  // Of the bits of a step's block.
+  DEVICE int place_of(const Listed& listed, int step) const {
+    return HAS_BITS<typename T::Blocked> ? listed.place(params_.lists.keys, step) : 0;
+  }
+
+  DEVICE void load_k(const QueryTile<T>& tile, int word, int place) {
     Shared::K::ring().await_empty(kv_.k());
     store_shared_4(Shared::key_word(kv_.k().slot), static_cast<uint32>(word));
+    if constexpr (HAS_BITS<typename T::Blocked>) store_shared_4(Shared::key_word(kv_.k().slot) + 4, static_cast<uint32>(place));
     load_keys<T, typename Shared::K>(kv_.k(), params_.map_k, tile, tile.head / params_.forward.group, TileWord{word}.tile());
   }
   DEVICE void load_v(const QueryTile<T>& tile, int word) {

@@ -168,9 +168,9 @@ struct SharedLayout {
   static DEVICE SharedAddress tile_place(int slot) {
     return team_base<T>() + RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * slot;
   }
-  // With lists: the tile of keys that a slot of K has.
-  static DEVICE SharedAddress key_word(int slot) { return tile_place(T::Q_SLOTS) + 4 * slot; }
-  static_assert(RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * T::Q_SLOTS + 4 * T::STAGES <= T::TEAM_BYTES,
+  // With lists: the tile of keys that a slot of K has, and the place of its bits.
+  static DEVICE SharedAddress key_word(int slot) { return tile_place(T::Q_SLOTS) + 8 * slot; }
+  static_assert(RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * T::Q_SLOTS + 8 * T::STAGES <= T::TEAM_BYTES,
                 "barriers, tiles of queries and of keys in 512 bytes");
 
   static DEVICE void init() {

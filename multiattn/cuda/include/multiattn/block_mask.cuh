@@ -13,12 +13,17 @@ struct NoBlockMask {};  // a band alone says which tiles are seen
 struct BlockSpec {
   int queries, keys;
   bool has_full;
+  bool has_bits = false;  // what the expression's mask says is in memory
 };
 template <BlockSpec SPEC>
 struct BlockMask {
   static constexpr int QUERIES = SPEC.queries, KEYS = SPEC.keys;
-  static constexpr bool HAS_FULL = SPEC.has_full;
+  static constexpr bool HAS_FULL = SPEC.has_full, HAS_BITS = SPEC.has_bits;
 };
+template <class Blocked>
+constexpr bool HAS_BITS = false;
+template <BlockSpec SPEC>
+constexpr bool HAS_BITS<BlockMask<SPEC>> = SPEC.has_bits;
 
 template <class Blocked>
 constexpr int KEYS_OF_BLOCK = 0;
@@ -39,6 +44,16 @@ template <>
 struct ListsOf<NoBlockMask> {
   using Type = void;
 };
+template <bool HAS_BITS>
+struct ListsByBits {
+  using Type = MaskLists;
+};
+template <>
+struct ListsByBits<true> {
+  using Type = BitLists;
+};
+template <BlockSpec SPEC>
+struct ListsOf<BlockMask<SPEC>> : ListsByBits<SPEC.has_bits> {};
 
 // The tiles of the blocks that one row of the lists names, full blocks first: one a step.
 template <int BLOCK, int TILE, bool HAS_FULL>
@@ -56,6 +71,9 @@ struct ListedTiles {
   }
 
   DEVICE bool is_partial(int step) const { return !HAS_FULL || step >= full_end; }
+
+  // The place of a partial step's block among those of all lists.
+  DEVICE int place(const BlockLists& lists, int step) const { return row * lists.columns + (step - full_end) / PER_BLOCK; }
 
   // The tile of a step before the end.
   DEVICE int tile(const BlockLists& lists, int step) const {

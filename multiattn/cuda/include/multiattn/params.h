@@ -27,6 +27,12 @@ struct MaskLists {
   BlockLists keys, queries;
 };
 
+// In their place where a kernel has asked the expression's mask of partial blocks, once for all heads that share a list.
+struct BitLists {
+  BlockLists keys, queries;
+  uint32* mask_bits;  // workspace, as `BitsOf` says
+};
+
 // Behind the plain parameters of every kernel of a packed batch: the tiles of queries, and those of keys, of all its
 // sequences. sequence.cuh reads them; null where no kernel of the launch owns such tiles.
 struct TileLists {
