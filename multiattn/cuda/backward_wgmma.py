@@ -186,7 +186,8 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         config = replace(self, stream_k=0)
         if not self.is_paired(problem):
             return config
-        ways = (replace(config, q_stages=2, dout_stages=it) for it in (2, 1))
+        least = replace(config, q_stages=2, dout_stages=1)
+        ways = (replace(least, dout_stages=2), least, replace(least, half_dq=True))
         fitting = (it for it in ways if not arch.is_gpu or it.smem_bytes(problem) <= arch.smem_per_block)
         return next(fitting, config)
 

@@ -27,10 +27,10 @@ struct HiddenScores<T, true> {
   uint32 hidden[Bits::WORDS];
 };
 
-template <class T>
+template <class T, int TEAM = 0>
 class Consumer : private HiddenScores<T> {
   using E = typename T::Element;
-  using Shared = SharedLayout<T>;
+  using Shared = SharedLayout<T, TEAM>;
   using Rows = typename RowsOf<T>::Type;
   using Owned = typename RowsOf<T>::Owned;
   using TileQ = typename T::TileQ;
@@ -358,7 +358,7 @@ class Consumer : private HiddenScores<T> {
 
   DEVICE void await_warpgroup() const {
     sync_warp();  // branches before it may have parted lanes, and the barrier counts whole warps
-    named_barrier_sync(ROWS_BARRIER + (T::TEAMS == 1 ? warpgroup_ : own_team<T>()), WARPGROUP);
+    named_barrier_sync(ROWS_BARRIER + (T::TEAMS == 1 ? warpgroup_ : TEAM), WARPGROUP);
   }
 
   // The block of a list that a slot of K has. The bits of its mask are sent for.
@@ -470,11 +470,24 @@ class Consumer : private HiddenScores<T> {
   float inverse_[2];  // of the tile's sums
 };
 
+// A team: a warp that loads for it, or the warpgroup that computes.
+template <class T, int TEAM>
+DEVICE void load_for_team(const typename T::Params& params) {
+  if (thread_index() % WARPGROUP == TEAM * WARP) ListedProducer<T, TEAM>(params).run();
+}
+template <class T, int TEAM, class Owned>
+DEVICE void compute_as_team(const typename T::Params& params, const Owned& owned, int warpgroup) {
+  if (warpgroup == TEAM) Consumer<T, TEAM>(params, owned, 0).run();
+}
+
 template <class T>
 DEVICE void forward_wgmma(const typename T::Params& params) {
   auto owned = RowsOf<T>::own(params);
-  const bool is_first = T::TEAMS == 1 ? thread_index() == 0 : thread_index() % WARPGROUP == 0;  // of its team
-  if (is_first && thread_index() < T::TEAMS * WARPGROUP) SharedLayout<T>::init();
+  if (thread_index() == 0) {
+    SharedLayout<T>::init();
+    if constexpr (T::TEAMS > 1) SharedLayout<T, 1>::init();
+    if constexpr (T::TEAMS > 2) SharedLayout<T, 2>::init();
+  }
   if (thread_index() == T::ALL_WARPGROUPS * WARPGROUP) {
     if constexpr (!T::GROUPED) prefetch_map(params.map_q);
     if constexpr (!T::GATHERS) prefetch_map(params.map_k);
@@ -500,16 +513,22 @@ DEVICE void forward_wgmma(const typename T::Params& params) {
     if constexpr (T::GROUPED) {
       if (thread_index() % WARPGROUP < T::LOADING_WARPS * WARP) produce<T>(params, owned, owned.keys());
     } else {
-      if constexpr (T::TEAMS > 1) {
-        if (thread_index() % WARP == 0 && own_team<T>() < T::TEAMS) ListedProducer<T>(params).run();
-      } else if (thread_index() % WARPGROUP == 0) {
+      if constexpr (T::TEAMS > 1) load_for_team<T, 1>(params);
+      if constexpr (T::TEAMS > 2) load_for_team<T, 2>(params);
+      if (thread_index() % WARPGROUP == 0) {
         if constexpr (T::LISTED) ListedProducer<T>(params).run();
         else produce<T>(params);
       }
     }
   } else {
     if constexpr (T::MOVES_REGISTERS) raise_registers<T::CONSUMER_REGISTERS>();
-    Consumer<T>(params, owned, T::TEAMS == 1 ? warpgroup : 0).run();
+    if constexpr (T::TEAMS == 1) {
+      Consumer<T>(params, owned, warpgroup).run();
+    } else {
+      compute_as_team<T, 0>(params, owned, warpgroup);
+      compute_as_team<T, 1>(params, owned, warpgroup);
+      if constexpr (T::TEAMS > 2) compute_as_team<T, 2>(params, owned, warpgroup);
+    }
   }
 }
 

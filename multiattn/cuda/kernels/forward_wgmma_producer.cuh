@@ -22,9 +22,9 @@ struct TileCount<Packed> {
 
 // The tile that a block does first: the one of its own number. A grid has no more blocks than there are tiles, unless it was
 // not known how many the list has.
-template <class T>
+template <class T, int TEAM = 0>
 DEVICE int first_tile(const TileCount<typename T::Blocked>& count, const WgmmaParams& params) {
-  const int tile = T::TEAMS == 1 ? static_cast<int>(block_index()) : static_cast<int>(block_index()) * T::TEAMS + own_team<T>();
+  const int tile = T::TEAMS == 1 ? static_cast<int>(block_index()) : static_cast<int>(block_index()) * T::TEAMS + TEAM;
   constexpr bool KNOWN = T::TEAMS == 1 && !IS_PACKED<typename T::Blocked>;
   if (KNOWN || tile < count.of_head(params) * params.forward.heads) return tile;
   return NO_TILE;
@@ -173,9 +173,9 @@ DEVICE void produce(const typename T::Params& params) {
 
 // As `produce`, where a block mask lists the tiles of keys: full blocks first. A tile is looked up two steps ahead, as the list is
 // in memory, and its word goes to a slot of K with it. Tiles of queries begin with query 0, as blocks do.
-template <class T>
+template <class T, int TEAM = 0>
 class ListedProducer {
-  using Shared = SharedLayout<T>;
+  using Shared = SharedLayout<T, TEAM>;
   using Listed = ListedTiles<T::Blocked::KEYS, T::TILE_N, T::Blocked::HAS_FULL>;
   static_assert(T::Blocked::QUERIES % T::TILE_M == 0, "a tile of queries lies in one block");
 
@@ -187,7 +187,7 @@ class ListedProducer {
     admit_next_grid();
     await_earlier_grids();  // tensors, lists and the counter are touched only after this
     const TileCount<typename T::Blocked> count(params_);
-    for (int tile = first_tile<T>(count, params_); tile != NO_TILE; tile = tile_after<T>(tile, count, params_)) load(tile);
+    for (int tile = first_tile<T, TEAM>(count, params_); tile != NO_TILE; tile = tile_after<T>(tile, count, params_)) load(tile);
     ring_q.await_empty(q_);
     store_tile<T>(Shared::tile_place(q_.slot), {0, 0, 0, NO_TILE, {}});
     mbarrier_arrive(ring_q.full(q_.slot));

@@ -128,49 +128,37 @@ DEVICE QueryTile<T> load_tile(SharedAddress place) {
   return tile;
 }
 
-// The team of a thread: the warpgroup's that computes, or that for which its warp loads.
-template <class T>
-DEVICE int own_team() {
-  const int warpgroup = thread_index() / WARPGROUP;
-  return warpgroup < T::TEAMS ? warpgroup : thread_index() / WARP % 4;
-}
-
-// Where the shared memory of the thread's team begins.
-template <class T>
-DEVICE SharedAddress team_base() {
-  if constexpr (T::TEAMS == 1) return shared_base();
-  else return shared_base() + own_team<T>() * T::TEAM_BYTES;
-}
-
 // Slots of K or of V: their tile, where they are, their ring.
-template <class T, class Tile_, int AT, int SLOT_BYTES, class Ring_, int RING_AT>
+template <class Tile_, int AT, int SLOT_BYTES, class Ring_, int RING_AT>
 struct Slots {
   using Tile = Tile_;
   using Ring = Ring_;
-  static DEVICE SharedAddress at(int slot) { return team_base<T>() + AT + slot * SLOT_BYTES; }
-  static DEVICE Ring ring() { return {team_base<T>() + RING_AT}; }
+  static DEVICE SharedAddress at(int slot) { return shared_base() + AT + slot * SLOT_BYTES; }
+  static DEVICE Ring ring() { return {shared_base() + RING_AT}; }
 };
 
-// Shared memory: tiles of Q, tiles of K and V as they come, barriers, and what each slot of Q is of.
-template <class T>
+// Shared memory: tiles of Q, tiles of K and V as they come, barriers, and what each slot of Q is of. A team has its own: its number is a
+// constant, as operands of wgmma have addresses in uniform registers.
+template <class T, int TEAM = 0>
 struct SharedLayout {
+  static constexpr int AT = TEAM * T::TEAM_BYTES;
   using RingQ = Ring<T::Q_SLOTS>;
   using RingK = Ring<T::STAGES, T::CLUSTER>;
   using RingV = typename Choice<T::TAKES_TURNS, RingK, Ring<T::V_STAGES, T::CLUSTER>>::Type;
-  static constexpr int RING_K_AT = T::BARRIERS_AT + RingQ::BYTES;
+  static constexpr int RING_K_AT = AT + T::BARRIERS_AT + RingQ::BYTES;
   static constexpr int RING_V_AT = T::TAKES_TURNS ? RING_K_AT : RING_K_AT + RingK::BYTES;
-  using K = Slots<T, typename T::TileK, T::K_AT, T::K_BYTES, RingK, RING_K_AT>;
-  using V = Slots<T, typename T::TileV, T::V_AT, T::V_BYTES, RingV, RING_V_AT>;
+  using K = Slots<typename T::TileK, AT + T::K_AT, T::K_BYTES, RingK, RING_K_AT>;
+  using V = Slots<typename T::TileV, AT + T::V_AT, T::V_BYTES, RingV, RING_V_AT>;
   using Places = typename Choice<T::TAKES_TURNS, RingPlace<T::STAGES>, PlacesApart<T::STAGES, T::V_STAGES>>::Type;
 
-  static DEVICE SharedAddress q(int slot) { return team_base<T>() + slot * T::Q_BYTES; }
-  static DEVICE RingQ ring_q() { return {team_base<T>() + T::BARRIERS_AT}; }
+  static DEVICE SharedAddress q(int slot) { return shared_base() + AT + slot * T::Q_BYTES; }
+  static DEVICE RingQ ring_q() { return {shared_base() + AT + T::BARRIERS_AT}; }
   static DEVICE SharedAddress tile_place(int slot) {
-    return team_base<T>() + RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * slot;
+    return shared_base() + RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * slot;
   }
   // With lists: the tile of keys that a slot of K has, and the place of its bits.
   static DEVICE SharedAddress key_word(int slot) { return tile_place(T::Q_SLOTS) + 8 * slot; }
-  static_assert(RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * T::Q_SLOTS + 8 * T::STAGES <= T::TEAM_BYTES,
+  static_assert(RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * T::Q_SLOTS + 8 * T::STAGES <= AT + T::TEAM_BYTES,
                 "barriers, tiles of queries and of keys in 512 bytes");
 
   static DEVICE void init() {
