@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
+from torch.nn.attention.flex_attention import create_block_mask
 
 from bench.matrix import InputError
 from bench.options import add_jobs
@@ -67,6 +68,8 @@ def key_of(plan: Plan) -> Key:
         mask += f" cache {problem.queries} x {problem.group}"
     elif problem.group > 1:
         mask += f" {problem.queries} x {problem.group}"
+    if problem.blocks is not None:
+        mask += f" blocks {problem.blocks.queries}"
     *_, head_dims = sizes_of(problem)
     where = (plan.backend, plan.direction, plan.variant, plan.arch.name, head_dims, mask)
     return (*where, str(plan.config))
@@ -143,6 +146,8 @@ def _plan(
             problem = replace(problem, strides_k=(0, *problem.strides_k[1:]))
         if rule.scored or rule.reads_keys:
             problem = replace(problem, score=example_score(reads_keys=bool(rule.reads_keys)))
+        if rule.block_multiple is not None:
+            problem = with_blocks(problem, rule.block_multiple)
         if select(variant.rules, problem, target)[0] is rule:
             plan = plan_variant(registry.get(backend), variant, problem, target, direction=direction)
             if isinstance(plan, Plan):
@@ -157,6 +162,17 @@ def example_score(*, reads_keys: bool) -> ScoreSpec | None:
     alibi_slopes = None if reads_keys else torch.empty(HEADS)
     bias = torch.empty(1, HEADS, 2, 2, dtype=q.dtype) if reads_keys else None
     return problem_of(*with_score(Operands(q, q, q), Options(), None, alibi_slopes, bias, None)).score
+
+
+def with_blocks(problem: Problem, size: int) -> Problem:
+    """The problem with the lists of a block mask, causal, in blocks of so many queries and keys."""
+    q = torch.empty(1, HEADS, size, 8, dtype=torch.bfloat16)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, size, size, device=q.device, BLOCK_SIZE=size)
+    known = problem_of(*with_score(Operands(q, q, q), Options(), None, None, None, None, mask))
+    rows, columns = -(-problem.seq_q // size), -(-problem.seq_kv // size)
+    each = {"kv": (1, 1, rows, columns), "q": (1, 1, columns, rows)}
+    lists = tuple(it[:-1] if last == 3 else it for it in each.values() for last in (3, 4, 3, 4))
+    return replace(problem, score=known.score, blocks=known.blocks, lists=lists)
 
 
 def _lengths(rules: Sequence[Rule[Any]]) -> list[int]:

@@ -13,6 +13,7 @@ def block_masks() -> Iterator[Case]:
     yield from _masks()
     yield from _sizes()
     yield from _with_others()
+    yield from _whole()
     yield from _long()
 
 
@@ -121,6 +122,27 @@ def _with_others() -> Iterator[Case]:
         causal=True,
         seq_q=150,
         seq_kv=203,
+    )
+
+
+def _whole() -> Iterator[Case]:
+    """Lists by head with full blocks, none, and a last one that the end cuts, of heads that share keys."""
+    scattered = functools.partial(Case, heads_q=2, heads_kv=1, seq_q=300, seq_kv=300, mask_mod="scattered", lists="h")
+    yield scattered(name="blocks_whole", why="full blocks come first, and sinks of rows with none", sinks="normal")
+    yield scattered(
+        name="blocks_whole_64_causal",
+        why="a diagonal that leaves some of a full block's tiles whole, cuts one, and hides others",
+        blocks=(64, 64),
+        head_dim=128,
+        causal=True,
+    )
+    yield scattered(
+        name="blocks_whole_window",
+        why="the same with two bounds, and tiles that are half a block",
+        seq_q=200,
+        window=(200, 40),
+        alibi="heads",
+        nightly=True,
     )
 
 

@@ -345,6 +345,11 @@ def _block_diagonal(sizes: Sizes) -> MaskMod:
     return lambda b, h, q, kv: q // 8 == kv // 8
 
 
+@_mask("blocks here and there, by head: whole ones, and rows of them with none")
+def _scattered(sizes: Sizes) -> MaskMod:
+    return lambda b, h, q, kv: ((q // 128 + kv // 128) % 2 == 0) & (q // 128 != 1 + h % 2)
+
+
 @_mask("a dilated window: remainders of negative numbers")
 def _dilated_window(sizes: Sizes) -> MaskMod:
     return lambda b, h, q, kv: ((q - kv).abs() <= 9) & ((q - kv) % 3 == 0)

@@ -280,6 +280,7 @@ def rows(*found, at_night=False):
             ("cuda", "backward", "atomic", 64, TRAINED),
             ("cuda", "backward", "wgmma", 128, SHARED | CAUSAL | SLOPES),
             ("triton", "forward", "full", 128, WINDOW),
+            ("triton", "forward", "warp_specialized", 64, BLOCKS),
         ),
         *rows(
             ("triton", "backward", "stored", 512, WINDOW),

@@ -157,6 +157,7 @@ def test_a_rule_covers_what_it_would_shadow():
             "head_dim_max": 128,
             "head_dim_v_max": 64,
             "page_multiple": 16,
+            "block_multiple": 64,
             "dtype": "bf16",
         },
         **{

@@ -13,11 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINES = {
-    "multiattn": 61_680,
-    "tests": 30_930,
-    "parity": 5_640,
-    "bench": 9_730,
-    "docs": 4_875,
+    "multiattn": 62_800,
+    "tests": 31_100,
+    "parity": 5_700,
+    "bench": 9_750,
+    "docs": 4_900,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""

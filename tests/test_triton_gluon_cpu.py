@@ -67,19 +67,35 @@ CONFIGS = {
     "dynamic": replace(PLAIN, scheduler="dynamic"),
     "tight": GluonConfig(tile_m=192, tile_n=32, stages=2, pingpong=True, lazy_max=True),
     "slots": GluonConfig(tile_m=128, tile_n=16, stages=5, q_slots=3, lazy_max=True),
+    "listed": GluonConfig(tile_m=128, tile_n=32, stages=3, pingpong=True, lazy_max=True),
+    "listed_alone": GluonConfig(tile_m=64, tile_n=64, stages=2, q_slots=2),
     "twins": GluonTwinConfig(tile_m=64, tile_n=32, piece=64),
     "twins_deep": GluonTwinConfig(tile_m=64, tile_n=32, piece=64, k_stages=3, v_stages=2, scheduler="static"),
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("case", ["len_203x113_causal", "varlen_gpt_oss"])
+DENSE, LISTED = ("len_203x113_causal", "varlen_gpt_oss"), ("blocks_whole", "blocks_whole_64_causal")
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [*itertools.product(DENSE, CONFIGS), (LISTED[0], "listed"), *((it, "listed_alone") for it in LISTED)],
+)
 def test_every_order_of_partitions_gives_the_same_bits(case, config):
     expected = launched(BY_NAME[case], CONFIGS[config])[0]
     for seed in range(2):
         found = launched(BY_NAME[case], CONFIGS[config], seed)[0]
         assert torch.equal(found.out.nan_to_num(7.0), expected.out.nan_to_num(7.0))
         assert torch.equal(found.lse, expected.lse)
+
+
+@pytest.mark.parametrize("values", ["ascending", "descending", "twin_peaks"])
+def test_maxima_of_listed_blocks_are_outgrown(values):
+    """In full blocks, whose tiles are then sent again, and in partial ones, which raise them."""
+    check(replace(BY_NAME["blocks_whole"], sinks=None, values=values), CONFIGS["listed"])
+    check(
+        replace(BY_NAME["blocks_document"], seq_q=300, seq_kv=300, blocks=(128, 128), values=values), CONFIGS["listed"]
+    )
 
 
 def test_a_caller_gets_it_by_name_alone():
@@ -148,7 +164,7 @@ PAIR = CONFIGS["twins"]
 AWAIT_FULL = "    ring.await_full(shared.ring_kv, place)\n"
 SCORES_WAIT = "    scores = warpgroup_mma_wait(C.pieces_v, [scores])\n"
 RELEASE = "    ring.release(shared.ring_kv, place)\n"
-SIGN = "    scores = finish_scores(scores, block, "
+SIGN = "    if C.blocks is None:\n        scores = finish_scores(scores, block, "
 EXPECT = "mbarrier.expect(full, 2 * rows * columns)"
 LAST_WORD = "    ring.write_word(shared.words, slot * C.words + END, ring.NO_TILE)\n"
 LAST_ARRIVAL = "    mbarrier.arrive(shared.ring_q.full.index(slot))\n"
@@ -217,7 +233,7 @@ BUGS = {
         "arrives once more than expected at mbarrier",
     ),
     "turns that nobody passes": Bug(
-        "forward.py", "    _pass_turn(warpgroup, shared.turns, C)\n    of_score", "    of_score", DeadlockError,
+        "forward.py", "    _pass_turn(warpgroup, shared.turns, C)\n    listed", "    listed", DeadlockError,
         "in _await_turn", config=replace(PLAIN, pingpong=True),
     ),
     "a phase of the wrong parity": Bug(
@@ -233,6 +249,18 @@ BUGS = {
     "rows before the first are stored": Bug(
         "forward.py", "    if first_query >= 0:  # a store", "    if True:  # a store", GluonError,
         "an illegal instruction", case=BY_NAME["len_129x257_full"],
+    ),
+    "a listed tile that some do not see, without a mask": Bug(
+        "listed.py", "listed.full_tiles, seen.full_begin, seen.full_end", "listed.full_tiles, seen.begin, seen.end",
+        Mismatch, case=BY_NAME["blocks_whole_window"], config=CONFIGS["listed"],
+    ),
+    "a partial block taken for a full one": Bug(
+        "listed.py", "gl.where(is_partial, 1, 0)", "0", Mismatch, case=BY_NAME["blocks_document"],
+        config=CONFIGS["listed_alone"],
+    ),
+    "a listed tile that is not waited for": Bug(
+        "producer.py", "            ring.await_empty(ring_kv, place)\n            ring.write_word(shared.listed",
+        "            ring.write_word(shared.listed", RaceError, case=BY_NAME["blocks_whole"], config=CONFIGS["listed"],
     ),
     "a twin's maxima not asked for": Bug(
         "forward_twin.py", "row_max = shared.maxima.index(twin).load(C.row)", "row_max = walk.row_max", Mismatch,

@@ -211,6 +211,16 @@ class Rule(Generic[C]):
         "packed", lambda it: it.features.keys == "packed", "for packed batches", "for batches [B, H, S, D]"
     )
     """For packed batches, or for ``[B, H, S, D]``; None for both."""
+    block_multiple: int | None = _field(
+        Condition(
+            fact=lambda it: 0 if it.features.blocks is None else it.features.blocks.queries,
+            words=lambda rule: f"for block masks in blocks of multiples of {rule.block_multiple} queries",
+            holds=lambda multiple, queries: queries > 0 and queries % multiple == 0,
+            covers=lambda mine, others: mine is None or (others is not None and others % mine == 0),
+        ),
+        default=None,
+    )
+    """For block masks whose blocks have a multiple of so many queries; None for all, and for problems without one."""
     mapped: bool | None = _either(
         "mapped",
         lambda it: it.problem.fits_tensor_maps,

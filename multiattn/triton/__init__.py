@@ -84,7 +84,7 @@ _FORWARD = (
         gluon_forward.VARIANT,
         rules=rules_of(gluon_forward.VARIANT),
         summary="Gluon for Hopper: a warp that loads by TMA, warpgroups that compute by wgmma",
-        capability=_ON_HOPPER,
+        capability=replace(_ON_HOPPER, block_masks=64),
     ),
     gluon_twin.FAMILY.variant(
         gluon_twin.VARIANT,

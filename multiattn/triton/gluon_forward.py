@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ from multiattn.score import LoweredScore
 from multiattn.score.expression import ONE
 from multiattn.triton.family import COUNTER, TritonFamily, TritonLaunch
 from multiattn.triton.kernels.gluon.constants import WARPGROUP_ROWS, GluonConstants, HopperConstants
+from multiattn.triton.plain import is_ragged_list, list_rows
 from multiattn.triton.score import lowered_of_pairs
 from multiattn.triton.staged import follows_distance, under_diagonal
 from multiattn.triton.table import (
@@ -57,16 +59,16 @@ ARCHES = ("sm90",)
 BOOKKEEPING_BYTES = 1536
 """Shared memory beside the tiles: barriers, words, what the compiler keeps for partitions and reductions. An upper
 bound; a test holds compiled kernels against it."""
-REGISTERS_MAX = {2: 208, 3: 128}
-"""By consumer warpgroups, of what `registers_at_least` counts: a thread has 240, or 160 with three."""
+REGISTERS_MAX = {1: 200, 2: 208, 3: 128}
+"""By consumer warpgroups, of what `registers_at_least` counts: a thread has 232, 240, or 160 with three."""
 STAGES_MAX = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GluonConfig(Config):
-    """Launch parameters: `tile_m` is 64 queries for each of two or three warpgroups; another one warp loads by TMA."""
+    """Launch parameters: `tile_m` is 64 queries for each of up to three warpgroups; another one warp loads by TMA."""
 
-    tile_m: int = limits.limited(limits.one_of(128, 192))
+    tile_m: int = limits.limited(limits.one_of(64, 128, 192))
     tile_n: int = limits.limited(limits.one_of(16, 32, 64, 128, 256))
     stages: int = limits.limited(limits.between(2, STAGES_MAX), default=4)
     """Buffers that tiles of K and of V take turns in."""
@@ -78,6 +80,8 @@ class GluonConfig(Config):
     """Warpgroups take turns: one has the tensor cores while another has the softmax."""
     lazy_max: bool = False
     """Weights are made relative to the maxima of a tile's first blocks; where those are outgrown it is done again."""
+    blocks_per_sm: int = limits.limited(limits.one_of(1, 2), default=1)
+    """Blocks that share an SM: two where each has one warpgroup that computes. Three would have too few registers."""
 
     @property
     def warpgroups(self) -> int:
@@ -101,7 +105,7 @@ class GluonConfig(Config):
     @property
     def registers(self) -> int:
         """Per thread at launch. Of these the producer gives most to the consumers."""
-        return {2: 168, 3: 128}[self.warpgroups]
+        return {1: 128 if self.blocks_per_sm > 1 else 168, 2: 168, 3: 128}[self.warpgroups]
 
 
 # ---------------------------------------------------------------- what fits
@@ -160,7 +164,24 @@ def why_not_fit(problem: Problem, arch: Arch, config: GluonConfig) -> tuple[Reas
     got = f"{registers} registers for output, scores and weights ({config})"
     allowed = f"up to {most} with {config.warpgroups} warpgroups"
     sizes = limits.size_checks(config, arch, smem_bytes(config, problem), query_tiles(problem, config.tile_m))
-    return limits.failed(((registers <= most, got, allowed), *sizes))
+    return limits.failed(((registers <= most, got, allowed), *sizes, *block_checks(problem, config)))
+
+
+def block_checks(problem: Problem, config: Config) -> list[limits.Check]:
+    """A check that tiles divide the blocks of a block mask, if there is one."""
+    if (blocks := problem.blocks) is None:
+        return []
+    divide = blocks.queries % config.tile_m == 0 and blocks.keys % config.tile_n == 0
+    got, allowed = f"tiles of {config.tile_m} x {config.tile_n}", f"what divides {blocks.queries} x {blocks.keys}"
+    return [(divide, got, allowed)]
+
+
+def _settled(problem: Problem, arch: Arch, config: GluonConfig) -> GluonConfig:
+    """The config with tiles of keys that divide the blocks of a block mask, and as many keys in buffers."""
+    if problem.blocks is None or not config.tile_n:
+        return config
+    tile_n = math.gcd(config.tile_n, problem.blocks.keys)
+    return replace(config, tile_n=tile_n, stages=min(config.stages * config.tile_n // tile_n, STAGES_MAX))
 
 
 # ---------------------------------------------------------------- a launch
@@ -175,6 +196,8 @@ def problem_constants(problem: Problem, ragged: bool, score: LoweredScore | None
         "narrow": narrow,
         "packed": problem.packing is not None,
         "score": score,
+        "has_score": score is not None and score.score is not None,
+        "has_mask": score is not None and score.mask is not None,
         "has_slope": score is not None and score.slope is not ONE,
     }
 
@@ -224,6 +247,11 @@ def tiles_of_queries(problem: Problem) -> int:
 def has_end(problem: Problem, config: Config) -> bool:
     """True where the last block of keys may not be full."""
     return problem.packing is not None or problem.seq_kv % config.tile_n != 0
+
+
+def _has_end(problem: Problem, config: Config) -> bool:
+    """`has_end`, or lists that may name keys beyond the end."""
+    return has_end(problem, config) if problem.blocks is None else is_ragged_list(problem)
 
 
 def walking_table(
@@ -285,7 +313,8 @@ def walking_table(
     }
     # Four warps are the first partition's; the compiler adds those of the others.
     options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True, "enable_fp_fusion": True}
-    grid = min(blocks, launch.multiprocessors) if constants.is_persistent else blocks
+    places = launch.multiprocessors * getattr(launch.config, "blocks_per_sm", 1)
+    grid = min(blocks, places) if constants.is_persistent else blocks
     return KernelTable(kernel=kernel, grid=grid, options=options, rows=parameters)
 
 
@@ -298,7 +327,7 @@ def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
         "attention_forward",
         constants_of(problem, config, ragged=launch.assumed.flag, score=lowered),
         maps={"q": 64, "k": config.tile_n, "v": config.tile_n, "out": 64},
-        own={"lse": Tensor(of="lse"), "sinks": sinks_row(problem)},
+        own={"lse": Tensor(of="lse"), "sinks": sinks_row(problem), "lists": list_rows(problem, by_keys=False)},
         factors={"scale": factor_row(problem, problem.scale_log2)},
         tile=("q", config.tile_m, config.tile_m),
         registers=config.registers,
@@ -357,8 +386,9 @@ FAMILY = TritonFamily(
     tiles=lambda config: (config.tile_m, 0),
     areas=lambda problem, config: COUNTER if config.is_dynamic else {},
     fits=why_not_fit,
+    settle=_settled,
     candidates=_candidates,
-    flag=lambda problem, config: has_end(problem, config) and not problem.is_banded,
+    flag=lambda problem, config: _has_end(problem, config) and not problem.is_banded,
     flag_name="ragged",
     is_gluon=True,
     is_emitted=True,

@@ -152,5 +152,6 @@ FAMILY = replace(
     kernels={"attention_twins": "gluon.forward_twin"},
     tables=_tables,
     fits=why_not_fit,
+    settle=lambda problem, arch, config: config,
     candidates=_candidates,
 )

@@ -207,7 +207,7 @@ def table_of(kernel: str, launch: TritonLaunch, constants: TileConstants, option
         "sinks": sinks_row(problem),
         "aux": aux_row(problem, constants.score),
         "daux": _daux(problem, constants),
-        "lists": _lists(problem, by_keys),
+        "lists": list_rows(problem, by_keys),
         "entries": given(constants.packed, Tensor(of="key_list" if by_keys else "query_list")),
         "tiles": Integer(value=grid // batch_heads) if constants.packed else NONE,
         "C": Constant(value=constants),
@@ -238,7 +238,7 @@ def _daux(problem: Problem, constants: TileConstants) -> Parameter:
     return {name: Tensor(of=it) if isinstance(it, str) else item_row(it, problem) for name, it in sums.items()}
 
 
-def _lists(problem: Problem, by_keys: bool) -> Parameter:
+def list_rows(problem: Problem, by_keys: bool) -> Parameter:
     """The lists of a block mask, by rows of keys or of queries. Nothing is known of their alignment."""
     if problem.blocks is None:
         return NONE

@@ -28,9 +28,9 @@ _STORED_TILES = stored_tiles((128, 64, 4, 1), (64, 32, 64, 4, 1), part=64)
 _ALL_THERE_IS = "interpreted: all that rules of sm90 switch on is run; the fastest config was not looked for"
 
 
-def _interpreted(head_dims: tuple[int, int], config: Config, *, scored: bool | None = None) -> Rule[Any]:
+def _interpreted(head_dims: tuple[int, int], config: Config, **conditions: Any) -> Rule[Any]:
     """A rule of a Gluon kernel, for callers that name it."""
-    return rule(("cpu",), head_dims, _ALL_THERE_IS, config, only_named=True, scored=scored)
+    return rule(("cpu",), head_dims, _ALL_THERE_IS, config, only_named=True, **conditions)
 
 
 def _both(rules: tuple[Rule[Any], ...]) -> tuple[Rule[Any], ...]:
@@ -40,9 +40,16 @@ def _both(rules: tuple[Rule[Any], ...]) -> tuple[Rule[Any], ...]:
 _CPU: Mapping[str, tuple[Rule[Any], ...]] = {
     GLUON: tuple(
         _interpreted(
-            head_dims, GluonConfig(tile_m=tile_m, tile_n=64, stages=4, q_slots=2, pingpong=True, lazy_max=True)
+            head_dims,
+            GluonConfig(tile_m=tile_m, tile_n=64, stages=4, q_slots=2, pingpong=tile_m > 64, lazy_max=True),
+            block_multiple=multiple,
         )
-        for head_dims, tile_m in (((1, 128), 192), ((129, 256), 128))
+        for head_dims, tile_m, multiple in (
+            ((1, 256), 128, 128),
+            ((1, 256), 64, 64),
+            ((1, 128), 192, None),
+            ((129, 256), 128, None),
+        )
     ),
     GLUON_TWIN: (_interpreted((257, 512), GluonTwinConfig(tile_m=64, tile_n=64, piece=128)),),
     GLUON_BACKWARD: (

@@ -135,8 +135,25 @@ _GLUON_TWIN = (
     rule(_SM90, (385, 512), _TWIN_WHY, replace(_TWIN, piece=256)),
 )
 
+
+def _listed(low: int, high: int, queries: int, tile_n: int, stages: int, why: str, **more: Any) -> Rule[GluonConfig]:
+    """For block masks, with tiles of so many queries and keys."""
+    config = GluonConfig(tile_m=queries, tile_n=tile_n, stages=stages, lazy_max=True, **more)
+    return rule(_SM90, (low, high), why, config, block_multiple=queries)
+
+
+_LISTED = (
+    _listed(1, 64, 128, 128, 8, COMPILED + "no spills", q_slots=2),
+    _listed(65, 128, 128, 128, 5, COMPILED + "no spills", q_slots=2),
+    _listed(129, 192, 128, 64, 5, COMPILED + "no spills"),
+    _listed(193, 256, 128, 64, 5, COMPILED + "no spills"),
+    _listed(1, 64, 64, 64, 8, COMPILED + "no spills", q_slots=2, blocks_per_sm=2),
+    _listed(65, 128, 64, 64, 4, COMPILED + "no spills", q_slots=2, blocks_per_sm=2),
+    _listed(129, 256, 64, 64, 5, COMPILED + "no spills"),
+)
+
 RULES: Mapping[str, tuple[Rule[Any], ...]] = {
-    VARIANT: tuned_rules("triton", VARIANT, GluonConfig),
+    VARIANT: (*_LISTED, *tuned_rules("triton", VARIANT, GluonConfig)),
     GLUON_TWIN: _GLUON_TWIN,
     "full": (
         *by_descriptors(

@@ -77,7 +77,7 @@ def _literal(name: str, dtype: torch.dtype) -> torch.Tensor:
 # ---------------------------------------------------------------- arithmetic
 
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "ne": operator.ne,
 }  # fmt: skip
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from multiattn.block_mask import BlockSpec
+
 WARPGROUP_ROWS = 64
 TILE_N = 64
 """Columns of scores in all kernels of gradients."""
@@ -39,8 +41,19 @@ class HopperConstants:
     score: Any = None
     """As in `TileConstants`: of its functions the forward calls `once`, `ahead` and `rest`, a backward
     `score_and_slope`."""
+    has_score: bool = False
+    """It modifies scores."""
     has_slope: bool = False
     """It does more than add: its slope differs from 1."""
+    has_mask: bool = False
+    """It has a mask, which hides pairs of partial blocks."""
+    blocks: BlockSpec | None = None
+    """Blocks walk over the tiles of the blocks that a block mask lists."""
+
+    @property
+    def hides_in_full(self) -> bool:
+        """True if pairs of a full block may be hidden, by a band or by the end of the keys."""
+        return self.is_banded or self.ragged
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -125,9 +138,15 @@ class GluonConstants(HopperConstants):
         return WARPGROUP_ROWS * self.warpgroups
 
     @property
+    def tiles_of_block(self) -> int:
+        """Tiles of keys in a listed block."""
+        return 1 if self.blocks is None else self.blocks.keys // self.tile_n
+
+    @property
     def words(self) -> int:
-        """Words of a slot of Q: which tile it has, whether each warpgroup found it spoiled, and its sequence."""
-        return self.sequence_words + (SEQUENCE_WORDS if self.packed else 0)
+        """Words of a slot of Q: which tile it has, whether each warpgroup found it spoiled, and its sequence or how
+        many listed tiles are free."""
+        return self.sequence_words + (SEQUENCE_WORDS if self.packed else 0 if self.blocks is None else 1)
 
     @property
     def sequence_words(self) -> int:

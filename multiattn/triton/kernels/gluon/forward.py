@@ -33,9 +33,11 @@ from multiattn.triton.kernels.gluon.scores import (
     LN_2,
     LOG2_E,
     LOWEST,
+    SeenBlocks,
     add_sink,
     blocks_to_see,
     exponentiate,
+    finish_listed,
     finish_scores,
     keep_packed,
     pack_weights,
@@ -69,6 +71,8 @@ class ForwardTile(NamedTuple):
     scale: Any
     of_score: Any
     sizes: Any
+    free: Any
+    """So many listed tiles come first that need no mask."""
 
 
 class ForwardWalk(NamedTuple):
@@ -142,6 +146,23 @@ def _skip_blocks(number, place, turn, shared, warpgroup: gl.constexpr, C: gl.con
 
 
 @gluon.jit
+def _read_listed(place, shared, HIDES: gl.constexpr, C: gl.constexpr):
+    """The word of the tile of keys at a place, where anything depends on which one it is."""
+    word = 0
+    if C.blocks is not None and (HIDES or C.has_score):
+        word = ring.read_word(shared.listed, place % C.stages)
+    return word
+
+
+@gluon.jit
+def _load_early(block, listed, of_score, tile, C: gl.constexpr):
+    """`of_score` with what an expression has of a block, or of the tile of a word of a list."""
+    if C.blocks is not None:
+        block = listed // 2
+    return score_block(tile.first_query, block * C.tile_n, of_score, tile.sizes, C)
+
+
+@gluon.jit
 def _next_block(
     block, walk, tile, shared, warpgroup: gl.constexpr,
     EXACT_MAX: gl.constexpr, AT_BEGIN: gl.constexpr, AT_END: gl.constexpr, C: gl.constexpr,
@@ -149,19 +170,24 @@ def _next_block(
     """A block of keys, K at the walk's place; meanwhile weights of the one before are multiplied by V at the next.
 
     EXACT_MAX: its scores may raise the maxima; else its weights are relative to those of earlier blocks.
-    AT_BEGIN, AT_END: it may have keys before the first that a query sees, or behind the last.
+    AT_BEGIN, AT_END: it may have keys before the first that a query sees, or behind the last. Of a listed one AT_END:
+    it may need a mask.
     """
     place, row_max, row_sum = walk.place, walk.row_max, walk.row_sum
     _await_turn(warpgroup, walk.turn, shared.turns, C)
     scores = _make_scores(tile.queries, place, shared, C)  # [64, tile_n]
     out = _add_values(walk.weights, walk.out, place + 1, shared, C)
     _pass_turn(warpgroup, shared.turns, C)
+    listed = _read_listed(place, shared, AT_END, C)
     of_score = tile.of_score
     if C.loads_early:
-        of_score = score_block(tile.first_query, block * C.tile_n, of_score, tile.sizes, C)
+        of_score = _load_early(block, listed, of_score, tile, C)
     scores = warpgroup_mma_wait(C.pieces_v, [scores])
     ring.release(shared.ring_kv, place)
-    scores = finish_scores(scores, block, of_score, tile, AT_BEGIN, AT_END, C)
+    if C.blocks is None:
+        scores = finish_scores(scores, block, of_score, tile, AT_BEGIN, AT_END, C)
+    else:
+        scores = finish_listed(scores, listed, of_score, tile, AT_END, C)
     if EXACT_MAX:
         row_max, decay = raise_max(scores, row_max, tile.scale)
     new_weights = exponentiate(scores, row_max, tile.scale)
@@ -223,10 +249,14 @@ def _attend(
     tile, q_place, place, turn, tile_begin, tile_end, exact_tile, shared, warpgroup: gl.constexpr, C: gl.constexpr
 ):
     """The paper's loop: a walk over all blocks that the rows see, and past those that only others of the tile do."""
-    blocks = blocks_to_see(tile.first_query, tile_begin, tile_end, exact_tile, tile.sizes, C)
+    if C.blocks is None:
+        blocks = blocks_to_see(tile.first_query, tile_begin, tile_end, exact_tile, tile.sizes, C)
+    else:  # all warpgroups see the same
+        blocks = SeenBlocks(0, 0, 0, tile_end)
     begin, end = blocks.begin, blocks.end
     at_begin: gl.constexpr = C.is_two_sided
     at_end: gl.constexpr = C.is_banded or C.ragged
+    skips: gl.constexpr = C.is_two_sided and C.blocks is None
     row_max = gl.full([64], LOWEST, gl.float32, C.row)
     row_sum = sum_of_thread(gl.full([64, C.tile_n], 0.0, gl.float32, C.scores), C)  # [64, 4]
     out = zero_sums(C.pieces_v, C)
@@ -246,16 +276,20 @@ def _attend(
         if above > 0:
             _pass_turn(warpgroup, shared.turns, C)
             turn += 1
+        listed = _read_listed(place, shared, True, C)
         of_score = tile.of_score
         if C.loads_early:
-            of_score = score_block(tile.first_query, (end - 1) * C.tile_n, of_score, tile.sizes, C)
+            of_score = _load_early(end - 1, listed, of_score, tile, C)
         scores = warpgroup_mma_wait(0, [scores])
         ring.release(shared.ring_kv, place)
         place += 1
         if above > 0:
             ring.skip(shared.ring_kv, place)
             place += 1
-        scores = finish_scores(scores, end - 1, of_score, tile, at_begin, at_end, C)
+        if C.blocks is None:
+            scores = finish_scores(scores, end - 1, of_score, tile, at_begin, at_end, C)
+        else:
+            scores = finish_listed(scores, listed, of_score, tile, True, C)
         row_max, _decay = raise_max(scores, row_max, tile.scale)
         scores = exponentiate(scores, row_max, tile.scale)
         row_sum = sum_of_thread(scores, C)
@@ -263,34 +297,40 @@ def _attend(
         _await_stored(q_place, shared, C)
 
         walk = ForwardWalk(place, turn, row_max, row_sum, out, weights)
-        exact = gl.maximum(end - 1 - blocks.full_end, 0)
-        walk = _next_blocks(exact, end - 2, walk, tile, shared, warpgroup, True, at_begin, at_end, C)
-        walk = _keep_weights(walk)
-        full = end - 1 - exact
-        if C.is_two_sided:
-            full = gl.maximum(full - blocks.full_begin, 0)
         lazy: gl.constexpr = C.lazy_max
-        walk = _next_blocks(full, end - 2 - exact, walk, tile, shared, warpgroup, not lazy, False, False, C)
-        if C.is_two_sided:
-            below = begin - tile_begin
+        if C.blocks is not None:
+            free = gl.maximum(tile.free, 1) - 1
+            walk = _next_blocks(free, 0, walk, tile, shared, warpgroup, not lazy, False, False, C)
             walk = _keep_weights(walk)
-            last = end - 2 - exact - full
-            walk = _next_blocks(last - begin + 1, last, walk, tile, shared, warpgroup, not lazy, True, False, C)
+            walk = _next_blocks(end - 1 - free, 0, walk, tile, shared, warpgroup, True, False, True, C)
+        else:
+            exact = gl.maximum(end - 1 - blocks.full_end, 0)
+            walk = _next_blocks(exact, end - 2, walk, tile, shared, warpgroup, True, at_begin, at_end, C)
+            walk = _keep_weights(walk)
+            full = end - 1 - exact
+            if C.is_two_sided:
+                full = gl.maximum(full - blocks.full_begin, 0)
+            walk = _next_blocks(full, end - 2 - exact, walk, tile, shared, warpgroup, not lazy, False, False, C)
+            if C.is_two_sided:
+                below = begin - tile_begin
+                walk = _keep_weights(walk)
+                last = end - 2 - exact - full
+                walk = _next_blocks(last - begin + 1, last, walk, tile, shared, warpgroup, not lazy, True, False, C)
         place, turn, row_max, row_sum, out, weights = walk
-        if C.is_two_sided:
+        if skips:
             if below > 0:
                 _await_turn(warpgroup, turn, shared.turns, C)
                 ring.skip(shared.ring_kv, place)
                 place += 1
         out = _add_values(weights, out, place, shared, C)
-        if C.is_two_sided:
+        if skips:
             if below > 0:
                 _pass_turn(warpgroup, shared.turns, C)
                 turn += 1
         out = await_sums(0, out)
         ring.release(shared.ring_kv, place)
         place += 1
-        if C.is_two_sided:
+        if skips:
             place, turn = _skip_blocks(below - 1, place, turn, shared, warpgroup, C)
             if below > 0:
                 ring.skip(shared.ring_kv, place)
@@ -363,7 +403,10 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, aux, scale, sizes, sh
         of_score = (batch, head, aux)
         if C.score is not None:
             of_score = score_tile(first_query, of_score, own, C)
-        tile = ForwardTile(queries, first_query, scale, of_score, own)
+        free = 0
+        if C.blocks is not None:
+            free = ring.read_word(words, at + C.sequence_words)
+        tile = ForwardTile(queries, first_query, scale, of_score, own, free)
         row_max, row_sum, out, place, turn = _attend(
             tile, q_place, place, turn, tile_begin, tile_end, exact_tile, shared, warpgroup, C
         )
@@ -410,6 +453,7 @@ def attention_forward(
     out_narrow,
     lse,  # pointer, fp32 [B, Hq, Sq], contiguous
     sinks,  # pointer, fp32 [Hq], contiguous, at a multiple of 4 bytes; None where there are none
+    lists,  # the lists of a block mask by the names of `plain.list_rows`; None without one
     query_list,  # pointer, int32 [tiles, 8]: a packed batch's tiles of queries; None in others
     counter,  # pointer, int32: 0, and so it is left; None where the scheduler is not dynamic
     aux,  # what the expression that modifies scores reads, as its functions have it; None without one
@@ -431,16 +475,27 @@ def attention_forward(
         verdicts = ring.make_barriers(C.q_slots, C.warpgroups)
     if C.pingpong:
         turns = ring.make_barriers(C.warpgroups, 1)
-    shared = ForwardShared(ring_q, ring_kv, verdicts, turns, words, q_buffers, kv_buffers)
+    listed = words
+    if C.blocks is not None:
+        listed = ring.make_words(C.stages)
+    shared = ForwardShared(ring_q, ring_kv, verdicts, turns, words, listed, q_buffers, kv_buffers)
     fence_async_shared()
 
     # warp_specialize takes its functions and arguments only where they are written out.
-    if C.warpgroups == 2:
+    if C.warpgroups == 1:
+        gl.warp_specialize(
+            [
+                (consume, (0, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
+                (produce, (maps, query_list, counter, lists, sizes, shared, C)),
+            ],
+            [1], [24],
+        )  # fmt: skip
+    elif C.warpgroups == 2:
         gl.warp_specialize(
             [
                 (consume, (0, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
                 (consume, (1, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
-                (produce, (maps, query_list, counter, sizes, shared, C)),
+                (produce, (maps, query_list, counter, lists, sizes, shared, C)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
@@ -450,7 +505,7 @@ def attention_forward(
                 (consume, (0, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
                 (consume, (1, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
                 (consume, (2, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
-                (produce, (maps, query_list, counter, sizes, shared, C)),
+                (produce, (maps, query_list, counter, lists, sizes, shared, C)),
             ],
             [4, 4, 1], [160, 160, 24],
         )  # fmt: skip

@@ -10,12 +10,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from multiattn.triton.kernels.gluon import ring
 from multiattn.triton.kernels.gluon.constants import TILE_WORDS
+from multiattn.triton.kernels.gluon.listed import count_tiles, find_tile, load_block, read_lists, steps_of
 from multiattn.triton.kernels.gluon.schedule import LaunchSizes, in_turn, listed_tile, read_entry, tile_after
-from multiattn.triton.kernels.gluon.scores import range_of_blocks
+from multiattn.triton.kernels.gluon.scores import range_of_blocks, seen_by_tile
 from multiattn.triton.kernels.gluon.tiles import load_tile, send_tile
 
 # Words of shared memory for each slot of Q: what its tile is, and from SPOILED on one for each warpgroup. Behind them,
-# in a packed batch, where its sequence is: first query, queries, keys.
+# in a packed batch, where its sequence is: first query, queries, keys; or, of a block mask, how many tiles are free.
 FIRST_QUERY, HEAD, BATCH, END, EXACT, TILE, SPOILED = (gl.constexpr(i) for i in range(TILE_WORDS + 1))
 
 
@@ -29,6 +30,8 @@ class ForwardShared(NamedTuple):
     turns: Any
     """Barriers of the warpgroups, where they take turns."""
     words: Any
+    listed: Any
+    """A word for each slot of the ring of keys, where blocks are listed: see `listed`."""
     q_buffers: Any
     kv_buffers: Any
 
@@ -51,6 +54,8 @@ def find_queries(tile, entries, sizes, C: gl.constexpr):
         head = first_head + within % side_by_side
     else:
         first_query = (sizes.seq_q + 63) // 64 * 64 - (1 + number) * C.tile_m
+        if C.blocks is not None:  # in one block
+            first_query = (sizes.tiles - 1 - number) * C.tile_m
         any_head = first_head + within % side_by_side
         batch = any_head // sizes.heads_q
         head = any_head % sizes.heads_q
@@ -74,24 +79,15 @@ def _spoiled_tile(place, verdicts, words, C: gl.constexpr):
 
 
 @gluon.jit
-def _send(tile, exact, q_place, place, maps, entries, sizes, shared, C: gl.constexpr):
-    """All of a tile: Q, and blocks of keys from the last to the first. Returns the next place in the ring of these."""
-    q_maps, k_maps, v_maps = maps
-    ring_q, ring_kv, words, buffers = shared.ring_q, shared.ring_kv, shared.words, shared.kv_buffers
-    batch, head, first_query, at_q, at_kv = find_queries(tile, entries, sizes, C)
-    if C.packed:
-        sizes = LaunchSizes(at_q[1], at_kv[1], *sizes[2:])
-    head_kv = head // sizes.group
-    begin, end = range_of_blocks(first_query, C.tile_m, sizes, C)
-    if end > begin:
-        send_tile(k_maps, at_kv, head_kv, end - 1, ring_kv, place, buffers, C)
-        place += 1
-
+def _send_queries(q_place, fields, more, at_q, maps, sizes, shared, C: gl.constexpr):
+    """Q of a tile and its words: `fields`, and behind those of spoiled tiles `more`."""
+    ring_q, words = shared.ring_q, shared.words
+    first_query, head = fields[0], fields[1]
     ring.await_empty(ring_q, q_place)
     slot = q_place % C.q_slots
-    ring.write_words(words, slot * C.words, (first_query, head, batch, end, exact, tile))
-    if C.packed:
-        ring.write_words(words, slot * C.words + C.sequence_words, (at_q[0], at_q[1], sizes.seq_kv))
+    ring.write_words(words, slot * C.words, fields)
+    if C.words > C.sequence_words:
+        ring.write_words(words, slot * C.words + C.sequence_words, more)
     warpgroups: gl.constexpr = C.warpgroups
     for warpgroup in gl.static_range(warpgroups):
         ring.write_word(words, slot * C.words + SPOILED + warpgroup, 0)
@@ -101,7 +97,28 @@ def _send(tile, exact, q_place, place, maps, entries, sizes, shared, C: gl.const
         row = first_query + 64 * warpgroup
         if C.packed:
             row = gl.where(row < 0, sizes.seq_q, row)  # all beyond the end: before its first row are another sequence's
-        load_tile(q_maps, at_q, head, row, full, shared.q_buffers, slot * C.warpgroups + warpgroup, C)
+        load_tile(maps, at_q, head, row, full, shared.q_buffers, slot * C.warpgroups + warpgroup, C)
+
+
+@gluon.jit
+def _send(tile, exact, q_place, place, maps, entries, sizes, shared, C: gl.constexpr):
+    """All of a tile: Q, and blocks of keys from the last to the first. Returns the next place in the ring of these."""
+    q_maps, k_maps, v_maps = maps
+    ring_kv, buffers = shared.ring_kv, shared.kv_buffers
+    batch, head, first_query, at_q, at_kv = find_queries(tile, entries, sizes, C)
+    if C.packed:
+        sizes = LaunchSizes(at_q[1], at_kv[1], *sizes[2:])
+    head_kv = head // sizes.group
+    begin, end = range_of_blocks(first_query, C.tile_m, sizes, C)
+    if end > begin:
+        send_tile(k_maps, at_kv, head_kv, end - 1, ring_kv, place, buffers, C)
+        place += 1
+
+    fields = (first_query, head, batch, end, exact, tile)
+    if C.packed:
+        _send_queries(q_place, fields, (at_q[0], at_q[1], sizes.seq_kv), at_q, q_maps, sizes, shared, C)
+    else:
+        _send_queries(q_place, fields, (), at_q, q_maps, sizes, shared, C)
 
     for i in range(end - begin - 1):
         send_tile(k_maps, at_kv, head_kv, end - 2 - i, ring_kv, place, buffers, C)
@@ -114,7 +131,39 @@ def _send(tile, exact, q_place, place, maps, entries, sizes, shared, C: gl.const
 
 
 @gluon.jit
-def produce(maps, entries, counter, sizes, shared, C: gl.constexpr):
+def _send_listed(tile, exact, q_place, place, maps, lists, sizes, shared, C: gl.constexpr):
+    """All of a tile that walks over listed blocks: Q, then K of each tile of keys with V of the one before it."""
+    q_maps, k_maps, v_maps = maps
+    ring_kv, buffers = shared.ring_kv, shared.kv_buffers
+    batch, head, first_query, at_q, at_kv = find_queries(tile, None, sizes, C)
+    head_kv = head // sizes.group
+    listed = read_lists(lists, batch, head, first_query // C.blocks.queries, C)
+    seen = seen_by_tile(first_query, sizes, C)
+    block = load_block(0, listed, C)
+    total, free = count_tiles(listed, seen, C)
+    fields, more = (first_query, head, batch, total, exact, tile), (gl.where(exact > 0, 0, free),)
+    _send_queries(q_place, fields, more, at_q, q_maps, sizes, shared, C)
+    before = -1
+    for step in range(steps_of(listed, C)):
+        keys, word, is_there = find_tile(step, block, listed, seen, C)
+        block = load_block(step + 1, listed, C)
+        if is_there:
+            ring.await_empty(ring_kv, place)
+            ring.write_word(shared.listed, place % C.stages, word)
+            send_tile(k_maps, at_kv, head_kv, keys, ring_kv, place, buffers, C)
+            place += 1
+            if before >= 0:
+                send_tile(v_maps, at_kv, head_kv, before, ring_kv, place, buffers, C)
+                place += 1
+            before = keys
+    if before >= 0:
+        send_tile(v_maps, at_kv, head_kv, before, ring_kv, place, buffers, C)
+        place += 1
+    return place
+
+
+@gluon.jit
+def produce(maps, entries, counter, lists, sizes, shared, C: gl.constexpr):
     """Tile after tile, until there are none and nothing that was sent must be done again.
 
     The next one is asked for when all of a tile is under way, not before: a tile that waits for its block is one that
@@ -136,7 +185,10 @@ def produce(maps, entries, counter, sizes, shared, C: gl.constexpr):
         exact = gl.where(again != ring.NO_TILE, 1, 0)
         if (exact > 0) | (tile < total):
             sent = gl.where(exact > 0, again, tile)
-            place = _send(sent, exact, q_place, place, maps, entries, sizes, shared, C)
+            if C.blocks is None:
+                place = _send(sent, exact, q_place, place, maps, entries, sizes, shared, C)
+            else:
+                place = _send_listed(sent, exact, q_place, place, maps, lists, sizes, shared, C)
             q_place += 1
             if exact == 0:
                 tile = tile_after(tile, counter, total, C)

@@ -42,13 +42,14 @@ def in_turn(tile, sizes, C: gl.constexpr):
     Returns the first head of its section, its number within the section, and the heads of the section, which run side
     by side: within these tile 0 of each head comes first, then tile 1.
 
-    Heads go in sections that share the L2 cache, and under a mask a section runs its longest tiles first.
+    Heads go in sections that share the L2 cache, and under a mask a section runs its longest tiles first, under a block
+    mask those that are often the longest.
     The last one has the heads of two where a head has few tiles: alone, with about as many tiles as there are SMs, its
     longest ones would end last. In a packed batch the tiles of a head are the entries of the list, the longest first.
     """
     tiles, heads, together = sizes.tiles, sizes.heads, sizes.together
     before = 0
-    if C.is_banded or C.packed:
+    if C.is_banded or C.packed or C.blocks is not None:
         ahead = gl.maximum((heads - 1) // together - 1, 0) * together  # heads in the sections before the last two
         if (tiles < ENOUGH_TILES) & (tile >= ahead * tiles):
             before = ahead

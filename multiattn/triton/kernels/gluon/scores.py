@@ -106,6 +106,18 @@ def blocks_to_see(first_query, tile_begin, tile_end, exact_tile, sizes, C: gl.co
     return SeenBlocks(begin, full_begin, full_end, end)
 
 
+@gluon.jit
+def seen_by_tile(first_query, sizes, C: gl.constexpr):
+    """`SeenBlocks` of all queries of a tile, by what is not the block mask."""
+    begin, end = range_of_blocks(first_query, C.tile_m, sizes, C)
+    full_begin = 0
+    full_end = end_before(first_query + 1, sizes, C) // C.tile_n
+    if C.is_two_sided:
+        last_begin = begin_of_keys(gl.minimum(first_query + C.tile_m, sizes.seq_q) - 1, sizes, C)
+        full_begin = (gl.maximum(last_begin, 0) + C.tile_n - 1) // C.tile_n
+    return SeenBlocks(begin, full_begin, full_end, end)
+
+
 MINUS_INF, ZERO = gl.constexpr("0fFF800000"), gl.constexpr("0f00000000")
 """Numbers in PTX."""
 
@@ -194,13 +206,22 @@ def score_block(first_query, first_key, of_score, sizes, C: gl.constexpr):
 @gluon.jit
 def modify(scores, first_query, first_key, of_score, sizes, C: gl.constexpr):
     """Products as they are; if there is an expression, its scores in the log2 domain, which have the scale."""
-    if C.score is not None:
+    if C.has_score:
         if not C.loads_early:
             of_score = score_block(first_query, first_key, of_score, sizes, C)
         batch, head, aux = of_score
         queries, keys = _queries_from(first_query, C), _keys_from(first_key, C)  # [64, 1], [1, tile_n]
         (scores,) = C.score.rest(scores, batch, head, queries, keys, sizes.seq_q, sizes.seq_kv, aux)
     return scores
+
+
+@gluon.jit
+def hide_in_partial(scores, first_query, first_key, of_score, sizes, C: gl.constexpr):
+    """Scores of a partial block, -inf where its mask hides a key."""
+    batch, head, aux = of_score
+    queries, keys = _queries_from(first_query, C), _keys_from(first_key, C)  # [64, 1], [1, tile_n]
+    seen = C.score.mask(batch, head, queries, keys, sizes.seq_q, sizes.seq_kv, aux)
+    return keep_where(scores, "ne", gl.where(seen, 1, 0), MINUS_INF)
 
 
 @gluon.jit
@@ -247,6 +268,21 @@ def finish_scores(scores, block, of_score, tile, AT_BEGIN: gl.constexpr, AT_END:
     scores = take_sign(scores, C)
     scores = modify(scores, tile.first_query, block * C.tile_n, of_score, tile.sizes, C)
     return mask_scores(scores, tile.first_query, block * C.tile_n, tile.sizes, AT_BEGIN, AT_END, C)
+
+
+@gluon.jit
+def finish_listed(scores, listed, of_score, tile, HIDES: gl.constexpr, C: gl.constexpr):
+    """`finish_scores` of a listed tile, by its word; unless HIDES all queries see all of it."""
+    first_key = listed // 2 * C.tile_n
+    scores = take_sign(scores, C)
+    scores = modify(scores, tile.first_query, first_key, of_score, tile.sizes, C)
+    if HIDES:
+        if C.has_mask:
+            if listed % 2 == 1:
+                scores = hide_in_partial(scores, tile.first_query, first_key, of_score, tile.sizes, C)
+        at_end: gl.constexpr = C.is_banded or C.ragged
+        scores = mask_scores(scores, tile.first_query, first_key, tile.sizes, C.is_two_sided, at_end, C)
+    return scores
 
 
 @gluon.jit
