@@ -80,8 +80,13 @@ LISTED: tuple[Rule[WgmmaConfig], ...] = (
     *_listed(64, (65, 128), _64X64, COMPILED),
     *_listed(64, (129, 256), replace(_64X64, tile_n=32, stages=5, teams=2), COMPILED),
     *(
-        replace(_EMULATED, config=replace(_EMULATED.config, tile_m=tile_m, teams=teams), block_multiple=multiple)
-        for multiple, tile_m, teams in ((128, 128, 1), (64, 64, 3))
+        replace(
+            _EMULATED,
+            config=replace(_EMULATED.config, tile_m=tile_m, teams=teams),
+            block_multiple=tile_m,
+            head_dim_max=head_dim_max,
+        )
+        for tile_m, teams, head_dim_max in ((128, 1, 256), (64, 3, 128), (64, 2, 256))
     ),
 )
 """Tiles that lie in one block, all of whose rows walk over the same list."""
