@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -127,6 +128,12 @@ class WgmmaConfig(WgmmaFamilyConfig):
             return 0
         room = _ROOM_WITH_Q[self.warpgroups, problem.is_banded] - forward_registers(problem, self.tile_n)
         return min(max(room // 4, 0), padded(problem.head_dim) // DEPTH)
+
+    def settled(self, problem: Problem, arch: Arch) -> WgmmaConfig:
+        """The config with tiles of keys that lie in one block of a block mask, and as many keys in buffers."""
+        if problem.blocks is None or (tile_n := math.gcd(self.tile_n, problem.blocks.keys)) == self.tile_n:
+            return self
+        return replace(self, tile_n=tile_n, stages=min(self.stages * self.tile_n // tile_n, 16))
 
     def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
         """Reasons of fields alone, or of the problem with them."""

@@ -232,17 +232,6 @@ class Rule(Generic[C]):
         "cached", lambda it: it.problem.cache is not None, "for caches", "for keys that are in no cache"
     )
     """For keys in a cache, or for those that are not; None for both."""
-    block_multiple: int = _field(
-        Condition(
-            fact=lambda it: math.gcd(*it.problem.blocks[:2]) if it.problem.blocks is not None else 1,
-            words=lambda rule: f"for block masks with blocks of multiples of {rule.block_multiple}",
-            holds=lambda multiple, block: block % multiple == 0,
-            covers=lambda mine, others: others % mine == 0,
-            absent=1,
-        ),
-        default=1,
-    )
-    """For block masks whose blocks have a multiple of so many queries and keys; 1: for all calls."""
     page_multiple: int = _field(
         Condition(
             fact=lambda it: 0 if it.problem.cache is None else it.problem.cache.page or 0,
