@@ -37,7 +37,7 @@ from multiattn.plan.support import Reason
 from multiattn.plan.waves import Walk
 from multiattn.problem import Problem
 
-_ROOM_WITH_Q = {(1, False): 0, (1, True): 0, (2, False): 196, (2, True): 192, (3, False): 128, (3, True): 128}
+_ROOM_WITH_Q = {(2, False): 196, (2, True): 192, (3, False): 128, (3, True): 128}
 """Registers up to which Q may fill them, by warpgroups and whether the mask is a band: ptxas then spills nothing."""
 REGISTERS_MAX: Mapping[int, int] = {1: 208, 2: 208, 3: 144}
 """By consumer warpgroups, for what `registers_at_least` counts: setmaxnreg gives a thread 232, or 160 with three."""
@@ -126,7 +126,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
         """How many of Q's parts of 16 columns, from the first on, stay in registers."""
         if not self.q_in_registers:
             return 0
-        room = _ROOM_WITH_Q[self.warpgroups, problem.is_banded] - forward_registers(problem, self.tile_n)
+        room = _ROOM_WITH_Q[max(self.teams * self.warpgroups, 2), problem.is_banded] - forward_registers(problem, self.tile_n)
         return min(max(room // 4, 0), padded(problem.head_dim) // DEPTH)
 
     def settled(self, problem: Problem, arch: Arch) -> WgmmaConfig:
@@ -147,7 +147,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
         if wrong := failed((*limit_checks(self), together, enough)):
             return wrong
         registers, most = self.registers_at_least(problem), REGISTERS_MAX[self.teams * self.warpgroups]
-        beside, room = forward_registers(problem, self.tile_n), _ROOM_WITH_Q[self.warpgroups, problem.is_banded]
+        beside, room = forward_registers(problem, self.tile_n), _ROOM_WITH_Q[max(self.teams * self.warpgroups, 2), problem.is_banded]
         needed = f"{registers} registers for output, scores, weights, Q and stores ({self})"
         kept, got = self.kept_steps(problem), f"q_in_registers with {beside} registers for all else ({self})"
         checks = (

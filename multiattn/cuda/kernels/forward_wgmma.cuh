@@ -204,15 +204,21 @@ class Consumer : private HiddenScores<T> {
     weigh<Part::LAST, false>(rows, word.word);
     await_stored(rows.slot);  // by now it is
     bool all_seen = !word.is_masked();
-    for (int left = rows.last; left > 0; --left) {
+    int left = rows.last;
+    const auto take_next = [&] {
+      if (left == 0) return;
       Shared::K::ring().await_full(kv_.k());
       word = take_tile(rows, kv_.k().slot);
-      if (all_seen && !word.is_masked()) {
+    };
+    for (take_next(); left > 0; take_next()) {
+      for (; left > 0 && all_seen && !word.is_masked(); take_next()) {
+        --left;
         next_block<Part::FULL>(rows, word.word);
-      } else {
-        next_block<Part::LAST>(rows, word.word);
-        all_seen |= !word.is_masked();
       }
+      if (left == 0) break;
+      --left;
+      next_block<Part::LAST>(rows, word.word);
+      all_seen |= !word.is_masked();
     }
   }
 
