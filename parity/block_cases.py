@@ -14,6 +14,7 @@ def block_masks() -> Iterator[Case]:
     yield from _sizes()
     yield from _with_others()
     yield from _whole()
+    yield from _lists()
     yield from _long()
 
 
@@ -142,6 +143,53 @@ def _whole() -> Iterator[Case]:
         seq_q=200,
         window=(200, 40),
         alibi="heads",
+        nightly=True,
+    )
+
+
+def _lists() -> Iterator[Case]:
+    """Blocks of 64 and of 128: Hopper's kernels have other warpgroups, or other stages, for each."""
+    for size in (64, 128):
+        loose = functools.partial(Case, blocks=(size, size), loose_lists=True)
+        yield loose(
+            name=f"blocks_of_{size}_by_head",
+            why="lists of each head, of heads that share keys; behind the counts is no block",
+            heads_q=4 if size == 64 else 2,
+            heads_kv=2 if size == 64 else 1,
+            seq_q=2 * size + 10,
+            seq_kv=3 * size - 20,
+            head_dim=40 if size == 64 else 128,
+            mask_mod="head_prefix",
+        )
+        yield loose(
+            name=f"blocks_of_{size}_full_cut",
+            why="full blocks that both ends cut, and a band that cuts others",
+            causal=size == 64,
+            window=None if size == 64 else (150, 20),
+            seq_q=size + 70,
+            seq_kv=2 * size + 10,
+            heads_q=2,
+            heads_kv=1,
+            mask_mod="noop",
+        )
+        yield loose(
+            name=f"blocks_of_{size}_unseen_keys",
+            why="whole blocks of keys that nobody sees: their gradients are zero",
+            batch=2,
+            seq_q=size - 20,
+            seq_kv=4 * size - 10,
+            heads_q=1,
+            heads_kv=1,
+            mask_mod="causal",
+        )
+    yield Case(
+        name="blocks_of_128_empty_rows",
+        why="Sq > Skv: whole blocks of queries that see nothing",
+        seq_q=270,
+        seq_kv=110,
+        heads_q=2,
+        heads_kv=1,
+        mask_mod="block_diagonal",
         nightly=True,
     )
 

@@ -139,6 +139,9 @@ class Case:
     """Queries and keys of a block."""
     lists: str = "bh"
     """The dimensions of the lists of blocks that are not broadcast, of ``bh``."""
+    loose_lists: bool = False
+    """Lists as callers may write them: in another order, in more room, with no block behind the last; and where nothing
+    hides a part of a block, those that an end cuts are full."""
     deterministic: bool = False
     """Gradients of captured tensors are added up in a fixed order."""
     sinks: Sinks = "none"

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
-from multiattn.block_mask import BlockLists, MaskMod, read_block_mask
+from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS, BlockLists, MaskMod, read_block_mask, seen_in_lists
 from multiattn.layout import Strides
 from multiattn.problem import Problem
 from multiattn.score import BoundScore, bind_score
@@ -345,7 +345,26 @@ def _block_mask(case: Case, device: torch.device) -> BlockMask | None:
         return None
     mask_mod = _callable(case, case.mask_mod, device)["mask_mod"]
     batch, heads = (size if name in case.lists else None for name, size in (("b", case.batch), ("h", case.heads_q)))
-    return create_block_mask(mask_mod, batch, heads, case.seq_q, case.seq_kv, device=device, BLOCK_SIZE=case.blocks)
+    made = create_block_mask(mask_mod, batch, heads, case.seq_q, case.seq_kv, device=device, BLOCK_SIZE=case.blocks)
+    return _loosened(made) if case.loose_lists else made
+
+
+def _loosened(made: BlockMask) -> BlockMask:
+    """A block mask's lists from the last block to the first, and -1 behind them, in room for one block more.
+
+    With `noop_mask` all blocks are full, those that an end cuts too.
+    """
+    names = KEYS_OF_QUERIES[:2], KEYS_OF_QUERIES[2:]
+    partial, full = (seen_in_lists(getattr(made, counts), getattr(made, indices)) for counts, indices in names)
+    if made.mask_mod is noop_mask:
+        partial, full = torch.zeros_like(full), partial | full
+    named = {}
+    for names_of, seen in ((KEYS_OF_QUERIES, (partial, full)), (QUERIES_OF_KEYS, (partial.mT, full.mT))):
+        for counts, indices, its in zip(names_of[::2], names_of[1::2], seen, strict=True):
+            numbers = torch.where(its, torch.arange(its.shape[-1], dtype=torch.int32, device=its.device), -1)
+            named[counts] = its.sum(-1, dtype=torch.int32)
+            named[indices] = torch.nn.functional.pad(numbers, (0, 1), value=-1).sort(dim=-1, descending=True).values
+    return BlockMask(made.seq_lengths, BLOCK_SIZE=made.BLOCK_SIZE, mask_mod=made.mask_mod, **named)
 
 
 def _callable(case: Case, name: str, device: torch.device) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+from multiattn.block_mask import BlockSpec
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import ARCHS, CPU
 from multiattn.plan.backend import Backend, Direction, Plan, Variant, find_variant, plan_variant
@@ -32,7 +33,11 @@ SIZES = tuple(
     for head_dim in (64, 72, 104, 128, 192, 256, 512)
     for causal in (False, True)
 )
-"""Problems that sweeps are asked for; a config that fits none of them is no way."""
+"""Problems that sweeps are asked for."""
+LISTED = tuple(
+    replace(it, blocks=BlockSpec(64, 64, has_full=False), lists=((2, 8, 16), (2, 8, 16, 16)) * 2) for it in SIZES[::2]
+)
+"""As some of them, with a block mask. A config that fits none of all is no way."""
 SMALL: Mapping[str, tuple[int, int]] = {
     "tile_m": (2, 16),
     "tile_n": (2, 16),
@@ -196,7 +201,7 @@ def ways_of(backend: Backend, direction: Direction) -> Iterator[Way]:
             if not variant.capability.why_not(problem, arch):
                 configs |= dict.fromkeys(op.candidates(variant, problem, arch))
         configs |= dict.fromkeys(smaller(it, ends) for it, ends in itertools.product([*configs], SMALLER))
-        fitting = [it for it in configs if any(_fits(variant, problem, it) for problem in SIZES)]
+        fitting = [it for it in configs if any(_fits(variant, problem, it) for problem in (*SIZES, *LISTED))]
         interpreted = backend.name != "cuda" and name not in QUICK
         yield Way(variant=variant, config=None, choices=frozenset({name}))
         yield from _fewest(_apart(variant, fitting, interpreted=interpreted))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from multiattn.block_mask import BlockLists
 from parity.case import Case
 from parity.cases import CASES
 from parity.launch import prepare_case
@@ -49,6 +50,27 @@ def check(case: Case, result: Result) -> None:
 def then(change: Callable[[torch.Tensor, torch.Tensor], Result]) -> Break:
     """A right result, changed."""
     return lambda case, inputs: change(*attend(case, inputs))
+
+
+def changed_lists(blocks: BlockLists, **changes: Callable[[torch.Tensor], torch.Tensor]) -> BlockLists:
+    """The lists of a block mask, those that are named changed."""
+    tensors = (changes[name](it) if name in changes else it for name, it in blocks.named.items())
+    return blocks._replace(tensors=tuple(tensors))
+
+
+def one_less(counts: torch.Tensor) -> torch.Tensor:
+    """Counts of lists whose last entry is dropped."""
+    return (counts - 1).clamp(min=0)
+
+
+def of_head_before(blocks: BlockLists) -> BlockLists:
+    """Each head with the lists of the one before it."""
+    return blocks._replace(tensors=tuple(it.roll(1, dims=1) for it in blocks.tensors))
+
+
+def first_entries(blocks: BlockLists) -> BlockLists:
+    """Of the partial blocks the first of each row, and no full one."""
+    return changed_lists(blocks, kv_num_blocks=lambda it: it.clamp(max=1), full_kv_num_blocks=torch.zeros_like)
 
 
 def each(broken: Mapping[str, tuple[Any, str]]) -> list[tuple[str, str]]:
@@ -108,6 +130,9 @@ WIDTHS: dict[str, tuple[Break, str]] = {
     "weights a block late": (block_late(64), "d192_v128_full d256_v128_causal d512_v256_causal d576_v512_causal"),
 }  # fmt: skip
 """Results of kernels that take the width of v for that of k, or that share out the columns of v wrongly."""
+
+LISTED = "blocks_of_64_by_head blocks_of_128_by_head"
+"""Cases with lists of each head, of partial and of full blocks."""
 
 WINDOWS = {
     (1, 0): "window_0_0 window_7_3 window_64_0 window_130_causal window_left_only window_d128_bf16 window_30_0_113x203",

@@ -7,9 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from parity_breaks import BY_NAME, CPU, WINDOWS, each, moved_bounds, options_of
+from parity_breaks import (
+    BY_NAME,
+    CPU,
+    LISTED,
+    WINDOWS,
+    changed_lists,
+    each,
+    first_entries,
+    moved_bounds,
+    of_head_before,
+    one_less,
+    options_of,
+)
 
 from multiattn import reference, reference_backward
+from multiattn.block_mask import BlockLists
 from multiattn.operands import Operands
 from multiattn.problem import options_of as its_options
 from multiattn.reference import attend
@@ -132,6 +145,15 @@ def partial_blocks_seen_whole(case: Case) -> Grads:
     return differentiate(case, score=inputs.score._replace(program=program))
 
 
+def with_lists(change: Callable[[BlockLists], BlockLists]) -> Break:
+    """Gradients by other lists of blocks than the forward had."""
+    return lambda case: differentiate(case, blocks=change(prepare_case(case, CPU)[0].blocks))
+
+
+def a_block_twice(case: Case) -> Grads:
+    return tuple(a + b for a, b in zip(differentiate(case), with_lists(first_entries)(case), strict=True))
+
+
 def a_key_of_each_sequence_left_out(case: Case) -> Grads:
     """Sequences of a packed batch end a key too early."""
     inputs, _ = prepare_case(case, CPU)
@@ -236,8 +258,17 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "partial blocks seen whole": (
         partial_blocks_seen_whole,
-        "blocks_causal blocks_document blocks_natten_2d blocks_of_256x256_d40 blocks_softcap",
+        "blocks_causal blocks_document blocks_natten_2d blocks_of_256x256_d40 blocks_softcap " + LISTED,
     ),
+    "the last partial block left out": (
+        with_lists(lambda blocks: changed_lists(blocks, kv_num_blocks=one_less)), "blocks_causal " + LISTED,
+    ),
+    "the last full block left out": (
+        with_lists(lambda blocks: changed_lists(blocks, full_kv_num_blocks=one_less)),
+        "blocks_of_64_full_cut " + LISTED,
+    ),
+    "lists of the head before": (with_lists(of_head_before), LISTED),
+    "a block twice": (a_block_twice, "blocks_causal blocks_block_diagonal " + LISTED),
     "last tile of keys dropped": (
         last_tile_of_keys_dropped, "d64_bf16_full d64_fp16_full len_129x257_full ascending_full",
     ),

@@ -10,19 +10,24 @@ import torch
 from parity_breaks import (
     BY_NAME,
     CPU,
+    LISTED,
     WIDTHS,
     WINDOWS,
     Break,
     Result,
     attend,
+    changed_lists,
     check,
     each,
+    first_entries,
     moved_bounds,
+    of_head_before,
+    one_less,
     other,
     then,
 )  # fmt: skip
 
-from multiattn import Problem, reference
+from multiattn import Problem, merge, reference
 from multiattn.operands import Operands
 from multiattn.plan.backend import BACKENDS, get
 from multiattn.truth import tolerance as truth
@@ -75,12 +80,7 @@ def with_mask(change: Callable[[Any], Any]) -> Break:
 
 def with_lists(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
     """A block mask one of whose lists is another."""
-
-    def broken(case: Case, inputs: Inputs) -> Result:
-        named = {**inputs.blocks.named, name: change(inputs.blocks.named[name])}
-        return attend(case, inputs, blocks=inputs.blocks._replace(tensors=tuple(named.values())))
-
-    return broken
+    return lambda case, inputs: attend(case, inputs, blocks=changed_lists(inputs.blocks, **{name: change}))
 
 
 def other_window(left: int, right: int) -> Break:
@@ -193,12 +193,25 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "partial blocks seen whole": (
         with_mask(lambda mask: None),
-        "blocks_causal blocks_document blocks_natten_2d blocks_of_256x256_d40 blocks_softcap blocks_sinks",
+        "blocks_causal blocks_document blocks_natten_2d blocks_of_256x256_d40 blocks_softcap blocks_sinks "
+        + LISTED,
     ),
     "full blocks left out": (with_lists("full_kv_num_blocks", torch.zeros_like), "blocks_causal blocks_noop"),
     "the last partial block left out": (
-        with_lists("kv_num_blocks", lambda counts: (counts - 1).clamp(min=0)),
-        "blocks_causal blocks_document blocks_prefix_lm blocks_broadcast blocks_of_192x96_d96",
+        with_lists("kv_num_blocks", one_less),
+        "blocks_causal blocks_document blocks_prefix_lm blocks_broadcast blocks_of_192x96_d96 " + LISTED,
+    ),
+    "the last full block left out": (
+        with_lists("full_kv_num_blocks", one_less), "blocks_of_64_full_cut blocks_of_128_full_cut " + LISTED,
+    ),
+    "lists of the head before": (
+        lambda case, inputs: attend(case, inputs, blocks=of_head_before(inputs.blocks)), LISTED,
+    ),
+    "a block twice": (
+        lambda case, inputs: merge(
+            *attend(case, inputs), *attend(case, inputs, blocks=first_entries(inputs.blocks)),
+        ),
+        "blocks_causal blocks_document blocks_block_diagonal " + LISTED,
     ),
     "blocks of the row before": (
         with_lists("kv_indices", lambda indices: indices.roll(1, dims=-2)),
