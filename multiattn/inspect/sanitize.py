@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import torch
 
+from multiattn.block_mask import BlockSpec
 from multiattn.cuda import BACKEND
 from multiattn.cuda.cpu import host
 from multiattn.cuda.forward_mma import CudaConfig
@@ -27,7 +28,7 @@ from multiattn.cuda.variants import SPANNING, WGMMA
 from multiattn.layout import VECTOR_BYTES, Layout
 from multiattn.operands import Operands
 from multiattn.plan.arch import CPU
-from multiattn.plan.backend import Plan, make_plan
+from multiattn.plan.backend import DIRECTIONS, Plan, make_plan
 from multiattn.problem import Problem
 
 _PRELOADED = "MULTIATTN_SANITIZERS_PRELOADED"
@@ -46,7 +47,8 @@ def sanitized_plans() -> Iterator[Plan]:
 
     And points of the forward's ladder whose buffers are shared, on a head_dim whose last slice is not whole; and the
     kernel for Hopper with each scheduler, in a cluster, and with the output from shared memory and from registers. Its
-    forward also has a v narrower than k, and its backward a wider one.
+    forward also has a v narrower than k, and its backward a wider one, and both have block masks: each row of lists
+    names block 1, as a partial one and as a full one.
     """
     make = Problem.contiguous
     masked = make(batch=2, heads_q=2, heads_kv=1, seq_q=37, seq_kv=101, head_dim=64, dtype="fp16", causal=True)
@@ -67,6 +69,11 @@ def sanitized_plans() -> Iterator[Plan]:
     wider = make(batch=1, heads_q=1, seq_q=37, seq_kv=70, head_dim=40, head_dim_v=72, dtype="fp16", causal=True)
     yield make_plan(BACKEND, narrow, CPU, variant=WGMMA.name)
     yield make_plan(BACKEND, wider, CPU, direction="backward", variant=WGMMA.name)
+    for size, length, causal in ((64, 101, True), (128, 200, False)):
+        plain = make(batch=2, heads_q=2, heads_kv=1, seq_q=length - 11, seq_kv=length, head_dim=72, causal=causal)
+        listed = replace(plain, blocks=BlockSpec(size, size, has_full=True), lists=((2, 2, 2), (2, 2, 2, 2)) * 4)
+        for direction in DIRECTIONS:
+            yield make_plan(BACKEND, listed, CPU, direction=direction, variant=WGMMA.name)
     for variant in BACKEND.backward.variants:
         for problem in (masked, unaligned if variant.capability.alignment < VECTOR_BYTES else padded, empty_rows):
             yield make_plan(BACKEND, problem, CPU, direction="backward", variant=variant.name)
