@@ -13,7 +13,7 @@ from multiattn.block_mask import QUERIES_OF_KEYS
 from multiattn.cuda import stream_k
 from multiattn.cuda.backward_mma import ROW_THREADS, ROW_TILE, backward_numbers, dq_sum_bytes, rows_launch
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded, tiles_of
-from multiattn.cuda.mask_bits import AREA, bits_bytes, bits_launch
+from multiattn.cuda.mask_bits import MaskBits
 from multiattn.cuda.naming import aggregate, aggregate_of, traits_type
 from multiattn.cuda.source import Division, Instance, PlannedLaunch, WgmmaBackwardParams
 from multiattn.cuda.stream_k import Divided, steps_of_tiles
@@ -237,8 +237,8 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         """Sums of dq and, of divided tiles, of dk and dv."""
         division, columns = self.division(problem), problem.head_dim + problem.head_dim_v
         sums = {} if division is None else {"key_sums": division.sums_bytes(columns, self.tile_n)}
-        bits = bits_bytes(problem, QUERIES_OF_KEYS, self.tile_m)
-        sums |= {AREA: bits} if bits else {}
+        bits = self._bits(problem)
+        sums |= {} if bits is None else bits.areas
         return {**HopperBackwardConfig.areas(self, problem), "dq_sum": dq_sum_bytes(problem), **sums}
 
     def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
@@ -274,7 +274,8 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         """Tiles lie in one block of a block mask."""
         if (blocks := problem.blocks) is not None:
             fits = blocks.queries % self.tile_m == 0 and blocks.keys % WARPGROUP_ROWS == 0
-            yield fits, f"blocks of {blocks.queries} x {blocks.keys} ({self})", f"multiples of tile_m x {WARPGROUP_ROWS}"
+            got = f"blocks of {blocks.queries} x {blocks.keys} ({self})"
+            yield fits, got, f"multiples of tile_m x {WARPGROUP_ROWS}"
 
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """Statistics, the bits of a block mask, all gradients, and dq from its sums."""
@@ -282,15 +283,17 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         is_packed, is_divided = problem.packing is not None, division is not None
         lists = ("multiattn::Packed",) if is_packed else ("multiattn::StreamK",) if is_divided else ()
         name = f"{'_packed' * is_packed}{'_stream_k' * is_divided}"
-        gradients = self._gradients(plan, division)
-        has_bits = bits_bytes(problem, QUERIES_OF_KEYS, self.tile_m) > 0
-        bits = (bits_launch(gradients.kernel, problem, QUERIES_OF_KEYS, self.tile_m),) if has_bits else ()
+        gradients, its = self._gradients(plan, division), self._bits(problem)
+        bits = () if its is None else (its.launch(gradients.kernel, QUERIES_OF_KEYS, self.tile_m),)
         return (
             self.statistics(problem, ROW_TILE, name, *lists, behind=Division if is_divided else None),
             *bits,
             gradients,
             rows_launch("convert_sums", problem, adds_dq=True, wide=True),
         )
+
+    def _bits(self, problem: Problem) -> MaskBits | None:
+        return MaskBits.of(problem, QUERIES_OF_KEYS, self.tile_m)
 
     def _gradients(self, plan: Plan, division: Divided | None) -> PlannedLaunch:
         problem, is_divided = plan.problem, division is not None
@@ -318,7 +321,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
             rows="multiattn::StreamK" if is_divided else None,
             exponents=True,
             lists=Division if is_divided else None,
-            bits=bits_bytes(problem, QUERIES_OF_KEYS, self.tile_m) > 0,
+            bits=self._bits(problem),
             params=WgmmaBackwardParams,
             threads=self.threads,
             smem_bytes=self.smem_bytes(problem),
@@ -332,6 +335,8 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         division = self.division(plan.problem)
         if division is None:
             numbers = self.sectioned_numbers(plan, ROW_TILE, None)
+            bits = self._bits(plan.problem)
+            numbers |= {} if bits is None else {"bit_columns": bits.columns}
             return {**numbers, "sections_kv": max(numbers["sections_kv"], self._heads_of_chains(plan))}
         numbers = {name: getattr(division, name) for name in ("shares", "ranges_from", "ranges", "range_steps")}
         sums = self.areas(plan.problem)["key_sums"]

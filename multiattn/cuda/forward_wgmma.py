@@ -10,7 +10,7 @@ from typing import Any
 from multiattn.block_mask import KEYS_OF_QUERIES
 from multiattn.cuda.family import NO_FLAGS, padded, tiles_of
 from multiattn.cuda.forward_mma import forward_numbers
-from multiattn.cuda.mask_bits import AREA, bits_bytes, bits_launch
+from multiattn.cuda.mask_bits import MaskBits
 from multiattn.cuda.naming import aggregate_of, enumerator
 from multiattn.cuda.source import PlannedLaunch, WgmmaParams
 from multiattn.cuda.wgmma import (
@@ -52,7 +52,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
     """Launch parameters of the Hopper kernel: warpgroups of 64 queries each, and one that loads by TMA."""
 
     tile_m: int = limited(one_of(64, 128, 192))
-    """Queries of a tile: 64 for each warpgroup. One warpgroup alone has tiles of a block mask, which lie in one block."""
+    """Queries of a tile: 64 for each warpgroup. A lone warpgroup has tiles of a block mask, which lie in one block."""
     tile_n: int = limited(TILES_OF_KEYS)
     cluster: int = limited(one_of(1, 2), default=1)
     """Blocks on neighbouring SMs that load each tile of K and V together, a part each, for all of them."""
@@ -126,8 +126,11 @@ class WgmmaConfig(WgmmaFamilyConfig):
         """How many of Q's parts of 16 columns, from the first on, stay in registers."""
         if not self.q_in_registers:
             return 0
-        room = _ROOM_WITH_Q[max(self.teams * self.warpgroups, 2), problem.is_banded] - forward_registers(problem, self.tile_n)
+        room = self._room_with_q(problem) - forward_registers(problem, self.tile_n)
         return min(max(room // 4, 0), padded(problem.head_dim) // DEPTH)
+
+    def _room_with_q(self, problem: Problem) -> int:
+        return _ROOM_WITH_Q[max(self.teams * self.warpgroups, 2), problem.is_banded]
 
     def settled(self, problem: Problem, arch: Arch) -> WgmmaConfig:
         """The config with tiles of keys that lie in one block of a block mask, and as many keys in buffers."""
@@ -147,7 +150,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
         if wrong := failed((*limit_checks(self), together, enough)):
             return wrong
         registers, most = self.registers_at_least(problem), REGISTERS_MAX[self.teams * self.warpgroups]
-        beside, room = forward_registers(problem, self.tile_n), _ROOM_WITH_Q[max(self.teams * self.warpgroups, 2), problem.is_banded]
+        beside, room = forward_registers(problem, self.tile_n), self._room_with_q(problem)
         needed = f"{registers} registers for output, scores, weights, Q and stores ({self})"
         kept, got = self.kept_steps(problem), f"q_in_registers with {beside} registers for all else ({self})"
         checks = (
@@ -175,9 +178,12 @@ class WgmmaConfig(WgmmaFamilyConfig):
 
     def areas(self, problem: Problem) -> dict[str, int]:
         """The tile counter of a dynamic scheduler, one for each stream; the bits of a block mask."""
-        bits = bits_bytes(problem, KEYS_OF_QUERIES, self.tile_n)
+        bits = self._bits(problem)
         counter = {WORKSPACE: COUNTER_BYTES} if self.scheduler == "dynamic" else {}
-        return {**counter, **({AREA: bits} if bits else {})}
+        return {**counter, **({} if bits is None else bits.areas)}
+
+    def _bits(self, problem: Problem) -> MaskBits | None:
+        return MaskBits.of(problem, KEYS_OF_QUERIES, self.tile_n)
 
     def listed(self) -> Mapping[str, int]:
         """A forward owns tiles of queries."""
@@ -185,8 +191,7 @@ class WgmmaConfig(WgmmaFamilyConfig):
 
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """One kernel, behind that of a block mask's bits."""
-        problem = plan.problem
-        has_bits = bits_bytes(problem, KEYS_OF_QUERIES, self.tile_n) > 0
+        problem, bits = plan.problem, self._bits(plan.problem)
         names = ["warpgroups", "cluster", "tile_n", "stages", "q_slots", "pingpong", "lazy_max", "tma_store"]
         names[4:4] = ["v_stages"] if self.v_stages else []
         more = {"teams": self.teams} if self.teams > 1 else {}
@@ -204,11 +209,11 @@ class WgmmaConfig(WgmmaFamilyConfig):
             smem_bytes=self.smem_bytes(problem),
             cluster=self.cluster,
             wgmma_columns=(self.tile_n, problem.head_dim_v),
-            bits=has_bits,
+            bits=bits,
         )
-        bits = (bits_launch(kernel, problem, KEYS_OF_QUERIES, self.tile_n),) if has_bits else ()
+        before = () if bits is None else (bits.launch(kernel, KEYS_OF_QUERIES, self.tile_n),)
         blocks = self.grid_blocks(problem)
-        return (*bits, PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=self.is_persistent))
+        return (*before, PlannedLaunch(kernel=kernel, blocks=blocks, is_persistent=self.is_persistent))
 
     def _name(self) -> str:
         """Every field, those that are off left out."""
@@ -224,7 +229,9 @@ class WgmmaConfig(WgmmaFamilyConfig):
 
     def numbers(self, plan: Plan) -> dict[str, Any]:
         """Tiles and heads, and their order."""
-        return forward_numbers(plan.problem, self.query_tiles(plan.problem))
+        bits = self._bits(plan.problem)
+        numbers = forward_numbers(plan.problem, self.query_tiles(plan.problem))
+        return {**numbers, **({} if bits is None else {"bit_columns": bits.columns})}
 
     @classmethod
     def candidates(cls, variant: Variant, problem: Problem, arch: Arch) -> Iterator[WgmmaConfig]:

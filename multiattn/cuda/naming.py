@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from multiattn.cuda.mask_bits import MaskBits
 from multiattn.cuda.score import lowered_of, slots_of, text_of
 from multiattn.cuda.source import BitLists, Instance
 from multiattn.plan.backend import Direction, Plan
@@ -22,7 +23,7 @@ def walking_kernel(
     rows: str | None = None,
     exponents: bool = False,
     reads_v_in_k: bool = False,
-    bits: bool = False,
+    bits: MaskBits | None = None,
     **more: Any,
 ) -> Instance:
     """A kernel that walks over scores. What changes them ends its name, and is the last of its constants.
@@ -36,14 +37,14 @@ def walking_kernel(
         rows: the C++ type of what its rows are, or how its tiles are divided; None: queries of one head, whole tiles.
         exponents: it has those of an expression's scores; see `LoweredScore`.
         reads_v_in_k: it reads k alone where v is in k: then that is in its name and constants, too.
-        bits: what a block mask's expression says of partial blocks is in memory.
+        bits: where a block mask's expression says in memory what partial blocks hide; None: the kernel asks it.
         more: further fields of the Instance.
     """
     problem, score, slots = plan.problem, lowered_of(plan, exponents=exponents), slots_of(plan)
     last, widths = _score_types(problem, score, slots, rows, bits), problem.widths_in_names
     in_k = reads_v_in_k and problem.v_in_k
-    suffix = f"{'_v_in_k' * in_k}{_suffix_of(plan, score, slots)}{'_bits' * bits}"
-    more = {**more, "lists": BitLists} if bits else more
+    suffix = f"{'_v_in_k' * in_k}{_suffix_of(plan, score, slots)}{'' if bits is None else bits.suffix}"
+    more = more if bits is None else {**more, "lists": BitLists}
     return Instance(
         name=f"{entry}_{problem.dtype}_{widths}_{problem.band.kind}_{sizes}{suffix}",
         entry=entry,
@@ -71,13 +72,13 @@ def features_of(problem: Problem, direction: Direction, *, v_in_k: bool = False)
 
 
 def _score_types(
-    problem: Problem, score: LoweredScore | None, slots: tuple[int, ...], rows: str | None, bits: bool
+    problem: Problem, score: LoweredScore | None, slots: tuple[int, ...], rows: str | None, bits: MaskBits | None
 ) -> tuple[str, ...]:
     """The last constants: the expression that changes scores, then a block mask, a packed batch, or what rows are."""
     changed = f"multiattn::{'NoScore' if score is None else text_of(score, slots)[0]}"
     if (blocks := problem.blocks) is not None:
-        more = {"has_bits": True} if bits else {}
-        return changed, f"multiattn::BlockMask<{aggregate('BlockSpec', **blocks._asdict(), **more)}>"
+        spec = aggregate("BlockSpec", **blocks._asdict(), **({} if bits is None else bits.spec))
+        return changed, f"multiattn::BlockMask<{spec}>"
     if problem.packing is not None:
         return changed, "multiattn::Packed"
     if rows is not None:

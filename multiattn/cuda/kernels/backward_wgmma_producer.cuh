@@ -214,7 +214,10 @@ class BackwardProducer {
       return list.tile(params_.lists.queries, step);
     };
     int left = GROUP == 0 ? tile.end_step : tile.end_of_second, next = left > 0 ? look_up() : 0;
-    const auto place = [&] { return HAS_BITS<typename T::Blocked> ? list.place(params_.lists.queries, step) : 0; };
+    const auto place = [&] {
+      if constexpr (HAS_BITS<typename T::Blocked>) return list.place_of_bits(params_.lists.bit_columns, step);
+      return NO_BITS;
+    };
     if (left > 0) load_listed_q(tile, {head, next}, list.is_partial(step), place());
     if constexpr (GROUP == 0) {
       Shared::ring_v().await_empty(v_);

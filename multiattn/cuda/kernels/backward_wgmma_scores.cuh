@@ -83,12 +83,12 @@ DEVICE uint32 find_hidden(const typename T::Params& params, const HeadScores<typ
   uint32 hidden = 0;
   if constexpr (HAS_BITS<typename T::Blocked>) {
     using Bits = BitsOf<typename T::Blocked, false, T::TILE_M>;
-    if (at.tile.is_partial()) hidden = load_constant(Bits::words(params.lists.mask_bits, at.place, first_key, at.tile.tile()));
+    if (at.tile.is_partial() && at.place != NO_BITS) hidden = load_constant(Bits::words(params.lists.mask_bits, at.place, first_key, at.tile.tile()));
   }
   if (at.tile.is_cut())
     hide_transposed<T>(Mask<T::BAND>(params.backward), first_key, first_query, [&](int i) { hidden |= 1u << i; });
-  if constexpr (HAS_MASK<typename T::Score> && !HAS_BITS<typename T::Blocked>) {
-    if (at.tile.is_partial()) {
+  if constexpr (HAS_MASK<typename T::Score> && !ALL_BITS<typename T::Blocked>) {
+    if (at.tile.is_partial() && at.place == NO_BITS) {
 #pragma unroll
       for (int i = 0; i < T::TILE_M / 2; ++i) {
         const int query = first_query + i / 4 * 8 + accumulator_column(i % 4);

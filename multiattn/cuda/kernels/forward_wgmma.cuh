@@ -25,6 +25,7 @@ template <class T>
 struct HiddenScores<T, true> {
   using Bits = BitsOf<typename T::Blocked, true, T::TILE_N>;
   uint32 hidden[Bits::WORDS];
+  bool has_bits;
 };
 
 template <class T, int TEAM = 0>
@@ -281,10 +282,9 @@ class Consumer : private HiddenScores<T> {
     if constexpr (T::LISTED) {
       const TileWord word{block};
       if (word.is_cut()) mask_scores<T>(scores_, mask_, queries, first_key);
-      if constexpr (HAS_BITS<typename T::Blocked>) {
-        if (word.is_partial()) hide_by_bits();
-      } else if constexpr (HAS_MASK<typename T::Score>)
-        if (word.is_partial()) mask_partial<T>(scores_, rows.heads(params_, mask_), queries, first_key);
+      if (has_bits_of(word)) hide_by_bits();
+      if constexpr (HAS_MASK<typename T::Score> && !ALL_BITS<typename T::Blocked>)
+        if (word.is_partial() && !has_bits_of(word)) mask_partial<T>(scores_, rows.heads(params_, mask_), queries, first_key);
     } else if constexpr (!HAS_LOWER_EDGE && !T::GROUPED) {
       mask_scores<T>(scores_, mask_, queries, first_key);
     } else {
@@ -374,7 +374,8 @@ class Consumer : private HiddenScores<T> {
     if constexpr (HAS_BITS<typename T::Blocked>) {
       using Bits = typename HiddenScores<T>::Bits;
       const int place = load(Shared::key_word(slot) + 4);
-      if (word.is_partial()) {
+      this->has_bits = place != NO_BITS;
+      if (has_bits_of(word)) {
         const uint32* const words = Bits::words(params_.lists.mask_bits, place, rows.first_query, word.tile());
 #pragma unroll
         for (int i = 0; i < Bits::WORDS; ++i) this->hidden[i] = load_constant(words + i);
@@ -382,10 +383,16 @@ class Consumer : private HiddenScores<T> {
     }
     return word;
   }
+  DEVICE bool has_bits_of(const TileWord& word) const {
+    if constexpr (HAS_BITS<typename T::Blocked>) return word.is_partial() && (ALL_BITS<typename T::Blocked> || this->has_bits);
+    return false;
+  }
   DEVICE void hide_by_bits() {
+    if constexpr (HAS_BITS<typename T::Blocked>) {
 #pragma unroll
-    for (int i = 0; i < T::TILE_N / 2; ++i)
-      if (this->hidden[i / 32] & 1u << i % 32) scores_[i] = -infinity();
+      for (int i = 0; i < T::TILE_N / 2; ++i)
+        if (this->hidden[i / 32] & 1u << i % 32) scores_[i] = -infinity();
+    }
   }
 
   DEVICE void release_k() { Shared::K::ring().release(slot_of_k()); }

@@ -227,7 +227,8 @@ class ListedProducer {
 
   // Of the bits of a step's block.
   DEVICE int place_of(const Listed& listed, int step) const {
-    return HAS_BITS<typename T::Blocked> ? listed.place(params_.lists.keys, step) : 0;
+    if constexpr (HAS_BITS<typename T::Blocked>) return listed.place_of_bits(params_.lists.bit_columns, step);
+    return NO_BITS;
   }
 
   DEVICE void load_k(const QueryTile<T>& tile, int word, int place) {

@@ -43,9 +43,10 @@ DEVICE void make_mask_bits(const typename T::Params& params, const BlockLists& l
   const int place = static_cast<int>(block_index()) / T::SPLITS, split = static_cast<int>(block_index()) % T::SPLITS;
   const int rows = ((Bits::WALKS_KEYS ? seq_q : seq_kv) - 1) / Bits::OWN + 1, heads = lists.stride_head ? heads_q : 1;
   const HeadScores<typename T::Score> head(params.aux, seq_q, seq_kv, place / rows / heads, place / rows % heads);
-  const int count = load_constant(lists.counts + place), warpgroup = thread_index() / Bits::THREADS;
+  const int columns = params.lists.bit_columns;
+  const int count = min(load_constant(lists.counts + place), columns), warpgroup = thread_index() / Bits::THREADS;
   for (int entry = split; entry < count; entry += T::SPLITS) {
-    const int at = place * lists.columns + entry, block = load_constant(lists.indices + at);
+    const int block = load_constant(lists.indices + static_cast<int64>(place) * lists.columns + entry);
     for (int part = warpgroup; part < Bits::PARTS; part += T::THREADS / Bits::THREADS) {
       const int own = place % rows * Bits::OWN + part / Bits::ACROSS * Bits::ROWS;
       const int tile = block * Bits::ACROSS + part % Bits::ACROSS;
@@ -58,7 +59,7 @@ DEVICE void make_mask_bits(const typename T::Params& params, const BlockLists& l
         const bool is_seen = Bits::WALKS_KEYS ? head.visible(row, column) : head.visible(column.index(), row);
         if (!is_seen) hidden[i / 32] |= 1u << i % 32;
       }
-      uint32* const words = Bits::words(params.lists.mask_bits, at, own, tile);
+      uint32* const words = Bits::words(params.lists.mask_bits, place * columns + entry, own, tile);
 #pragma unroll
       for (int word = 0; word < Bits::WORDS; ++word) store_global_4(reinterpret_cast<float*>(words + word), float_of_bits(hidden[word]));
     }

@@ -13,17 +13,23 @@ struct NoBlockMask {};  // a band alone says which tiles are seen
 struct BlockSpec {
   int queries, keys;
   bool has_full;
-  bool has_bits = false;  // what the expression's mask says is in memory
+  bool has_bits = false;  // what the expression's mask says is in memory, of the first blocks of each list
+  bool all_bits = false;  // of all of them
 };
 template <BlockSpec SPEC>
 struct BlockMask {
   static constexpr int QUERIES = SPEC.queries, KEYS = SPEC.keys;
-  static constexpr bool HAS_FULL = SPEC.has_full, HAS_BITS = SPEC.has_bits;
+  static constexpr bool HAS_FULL = SPEC.has_full;
 };
+constexpr int NO_BITS = -1;  // the place of a block without them
 template <class Blocked>
 constexpr bool HAS_BITS = false;
 template <BlockSpec SPEC>
 constexpr bool HAS_BITS<BlockMask<SPEC>> = SPEC.has_bits;
+template <class Blocked>
+constexpr bool ALL_BITS = false;
+template <BlockSpec SPEC>
+constexpr bool ALL_BITS<BlockMask<SPEC>> = SPEC.all_bits;
 
 template <class Blocked>
 constexpr int KEYS_OF_BLOCK = 0;
@@ -72,8 +78,11 @@ struct ListedTiles {
 
   DEVICE bool is_partial(int step) const { return !HAS_FULL || step >= full_end; }
 
-  // The place of a partial step's block among those of all lists.
-  DEVICE int place(const BlockLists& lists, int step) const { return row * lists.columns + (step - full_end) / PER_BLOCK; }
+  // The place of a partial step's block among those that have bits, of which a list has so many.
+  DEVICE int place_of_bits(int columns, int step) const {
+    const int entry = (step - full_end) / PER_BLOCK;
+    return entry < columns ? row * columns + entry : NO_BITS;
+  }
 
   // The tile of a step before the end.
   DEVICE int tile(const BlockLists& lists, int step) const {

@@ -31,6 +31,7 @@ struct MaskLists {
 struct BitLists {
   BlockLists keys, queries;
   uint32* mask_bits;  // workspace, as `BitsOf` says
+  int32 bit_columns;  // partial blocks of a list that have bits, from its first on
 };
 
 // Behind the plain parameters of every kernel of a packed batch: the tiles of queries, and those of keys, of all its
