@@ -6,6 +6,7 @@ import argparse
 import functools
 import hashlib
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -147,7 +148,7 @@ def _plan(
         if rule.scored or rule.reads_keys:
             problem = replace(problem, score=example_score(reads_keys=bool(rule.reads_keys)))
         if rule.block_multiple is not None:
-            problem = with_blocks(problem, rule.block_multiple)
+            problem = with_blocks(problem, math.lcm(rule.block_multiple, rule.config.tile_n), scored=bool(rule.scored))
         if select(variant.rules, problem, target)[0] is rule:
             plan = plan_variant(registry.get(backend), variant, problem, target, direction=direction)
             if isinstance(plan, Plan):
@@ -164,11 +165,12 @@ def example_score(*, reads_keys: bool) -> ScoreSpec | None:
     return problem_of(*with_score(Operands(q, q, q), Options(), None, alibi_slopes, bias, None)).score
 
 
-def with_blocks(problem: Problem, size: int) -> Problem:
-    """The problem with the lists of a block mask, causal, in blocks of so many queries and keys."""
+def with_blocks(problem: Problem, size: int, *, scored: bool) -> Problem:
+    """The problem with a block mask, causal, in blocks of so many queries and keys; `scored`: and with ALiBi."""
     q = torch.empty(1, HEADS, size, 8, dtype=torch.bfloat16)
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, size, size, device=q.device, BLOCK_SIZE=size)
-    known = problem_of(*with_score(Operands(q, q, q), Options(), None, None, None, None, mask))
+    alibi_slopes = torch.empty(HEADS) if scored else None
+    known = problem_of(*with_score(Operands(q, q, q), Options(), None, alibi_slopes, None, None, mask))
     rows, columns = -(-problem.seq_q // size), -(-problem.seq_kv // size)
     each = {"kv": (1, 1, rows, columns), "q": (1, 1, columns, rows)}
     lists = tuple(it[:-1] if last == 3 else it for it in each.values() for last in (3, 4, 3, 4))

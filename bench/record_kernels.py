@@ -27,7 +27,7 @@ from multiattn.run import cache
 NO_SPILLS_UP_TO = 128
 """The head_dim up to which no rule may spill in a loop that every block runs."""
 KNOWN_SPILLS: Mapping[tuple[str, str, str], int] = {
-    ("triton", "warp_specialized", "sm90"): 17,
+    ("triton", "warp_specialized", "sm90"): 38,
     ("triton", "two_pass", "sm90"): 2,
     ("triton", "stored", "sm100"): 2,
     ("triton", "stored", "sm103"): 2,

@@ -108,7 +108,7 @@ _BACKWARD = (  # Gluon's first, then those whose bits are the same each time: th
         rules=rules_of(gluon_backward.RULES),
         summary="Gluon for Hopper, one pass over the keys: warpgroups of keys, one of dq, which is summed up in any "
         "order, a warp that loads by TMA",
-        capability=replace(_HOPPER_BACKWARD, head_dim_max=gluon_backward.HEAD_DIM_MAX),
+        capability=replace(_HOPPER_BACKWARD, head_dim_max=gluon_backward.HEAD_DIM_MAX, block_masks=64),
         deterministic=False,
     ),
     gluon_two_pass.FAMILY.variant(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from multiattn.block_mask import QUERIES_OF_KEYS
 from multiattn.layout import Layout, row_major
 from multiattn.plan import abi, limits, remedies
 from multiattn.plan.arch import Arch
@@ -28,6 +29,7 @@ from multiattn.triton import gluon_forward
 from multiattn.triton.family import COUNTER, Areas, TritonFamily, TritonLaunch
 from multiattn.triton.gluon_forward import (
     BOOKKEEPING_BYTES,
+    block_checks,
     both_columns,
     has_end,
     pieces_of,
@@ -38,6 +40,7 @@ from multiattn.triton.gluon_forward import (
 )
 from multiattn.triton.kernels.constants import OUT_VECTOR, StatisticsConstants, widths
 from multiattn.triton.kernels.gluon.constants import TILE_N, WARPGROUP_ROWS, GluonBackwardConstants
+from multiattn.triton.plain import list_rows
 from multiattn.triton.score import lowered_of_pairs
 from multiattn.triton.table import (
     ELEMENT_BYTES,
@@ -138,7 +141,7 @@ def why_not_fit(problem: Problem, arch: Arch, config: GluonBackwardConfig) -> tu
     got = f"{registers} registers for gradients, scores and weights ({config})"
     blocks = max(key_tiles(problem, config.tile_n), query_tiles(problem, TILE_M))
     sizes = limits.size_checks(config, arch, smem_bytes(config, problem), blocks)
-    reasons = limits.failed(((registers <= most, got, f"up to {most}"), *sizes))
+    reasons = limits.failed(((registers <= most, got, f"up to {most}"), *sizes, *block_checks(problem, config)))
     if problem.reads_keys:  # an address for each score is more registers than there are
         allowed = "none that reads an element of a tensor for each key"
         reasons += (Reason(code="score", got="an expression that does", allowed=allowed, hint=remedies.OTHERS),)
@@ -245,18 +248,30 @@ def _gradients(launch: TritonLaunch) -> KernelTable:
         config,
         **problem_constants(problem, launch.assumed.flag, lowered_of_pairs(problem, launch.arch)),
         tile_n=TILE_N,
-        descends=config.descends and problem.is_banded and not problem.is_two_sided,
+        descends=config.descends and problem.is_banded and not problem.is_two_sided and problem.blocks is None,
     )
     return walking_table(
         launch,
         "gradients",
         constants,
         maps=dict.fromkeys(("q", "k", "v", "dout", "dk", "dv"), 64),
-        own={"statistics": statistics_lines(problem), "dq_fragments": Tensor(of="dq_fragments")},
+        own={
+            "statistics": statistics_lines(problem),
+            "dq_fragments": Tensor(of="dq_fragments"),
+            "lists": list_rows(problem, by_keys=True),
+        },
         factors={"factors": factor_rows(problem)},
         tile=("kv", config.tile_n, config.tile_n),
         registers=128,  # of 512 threads; the first four warps make dQ
     )
+
+
+def _has_end(problem: Problem, config: Config) -> bool:
+    """`has_end`, or lists that may name tiles of queries beyond the last one."""
+    if problem.blocks is None or has_end(problem, config):
+        return has_end(problem, config)
+    listed = problem.lists_of(QUERIES_OF_KEYS).columns * problem.blocks.queries
+    return listed > tiles_of_queries(problem) * TILE_M
 
 
 # ---------------------------------------------------------------- configs worth timing
@@ -281,7 +296,7 @@ FAMILY = TritonFamily(
     areas=areas_of,
     fits=why_not_fit,
     candidates=_candidates,
-    flag=has_end,
+    flag=_has_end,
     flag_name="ragged",
     is_gluon=True,
 )

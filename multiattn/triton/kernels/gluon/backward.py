@@ -34,6 +34,7 @@ from multiattn.triton.kernels.gluon.backward_tiles import (
     TILE_WORDS,
     BackwardShared,
     block_of,
+    hide_in_partial,
     mask_weights,
     read_lengths,
 )
@@ -86,17 +87,42 @@ class BackwardWalk(NamedTuple):
 
 
 @gluon.jit
-def _weigh(products, lse, walked, head, tile, C: gl.constexpr):
+def _hide_listed(weights, word, step, tile, shared, C: gl.constexpr):
+    """Weights of a listed tile of queries, 0 where its word says that something hides a key, and it does.
+
+    All that only this wants is read and computed here: a branch that few steps take leaves no registers for it.
+    """
+    first_query = word // 4 * 64
+    if C.has_mask:
+        if word % 2 == 1:
+            head = ring.read_word(shared.listed, 2 * (step % C.q_stages) + 1)
+            batch = ring.read_word(shared.words, tile.k_place // 2 * TILE_WORDS + backward_tiles.BATCH)
+            first_key, of_score = ring.recomputed(tile.first_key), (batch, head, tile.aux)
+            weights = hide_in_partial(weights, first_key, first_query, of_score, tile.sizes, C)
+    if C.hides_in_full:
+        if word // 2 % 2 == 1:
+            first_key = ring.recomputed(tile.first_key)
+            weights = mask_weights(weights, first_key, first_query, tile.sizes, C)
+    return weights
+
+
+@gluon.jit
+def _weigh(products, lse, walked, head, step, tile, shared, C: gl.constexpr):
     """Products to weights, ``2^(score - lse)``, and these times the slope of their scores.
 
-    lse is inf for a query that is not there or sees no key.
+    lse is inf for a query that is not there or sees no key. Of a walk over listed blocks `walked` is the step's word.
     """
-    first_query = block_of(walked, tile.sizes, C) * 64
+    if C.blocks is None:
+        first_query = block_of(walked, tile.sizes, C) * 64
+    else:
+        first_query = walked // 4 * 64
     queries = (first_query + gl.arange(0, 64, C.column))[None, :]
     keys = (tile.first_key + gl.arange(0, 64, C.row))[:, None]
     scores, slope = modify(products, queries, keys, (tile.batch, head, tile.aux), tile.sizes, C)
     weights = gl.exp2(scores * tile.factor - lse[None, :])
-    if C.is_banded or C.ragged or C.score is not None:
+    if C.blocks is not None:
+        weights = _hide_listed(weights, walked, step, tile, shared, C)
+    elif C.is_banded or C.ragged or C.score is not None:
         if (walked < tile.blocks.full_begin) | (walked >= tile.blocks.full_end):
             weights = mask_weights(weights, tile.first_key, first_query, tile.sizes, C)
     moving = weights
@@ -141,6 +167,16 @@ def _make_scores(tile, step, shared, C: gl.constexpr):
 
 
 @gluon.jit
+def _read_listed(step, shared, C: gl.constexpr):
+    """The word and the head of queries of a step, whose Q is there."""
+    at = 2 * (step % C.q_stages)
+    head = 0
+    if C.has_score:
+        head = ring.read_word(shared.listed, at + 1)
+    return ring.read_word(shared.listed, at), head
+
+
+@gluon.jit
 def _step(walk, next_step, tile, shared, warpgroup: gl.constexpr, C: gl.constexpr):
     """One step of the walk, whose weights are there; those of the next are, afterwards.
 
@@ -170,20 +206,43 @@ def _step(walk, next_step, tile, shared, warpgroup: gl.constexpr, C: gl.constexp
     dk = add_product(ds, queries, dk)
     lse = statistics_of(shared.lse, next_step % C.q_stages, C)
     ring.arrive_each(shared.ring_sent.full.index(step % DS_STAGES))  # which also releases Q and dO: see `add_dq`
-    walked += next_step - step
-    if walked == tile.blocks.end:  # of the next head
-        walked = tile.blocks.begin
-        head += 1
+    if C.blocks is None:
+        walked += next_step - step
+        if walked == tile.blocks.end:  # of the next head
+            walked = tile.blocks.begin
+            head += 1
+    else:
+        walked, head = _read_listed(next_step, shared, C)
     if C.early_scores:
         scores = warpgroup_mma_wait(C.pieces + C.pieces_v, [scores])
         dv = await_sums(C.pieces, dv)
     else:
         scores = warpgroup_mma_wait(C.pieces, [scores])
-    new_weights, moving = _weigh(scores, lse, walked, head, tile, C)
+    new_weights, moving = _weigh(scores, lse, walked, head, next_step, tile, shared, C)
     dk = await_sums(0, dk)
     ring.await_lanes()  # or ptxas packs before that into registers of their own, and copies
     weights = pack_both(new_weights, moving, queries[0], C)
     return BackwardWalk(step + 1, _side_by_side(dk, dv), walked, head, weights)
+
+
+@gluon.jit
+def _walk(step, steps, head, tile_place, tile, shared, warpgroup: gl.constexpr, C: gl.constexpr):
+    """So many steps, at least one. Returns the step behind them, and the sums of the tile's gradients."""
+    scores = _make_scores(tile, step, shared, C)
+    lse = statistics_of(shared.lse, step % C.q_stages, C)
+    walked = tile.blocks.begin
+    if C.blocks is not None:
+        walked, head = _read_listed(step, shared, C)
+    scores = warpgroup_mma_wait(0, [scores])
+    weights, moving = _weigh(scores, lse, walked, head, step, tile, shared, C)
+    weights = pack_both(weights, moving, shared.k[0], C)
+    ring.await_full(shared.ring_v, tile_place)
+    sums = _side_by_side(zero_sums(C.pieces, C), zero_sums(C.pieces_v, C))
+    walk = BackwardWalk(step, sums, walked, head, weights)
+    for i in range(steps):
+        next_step = gl.where(i + 1 < steps, walk.step + 1, walk.step)
+        walk = _step(walk, next_step, tile, shared, warpgroup, C)
+    return walk.step, walk.sums
 
 
 @gluon.jit
@@ -213,6 +272,8 @@ def accumulate(warpgroup: gl.constexpr, dk_maps, dv_maps, aux, factors, sizes, s
             len_q, len_kv = read_lengths(words, at)
             own = LaunchSizes(len_q, len_kv, *sizes[2:])
         steps = (blocks.end - blocks.begin) * sizes.group
+        if C.blocks is not None:
+            steps = blocks.end
         k_place = 2 * k_slot + warpgroup
         keys = ()
         if C.k_in_registers:
@@ -222,19 +283,14 @@ def accumulate(warpgroup: gl.constexpr, dk_maps, dv_maps, aux, factors, sizes, s
             batch = ring.read_word(words, at + backward_tiles.BATCH)
             head = ring.read_word(words, at + backward_tiles.HEAD_KV) * sizes.group
         tile = BackwardTile(first_key, k_place, gl.to_tensor(warpgroup), keys, factors.score, batch, aux, blocks, own)
-        scores = _make_scores(tile, step, shared, C)
-        lse = statistics_of(shared.lse, step % C.q_stages, C)
-        scores = warpgroup_mma_wait(0, [scores])
-        weights, moving = _weigh(scores, lse, blocks.begin, head, tile, C)
-        weights = pack_both(weights, moving, shared.k[0], C)
-        ring.await_full(shared.ring_v, tile_place)
-        sums = _side_by_side(zero_sums(C.pieces, C), zero_sums(C.pieces_v, C))
-        walk = BackwardWalk(step, sums, blocks.begin, head, weights)
-        for i in range(steps):
-            next_step = gl.where(i + 1 < steps, walk.step + 1, walk.step)
-            walk = _step(walk, next_step, tile, shared, warpgroup, C)
-        step = walk.step
-        dk, dv = _apart(walk.sums, C)
+        if C.blocks is None:
+            step, sums = _walk(step, steps, head, tile_place, tile, shared, warpgroup, C)
+        else:
+            ring.await_full(shared.ring_v, tile_place)
+            sums = _side_by_side(zero_sums(C.pieces, C), zero_sums(C.pieces_v, C))
+            if steps > 0:
+                step, sums = _walk(step, steps, head, tile_place, tile, shared, warpgroup, C)
+        dk, dv = _apart(sums, C)
         batch = ring.read_word(words, at + backward_tiles.BATCH)
         head_kv = ring.read_word(words, at + backward_tiles.HEAD_KV)
         at_kv = batch
@@ -271,6 +327,7 @@ def gradients(
     dv_narrow,
     statistics,  # tensor descriptor, fp32 [B, Hq, 2 * tiles_q, 64], with blocks of a line: lse, or delta, of a tile
     dq_fragments,  # pointer, fp32 [B, Hq, tiles_q, 64 * columns]: sums of dQ, as the accumulators have them
+    lists,  # the lists of a block mask by the names of `plain.list_rows`; None without one
     key_list,  # pointer, int32 [tiles, 8]: a packed batch's tiles of keys; None in others
     counter,  # pointer, int32: 0
     aux,  # what the expression that modifies scores reads, as its functions have it; None without one
@@ -292,14 +349,17 @@ def gradients(
     ring_k, ring_v = ring.make(C.k_stages, 3), ring.make(1, 2)
     ring_q, ring_dout = ring.make(C.q_stages, 1), ring.make(C.dout_stages, 1)
     ring_ds = ring.make(DS_STAGES, 1, 2 * ring.WARPGROUP_THREADS)
-    shared = BackwardShared(ring_k, ring_v, ring_q, ring_dout, ring_ds, words, k, v, q, dout, lse, delta, ds)
+    listed = words
+    if C.blocks is not None:
+        listed = ring.make_words(2 * C.q_stages)
+    shared = BackwardShared(ring_k, ring_v, ring_q, ring_dout, ring_ds, words, k, v, q, dout, lse, delta, listed, ds)
     fence_async_shared()
     gl.warp_specialize(
         [
             (add_dq, (dq_fragments, sizes, shared, C)),
             (accumulate, (0, dk_maps, dv_maps, aux, factors, sizes, shared, C)),
             (accumulate, (1, dk_maps, dv_maps, aux, factors, sizes, shared, C)),
-            (produce, ((q_maps, k_maps, v_maps, dout_maps), statistics, key_list, counter, sizes, shared, C)),
+            (produce, ((q_maps, k_maps, v_maps, dout_maps), statistics, lists, key_list, counter, sizes, shared, C)),
         ],
         [4, 4, 1], [C.key_registers, C.key_registers, 24],
     )  # fmt: skip

@@ -76,8 +76,18 @@ def add_dq(dq_fragments, sizes, shared, C: gl.constexpr):
         head = batch * sizes.heads_q + ring.read_word(words, at + backward_tiles.HEAD_KV) * sizes.group
         k_low, k_high = piece_of(shared.k[0], 2 * slot), piece_of(shared.k[0], 2 * slot + 1)
         walked = begin
-        for _ in range((end - begin) * sizes.group):
-            place = (head * sizes.tiles_q + first_tile + block_of(walked, own, C)).to(gl.int64)
+        steps = (end - begin) * sizes.group
+        if C.blocks is not None:
+            steps = end
+            head = batch * sizes.heads_q
+        for _ in range(steps):
+            if C.blocks is None:
+                place = (head * sizes.tiles_q + first_tile + block_of(walked, own, C)).to(gl.int64)
+            else:
+                ring.await_full(shared.ring_q, step)
+                words_at = 2 * (step % C.q_stages)
+                any_head = head + ring.read_word(shared.listed, words_at + 1)
+                place = (any_head * sizes.tiles_q + ring.read_word(shared.listed, words_at) // 4).to(gl.int64)
             sums = dq_fragments + place * (64 * C.columns)
             ring.await_full(shared.ring_sent, step)
             low = shared.sent.index(2 * (step % stages))

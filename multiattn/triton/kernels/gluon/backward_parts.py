@@ -45,7 +45,7 @@ def modify(products, queries, keys, of_score, sizes, C: gl.constexpr):
     `queries` and `keys` are along their axes of the products; `of_score` is (batch, query head, aux).
     """
     slope = 1.0
-    if C.score is not None:
+    if C.has_score:
         batch, head, aux = of_score
         products, slope = C.score.score_and_slope(products, batch, head, queries, keys, sizes.seq_q, sizes.seq_kv, aux)
     return products, slope

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from multiattn.triton import gluon_backward
 from multiattn.triton.kernels.gluon import ring
-from multiattn.triton.kernels.gluon.scores import ZERO, SeenBlocks, keep_within
+from multiattn.triton.kernels.gluon.scores import ZERO, SeenBlocks, keep_where, keep_within
 
 DS_STAGES = gl.constexpr(gluon_backward.DS_STAGES)
 LAST = gl.constexpr(2**31 - 1)
@@ -43,6 +43,8 @@ class BackwardShared(NamedTuple):
     dout: Any
     lse: Any
     delta: Any
+    listed: Any
+    """Two words for each slot of Q, where blocks are listed: its tile's (see `listed`), and its head."""
     sent: Any
     """By one warpgroup to another: dS or, in two passes, weights."""
 
@@ -95,6 +97,16 @@ def block_of(walked, sizes, C: gl.constexpr):
 def read_lengths(words, at):
     """Queries and keys of the sequence of a packed tile."""
     return ring.read_word(words, at + LEN_Q), ring.read_word(words, at + LEN_KV)
+
+
+@gluon.jit
+def hide_in_partial(weights, first_key, first_query, of_score, sizes, C: gl.constexpr):
+    """Weights of a partial block, 0 where its mask hides a key."""
+    batch, head, aux = of_score
+    queries = (first_query + gl.arange(0, 64, C.column))[None, :]
+    keys = (first_key + gl.arange(0, 64, C.row))[:, None]
+    seen = C.score.mask(batch, head, queries, keys, sizes.seq_q, sizes.seq_kv, aux)
+    return keep_where(weights, "ne", gl.where(seen, 1, 0), ZERO)
 
 
 @gluon.jit

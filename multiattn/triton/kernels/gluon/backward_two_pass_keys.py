@@ -353,7 +353,7 @@ def gradients_of_own_keys(
     ring_k, ring_v = ring.make(1, 2), ring.make(1, 1)
     ring_q, ring_dout = ring.make(C.q_stages, 1), ring.make(C.dout_stages, 1)
     ring_w = ring.make(WEIGHT_STAGES, 1)
-    shared = BackwardShared(ring_k, ring_v, ring_q, ring_dout, ring_w, words, k, v, q, dout, lse, delta, weights)
+    shared = BackwardShared(ring_k, ring_v, ring_q, ring_dout, ring_w, words, k, v, q, dout, lse, delta, words, weights)
     fence_async_shared()
     gl.warp_specialize(
         [

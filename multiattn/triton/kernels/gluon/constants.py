@@ -131,6 +131,8 @@ class GluonConstants(HopperConstants):
     """Not with an expression whose scores of later blocks may be of another size: a bias may hide all of the first."""
     loads_early: bool = False
     """`ahead` is called while products are under way: there are registers for an element beside each score."""
+    free_first = True
+    """Listed tiles that need no mask come before all others."""
 
     @property
     def tile_m(self) -> int:
@@ -217,6 +219,17 @@ class GradientConstants(HopperConstants):
     q_stages: int
     dout_stages: int
     k_stages: int
+    free_first = False
+
+    @property
+    def hides_in_full(self) -> bool:
+        """True as in the forward, or by the end of the queries: an expression may make anything of those beyond."""
+        return self.is_banded or self.ragged or self.has_score
+
+    @property
+    def tiles_of_block(self) -> int:
+        """Tiles of queries in a listed block."""
+        return 1 if self.blocks is None else self.blocks.queries // WARPGROUP_ROWS
 
     @property
     def tile_bytes(self) -> int:

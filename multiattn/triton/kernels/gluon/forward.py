@@ -158,7 +158,7 @@ def _read_listed(place, shared, HIDES: gl.constexpr, C: gl.constexpr):
 def _load_early(block, listed, of_score, tile, C: gl.constexpr):
     """`of_score` with what an expression has of a block, or of the tile of a word of a list."""
     if C.blocks is not None:
-        block = listed // 2
+        block = listed // 4
     return score_block(tile.first_query, block * C.tile_n, of_score, tile.sizes, C)
 
 

@@ -1,8 +1,9 @@
-"""Tiles of the blocks that a block mask lists: which ones a tile of queries walks over, and in which order.
+"""Tiles of the blocks that a block mask lists: which ones a tile of queries, or of keys, walks over, in which order.
 
-The lists of a row have full blocks and partial ones, each of some tiles. *Free* tiles need no mask and come first:
-those of full blocks that the end of the keys and a band leave whole. Then come the rest of these, then those of partial
-blocks, without those that nobody sees. The tile at a place of the ring of keys has a word, `2 * tile + is_partial`.
+The lists of a row have full blocks and partial ones, each of some tiles. Full blocks come before partial ones, the last
+of the list first, without tiles that nobody sees. *Free* tiles need no mask: those of full blocks that the end of a
+sequence and a band leave whole. In the forward they come before all others. Beside each tile in a ring is its *word*:
+``4 * tile``, and 2 where an end or a band cuts it, and 1 where it is of a partial block.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ def count_tiles(listed, seen, C: gl.constexpr):
 
 @gluon.jit
 def steps_of(listed, C: gl.constexpr):
-    """Steps of a search for the tiles of a walk: twice through full blocks where not all of their tiles are free."""
+    """Steps of a search for the tiles of a walk: twice through full blocks where free tiles have to be found first."""
     steps = listed.full_tiles + listed.partial_tiles
-    if C.hides_in_full:
+    if C.hides_in_full and C.free_first:
         steps += listed.full_tiles
     return steps
 
@@ -81,7 +82,7 @@ def _place_of(step, listed, C: gl.constexpr):
     is_partial = step >= searched
     tiles = gl.where(is_partial, listed.partial_tiles, listed.full_tiles)
     passed = gl.where(is_partial, step - searched, step)
-    if C.hides_in_full:
+    if C.hides_in_full and C.free_first:
         passed = gl.where(is_partial | (step < listed.full_tiles), passed, step - listed.full_tiles)
     return is_partial, gl.maximum(tiles - 1 - passed, 0)
 
@@ -100,12 +101,16 @@ def load_block(step, listed, C: gl.constexpr):
 
 
 @gluon.jit
-def find_tile(step, block, listed, seen, C: gl.constexpr):
+def find_listed(step, block, listed, seen, C: gl.constexpr):
     """The tile that a step comes to, its word, and whether the walk has it there."""
     is_partial, place = _place_of(step, listed, C)
     tile = block * C.tiles_of_block + place % C.tiles_of_block
+    word = 4 * tile + gl.where(is_partial, 1, 0)
     is_there = tile >= 0
     if C.hides_in_full:
-        is_free = (tile >= seen.full_begin) & (tile < seen.full_end)
-        is_there = (tile >= seen.begin) & (tile < seen.end) & (is_partial | (is_free == (step < listed.full_tiles)))
-    return tile, 2 * tile + gl.where(is_partial, 1, 0), is_there
+        is_cut = (tile < seen.full_begin) | (tile >= seen.full_end)
+        word += gl.where(is_cut, 2, 0)
+        is_there = (tile >= seen.begin) & (tile < seen.end)
+        if C.free_first:
+            is_there = is_there & (is_partial | (is_cut == (step >= listed.full_tiles)))
+    return tile, word, is_there

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from multiattn.triton.kernels.gluon import ring
 from multiattn.triton.kernels.gluon.constants import TILE_WORDS
-from multiattn.triton.kernels.gluon.listed import count_tiles, find_tile, load_block, read_lists, steps_of
+from multiattn.triton.kernels.gluon.listed import count_tiles, find_listed, load_block, read_lists, steps_of
 from multiattn.triton.kernels.gluon.schedule import LaunchSizes, in_turn, listed_tile, read_entry, tile_after
 from multiattn.triton.kernels.gluon.scores import range_of_blocks, seen_by_tile
 from multiattn.triton.kernels.gluon.tiles import load_tile, send_tile
@@ -145,7 +145,7 @@ def _send_listed(tile, exact, q_place, place, maps, lists, sizes, shared, C: gl.
     _send_queries(q_place, fields, more, at_q, q_maps, sizes, shared, C)
     before = -1
     for step in range(steps_of(listed, C)):
-        keys, word, is_there = find_tile(step, block, listed, seen, C)
+        keys, word, is_there = find_listed(step, block, listed, seen, C)
         block = load_block(step + 1, listed, C)
         if is_there:
             ring.await_empty(ring_kv, place)

@@ -273,7 +273,7 @@ def finish_scores(scores, block, of_score, tile, AT_BEGIN: gl.constexpr, AT_END:
 @gluon.jit
 def finish_listed(scores, listed, of_score, tile, HIDES: gl.constexpr, C: gl.constexpr):
     """`finish_scores` of a listed tile, by its word; unless HIDES all queries see all of it."""
-    first_key = listed // 2 * C.tile_n
+    first_key = listed // 4 * C.tile_n
     scores = take_sign(scores, C)
     scores = modify(scores, tile.first_query, first_key, of_score, tile.sizes, C)
     if HIDES:
