@@ -153,19 +153,21 @@ def _lists() -> Iterator[Case]:
         loose = functools.partial(Case, blocks=(size, size), loose_lists=True)
         yield loose(
             name=f"blocks_of_{size}_by_head",
-            why="lists of each head, of heads that share keys; behind the counts is no block",
+            why="lists of each head and entry, of heads that share keys; behind the counts is no block",
+            batch=2,
             heads_q=4 if size == 64 else 2,
             heads_kv=2 if size == 64 else 1,
             seq_q=2 * size + 10,
             seq_kv=3 * size - 20,
             head_dim=40 if size == 64 else 128,
-            mask_mod="head_prefix",
+            mask_mod="own_prefix",
         )
         yield loose(
             name=f"blocks_of_{size}_full_cut",
-            why="full blocks that both ends cut, and a band that cuts others",
+            why="full blocks that both ends cut, and a band that cuts others; one list for heads that share keys",
+            lists="",
             causal=size == 64,
-            window=None if size == 64 else (150, 20),
+            window=None if size == 64 else (150, 60),
             seq_q=size + 70,
             seq_kv=2 * size + 10,
             heads_q=2,
@@ -174,14 +176,27 @@ def _lists() -> Iterator[Case]:
         )
         yield loose(
             name=f"blocks_of_{size}_unseen_keys",
-            why="whole blocks of keys that nobody sees: their gradients are zero",
+            why="whole blocks of keys that nobody sees: their gradients are zero; a slope beside the mask",
             batch=2,
+            head_dim=72,
+            softcap=3.0,
             seq_q=size - 20,
             seq_kv=4 * size - 10,
             heads_q=1,
             heads_kv=1,
             mask_mod="causal",
         )
+    yield Case(
+        name="blocks_of_128_far_below",
+        why="a tile beyond the last query has zeros, whose weight by the lse of others would overflow",
+        batch=2,
+        heads_q=1,
+        heads_kv=1,
+        seq_q=140,
+        seq_kv=260,
+        values="ascending",
+        mask_mod="padding",
+    )
     yield Case(
         name="blocks_of_128_empty_rows",
         why="Sq > Skv: whole blocks of queries that see nothing",

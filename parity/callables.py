@@ -360,10 +360,10 @@ def _strided(sizes: Sizes) -> MaskMod:
     return lambda b, h, q, kv: torch.where(h % 2 == 0, q - kv < 4, (q - kv) % 4 == 0) & (q >= kv)
 
 
-@_mask("a longer prefix for each head: lists of each, with full blocks among them")
-def _head_prefix(sizes: Sizes) -> MaskMod:
-    keys, parts = sizes.seq_kv, sizes.heads + 1
-    return lambda b, h, q, kv: (q >= kv) | (kv < (h + 1) * keys // parts)
+@_mask("a longer prefix for each head and batch entry: each has lists of its own, with full blocks among them")
+def _own_prefix(sizes: Sizes) -> MaskMod:
+    keys, heads, parts = sizes.seq_kv, sizes.heads, sizes.batch * sizes.heads + 1
+    return lambda b, h, q, kv: (q >= kv) | (kv < (b * heads + h + 1) * keys // parts)
 
 
 @_mask("Transfusion: causal text, images that see themselves; a table of two images for each batch entry")

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_runs import CONFIG, check_refused, on_cpu, run_forward, run_gxx, with_nvrtc
+from parity_breaks import BY_NAME
+from parity_breaks import CPU as CASES_DEVICE
 
 from bench.matrix import SUITES
 from bench.record import example_score
@@ -35,6 +37,8 @@ from multiattn.plan.backend import make_plan, plan_variant
 from multiattn.plan.toolchain import disassemble
 from multiattn.problem import Problem
 from multiattn.sequences import Batching
+from parity import test_parity as parity
+from parity.results import Contender
 
 SM90 = ARCHS["sm90"]
 FLIPPED = {
@@ -352,6 +356,17 @@ def test_the_logarithm_of_a_sum_has_its_exponent_apart():
         assert log2(math.ldexp(mantissa, exponent)) == pytest.approx(exponent + math.log2(mantissa), rel=1e-6, abs=1e-6)
     assert log2(math.inf) == math.inf
     assert math.isnan(log2(math.nan))
+
+
+@on_cpu
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("of", ["full_cut", pytest.param("by_head", marks=pytest.mark.nightly)])
+def test_lists_of_tiles_by_the_rule_whatever_parity_deals(of, size):
+    """Parity's turns may give the whole of a tile of two warpgroups, or the stages of each, to another case."""
+    case = BY_NAME[f"blocks_of_{size}_{of}"]
+    parity.test_parity(case, Contender(backend="cuda", variant=WGMMA.name), CASES_DEVICE)
+    backward = Contender(backend="cuda", variant=WGMMA.name, direction="backward")
+    parity.test_gradients(case, backward, "cuda", CASES_DEVICE)
 
 
 @on_cpu
