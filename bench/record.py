@@ -147,7 +147,7 @@ def _plan(
             problem = replace(problem, strides_k=(0, *problem.strides_k[1:]))
         if rule.scored or rule.reads_keys:
             problem = replace(problem, score=example_score(reads_keys=bool(rule.reads_keys)))
-        if rule.block_multiple is not None:
+        if rule.block_multiple:
             problem = with_blocks(problem, math.lcm(rule.block_multiple, rule.config.tile_n), scored=bool(rule.scored))
         if select(variant.rules, problem, target)[0] is rule:
             plan = plan_variant(registry.get(backend), variant, problem, target, direction=direction)

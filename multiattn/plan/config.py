@@ -214,13 +214,17 @@ class Rule(Generic[C]):
     block_multiple: int | None = _field(
         Condition(
             fact=lambda it: 0 if it.features.blocks is None else it.features.blocks.queries,
-            words=lambda rule: f"for block masks in blocks of multiples of {rule.block_multiple} queries",
-            holds=lambda multiple, queries: queries > 0 and queries % multiple == 0,
-            covers=lambda mine, others: mine is None or (others is not None and others % mine == 0),
+            words=lambda rule: (
+                f"for block masks in blocks of multiples of {rule.block_multiple} queries"
+                if rule.block_multiple
+                else "for calls without a block mask"
+            ),
+            holds=lambda multiple, queries: queries > 0 and queries % multiple == 0 if multiple else not queries,
+            covers=lambda mine, others: mine in (None, others) or bool(mine and others and others % mine == 0),
         ),
         default=None,
     )
-    """For block masks whose blocks have a multiple of so many queries; None for all, and for problems without one."""
+    """For block masks whose blocks have a multiple of so many queries; 0 for calls without one, None for all calls."""
     mapped: bool | None = _either(
         "mapped",
         lambda it: it.problem.fits_tensor_maps,
