@@ -69,7 +69,7 @@ def of_head_before(blocks: BlockLists) -> BlockLists:
 
 
 def first_entries(blocks: BlockLists) -> BlockLists:
-    """Of the partial blocks the first of each row, and no full one."""
+    """Lists with the first partial block of each row, and no full one."""
     return changed_lists(blocks, kv_num_blocks=lambda it: it.clamp(max=1), full_kv_num_blocks=torch.zeros_like)
 
 

@@ -13,8 +13,9 @@ from parity_breaks import CPU as CASES_DEVICE
 
 from bench.matrix import SUITES
 from bench.record import example_score
-from multiattn import explain
-from multiattn.cuda import BACKEND
+from multiattn import block_mask, explain, fmha, fmha_backward
+from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
+from multiattn.cuda import BACKEND, mask_bits
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.bind import bind
 from multiattn.cuda.cpu import host
@@ -23,6 +24,7 @@ from multiattn.cuda.family import areas_of
 from multiattn.cuda.forward_mma import CudaConfig
 from multiattn.cuda.forward_wgmma import SHAPES, WgmmaConfig
 from multiattn.cuda.instances import launches_of
+from multiattn.cuda.mask_bits import MaskBits
 from multiattn.cuda.params import params_of
 from multiattn.cuda.rules.hopper import WGMMA_RULES
 from multiattn.cuda.source import BackwardParams, ForwardParams, WgmmaParams
@@ -36,6 +38,7 @@ from multiattn.plan.arch import ARCHS, CPU
 from multiattn.plan.backend import make_plan, plan_variant
 from multiattn.plan.toolchain import disassemble
 from multiattn.problem import Problem
+from multiattn.run import calls
 from multiattn.sequences import Batching
 from parity import test_parity as parity
 from parity.results import Contender
@@ -499,3 +502,23 @@ def test_no_warp_parts_in_a_kernel_of_the_rules(head_dim):
             if code is None:
                 pytest.skip("no cuobjdump")
             assert not parted_arrivals(parse(code)), plan
+
+
+def test_bits_of_a_mask_say_what_its_expression_says(monkeypatch):
+    """Of all blocks, of the first of each list, and of none, in both directions."""
+    ids = torch.arange(300) // 70
+    mask = block_mask(lambda b, h, i, j: (ids[i] + ids[j]) % 3 < 2, None, None, 300, 300, device="cpu", block_size=64)
+    q, k, v, dout = (torch.randn(1, heads, 300, 64, dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
+    found = []
+    for most in (1 << 20, 6_000, 0):
+        monkeypatch.setattr(mask_bits, "BYTES_MAX", most)
+        calls._forward.clear(), calls._backward.clear()
+        out, lse = fmha(q, k, v, block_mask=mask, backend="cuda", variant="wgmma", return_lse=True)
+        given = {"block_mask": mask, "backend": "cuda", "variant": "wgmma"}
+        found.append((out, lse, *fmha_backward(q, k, v, out, lse, dout, **given)))
+    problem = explain(q, k, v, **given).problem
+    assert MaskBits.of(problem, KEYS_OF_QUERIES, 32) is None  # no room
+    monkeypatch.setattr(mask_bits, "BYTES_MAX", 6_000)
+    assert all(not MaskBits.of(problem, *it).spec["all_bits"] for it in ((KEYS_OF_QUERIES, 32), (QUERIES_OF_KEYS, 64)))
+    for one in found[:-1]:
+        assert all(map(torch.equal, one, found[-1]))

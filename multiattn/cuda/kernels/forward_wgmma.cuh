@@ -18,7 +18,7 @@
 
 namespace multiattn {
 
-// What the expression's mask hides of a thread's scores, where bits say so.
+// Bits that say which of a thread's scores the expression's mask hides.
 template <class T, bool = HAS_BITS<typename T::Blocked>>
 struct HiddenScores {};
 template <class T>

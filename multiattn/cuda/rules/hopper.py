@@ -89,7 +89,8 @@ LISTED: tuple[Rule[WgmmaConfig], ...] = (
         _128X128,
         _RANDOM
         + "685 / 671 TFLOPS; one buffer of Q, six of K and V 631 / 671; 64x64 in teams 555 / 566; Q in registers "
-        "changes nothing; without turns, in another run, 532 for 645. Gluon has 739 for 659: K waits here for a check of maxima",
+        "changes nothing; without turns, in another run, 532 for 645. Gluon has 739 for 659, perhaps as K waits here "
+        "until its maxima are checked",
     ),
     *_listed(128, (129, 256), _128X64, COMPILED + "2 hot spills"),
     *_listed(64, (1, 64), replace(_64X64, stages=7, q_slots=2), COMPILED + "no hot spills"),

@@ -155,8 +155,8 @@ _LISTED = (
     _listed(1, 64, 128, 128, 8, "H200 2026-11-30, N=32768 H16 causal, 16 documents: 393 TFLOPS, CUDA 408", q_slots=2),
     _listed(
         65, 128, 128, 128, 5,
-        "H200 2026-11-30, N=40960 H16, blocks left out at random, nine tenths / half: 712 / 773 TFLOPS, CUDA 635 / 663, "
-        "cuDNN's open kernels 547 / 599; in turns at the tensor cores, in another run, 711 for 718",
+        "H200 2026-11-30, N=40960 H16, blocks left out at random, nine tenths / half: 712 / 773 TFLOPS, CUDA 635 / "
+        "663, cuDNN's open kernels 547 / 599; in turns at the tensor cores, in another run, 711 for 718",
         q_slots=2,
     ),
     _listed(129, 192, 128, 64, 5, COMPILED + "no spills"),
