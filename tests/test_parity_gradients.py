@@ -312,6 +312,8 @@ LEAST_SIGNAL = {
     # Gradients that cancel: each weight is 1 or 0, so that dp - delta is what rounding leaves of larger numbers.
     ("ascending_full", "dq"): 4.0,
     ("ascending_full", "dk"): 8.0,
+    ("blocks_of_128_far_below", "dq"): 4.0,
+    ("blocks_of_128_far_below", "dk"): 12.0,
     # A clamp's slope is 0 or 1: naive has another one where rounding takes a score over the limit.
     ("score_mod_clamped", "dq"): 3.0,
     ("score_mod_clamped", "dk"): 3.0,
