@@ -13,11 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINES = {
-    "multiattn": 62_800,
-    "tests": 31_100,
-    "parity": 5_700,
-    "bench": 9_750,
-    "docs": 4_900,
+    "multiattn": 63_300,
+    "tests": 31_150,
+    "parity": 5_800,
+    "bench": 9_760,
+    "docs": 4_960,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""

@@ -10,13 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from multiattn import Problem, explain
 from multiattn.inspect.facts import read_kernel
 from multiattn.mask import CAUSAL, FULL, Band
 from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import ARCHS
-from multiattn.plan.backend import Plan, find_variant, plan_variant
+from multiattn.plan.backend import Plan, find_variant, make_plan, plan_variant
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import problem_of
 from multiattn.triton import BACKEND, gluon_backward, gluon_twin, gluon_two_pass
@@ -87,6 +88,26 @@ def test_it_is_what_triton_runs_on_hopper_but_for_what_tma_cannot_read():
     for variant, wide in ((ONE, 136), (TWO, 264)):
         for asked, code in ((odd, "alignment"), (problem(wide), "head_dim")):
             assert [it.code for it in plan_variant(BACKEND, variant, asked, SM90, direction="backward")] == [code]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "head_dim", "expected"),
+    [
+        ((128, 128), 128, (128, 128, VARIANT.name, ONE.name)),
+        ((256, 128), 64, (128, 128, VARIANT.name, ONE.name)),
+        ((64, 64), 128, (64, 64, VARIANT.name, "two_pass")),
+        ((192, 128), 96, (64, 64, VARIANT.name, ONE.name)),
+        ((128, 64), 256, (128, 64, VARIANT.name, "two_pass")),
+        ((96, 96), 128, (32, 32, "full", "two_pass")),
+    ],
+)
+def test_tiles_divide_the_blocks_of_a_block_mask(blocks, head_dim, expected):
+    q = torch.empty(1, 2, 768, head_dim, dtype=torch.bfloat16)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 768, 768, device="cpu", BLOCK_SIZE=blocks)
+    asked = problem_of(*with_score(Operands(q, q, q), Options(), None, None, None, None, mask))
+    found = [make_plan(BACKEND, asked, SM90, direction=it, probe=False) for it in ("forward", "backward")]
+    (constants,) = (it.rows["C"].value for it in tables_of(found[0]))
+    assert (constants.tile_m, constants.tile_n, *(it.variant for it in found)) == expected
 
 
 def test_pieces_cover_head_dim_with_few_columns_to_spare():

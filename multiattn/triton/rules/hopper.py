@@ -74,7 +74,7 @@ _NARROW = (
     "466 TFLOPS full, 454 causal; 3 buffers of Q and 2 of dO 340 and 346; K in shared memory, in another run, 457, 448"
 )
 _WIDE = "550 TFLOPS full, 525 causal; walks that ascend 550 and 522; 2 buffers of dO, in another run, 541 beside 548"
-_BY_LISTS = COMPILED + "of documents 88 spills in the loops of D=128, 0 in those of D=64"
+_BY_LISTS = COMPILED + "of documents 6 spills in the loops of D=128, 0 in those of D=64"
 _GLUON_BACKWARD = (
     _one_pass(1, 64, _BY_LISTS, scored=True, listed=True, early_scores=True, q_stages=4, dout_stages=3),
     _one_pass(1, 64, _BY_LISTS, listed=True, k_in_registers=True, early_scores=True, q_stages=4, dout_stages=3),

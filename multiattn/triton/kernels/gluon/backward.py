@@ -34,12 +34,12 @@ from multiattn.triton.kernels.gluon.backward_tiles import (
     TILE_WORDS,
     BackwardShared,
     block_of,
-    hide_in_partial,
     mask_weights,
     read_lengths,
+    seen_in_partial,
 )
 from multiattn.triton.kernels.gluon.schedule import LaunchSizes
-from multiattn.triton.kernels.gluon.scores import SeenBlocks
+from multiattn.triton.kernels.gluon.scores import ZERO, SeenBlocks, keep_where
 from multiattn.triton.kernels.gluon.tiles import (
     add_product,
     await_sums,
@@ -87,27 +87,33 @@ class BackwardWalk(NamedTuple):
 
 
 @gluon.jit
-def _hide_listed(weights, word, step, tile, shared, C: gl.constexpr):
-    """Weights of a listed tile of queries, 0 where its word says that something hides a key, and it does.
+def _hide_listed(weights, moving, word, step, tile, shared, C: gl.constexpr):
+    """Weights of a step, and what moves with scores, 0 where a key is hidden, as the step's word says that some may be.
 
-    All that only this wants is read and computed here: a branch that few steps take leaves no registers for it.
+    All that only this wants is read here: a branch that few steps take has no registers of its own.
     """
-    first_query = word // 4 * 64
     if C.has_mask:
         if word % 2 == 1:
             head = ring.read_word(shared.listed, 2 * (step % C.q_stages) + 1)
             batch = ring.read_word(shared.words, tile.k_place // 2 * TILE_WORDS + backward_tiles.BATCH)
             first_key, of_score = ring.recomputed(tile.first_key), (batch, head, tile.aux)
-            weights = hide_in_partial(weights, first_key, first_query, of_score, tile.sizes, C)
+            seen = seen_in_partial(first_key, word // 4 * 64, of_score, tile.sizes, C)
+            weights = keep_where(weights, "ne", seen, ZERO)
+            if C.has_slope:
+                moving = keep_where(moving, "ne", seen, ZERO)
     if C.hides_in_full:
         if word // 2 % 2 == 1:
             first_key = ring.recomputed(tile.first_key)
-            weights = mask_weights(weights, first_key, first_query, tile.sizes, C)
-    return weights
+            weights = mask_weights(weights, first_key, word // 4 * 64, tile.sizes, C)
+            if C.has_slope:
+                moving = mask_weights(moving, first_key, word // 4 * 64, tile.sizes, C)
+    if not C.has_slope:
+        moving = weights
+    return weights, moving
 
 
 @gluon.jit
-def _weigh(products, lse, walked, head, step, tile, shared, C: gl.constexpr):
+def _weigh(products, lse, walked, head, tile, C: gl.constexpr):
     """Products to weights, ``2^(score - lse)``, and these times the slope of their scores.
 
     lse is inf for a query that is not there or sees no key. Of a walk over listed blocks `walked` is the step's word.
@@ -120,9 +126,7 @@ def _weigh(products, lse, walked, head, step, tile, shared, C: gl.constexpr):
     keys = (tile.first_key + gl.arange(0, 64, C.row))[:, None]
     scores, slope = modify(products, queries, keys, (tile.batch, head, tile.aux), tile.sizes, C)
     weights = gl.exp2(scores * tile.factor - lse[None, :])
-    if C.blocks is not None:
-        weights = _hide_listed(weights, walked, step, tile, shared, C)
-    elif C.is_banded or C.ragged or C.score is not None:
+    if C.blocks is None and (C.is_banded or C.ragged or C.score is not None):
         if (walked < tile.blocks.full_begin) | (walked >= tile.blocks.full_end):
             weights = mask_weights(weights, tile.first_key, first_query, tile.sizes, C)
     moving = weights
@@ -218,9 +222,11 @@ def _step(walk, next_step, tile, shared, warpgroup: gl.constexpr, C: gl.constexp
         dv = await_sums(C.pieces, dv)
     else:
         scores = warpgroup_mma_wait(C.pieces, [scores])
-    new_weights, moving = _weigh(scores, lse, walked, head, next_step, tile, shared, C)
+    new_weights, moving = _weigh(scores, lse, walked, head, tile, C)
     dk = await_sums(0, dk)
     ring.await_lanes()  # or ptxas packs before that into registers of their own, and copies
+    if C.blocks is not None:
+        new_weights, moving = _hide_listed(new_weights, moving, walked, next_step, tile, shared, C)
     weights = pack_both(new_weights, moving, queries[0], C)
     return BackwardWalk(step + 1, _side_by_side(dk, dv), walked, head, weights)
 
@@ -234,7 +240,9 @@ def _walk(step, steps, head, tile_place, tile, shared, warpgroup: gl.constexpr, 
     if C.blocks is not None:
         walked, head = _read_listed(step, shared, C)
     scores = warpgroup_mma_wait(0, [scores])
-    weights, moving = _weigh(scores, lse, walked, head, step, tile, shared, C)
+    weights, moving = _weigh(scores, lse, walked, head, tile, C)
+    if C.blocks is not None:
+        weights, moving = _hide_listed(weights, moving, walked, step, tile, shared, C)
     weights = pack_both(weights, moving, shared.k[0], C)
     ring.await_full(shared.ring_v, tile_place)
     sums = _side_by_side(zero_sums(C.pieces, C), zero_sums(C.pieces_v, C))

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from multiattn.triton import gluon_backward
 from multiattn.triton.kernels.gluon import ring
-from multiattn.triton.kernels.gluon.scores import ZERO, SeenBlocks, keep_where, keep_within
+from multiattn.triton.kernels.gluon.scores import ZERO, SeenBlocks, keep_within
 
 DS_STAGES = gl.constexpr(gluon_backward.DS_STAGES)
 LAST = gl.constexpr(2**31 - 1)
@@ -100,13 +100,12 @@ def read_lengths(words, at):
 
 
 @gluon.jit
-def hide_in_partial(weights, first_key, first_query, of_score, sizes, C: gl.constexpr):
-    """Weights of a partial block, 0 where its mask hides a key."""
+def seen_in_partial(first_key, first_query, of_score, sizes, C: gl.constexpr):
+    """1 where the mask of a partial block shows a key to a query, else 0."""
     batch, head, aux = of_score
     queries = (first_query + gl.arange(0, 64, C.column))[None, :]
     keys = (first_key + gl.arange(0, 64, C.row))[:, None]
-    seen = C.score.mask(batch, head, queries, keys, sizes.seq_q, sizes.seq_kv, aux)
-    return keep_where(weights, "ne", gl.where(seen, 1, 0), ZERO)
+    return gl.where(C.score.mask(batch, head, queries, keys, sizes.seq_q, sizes.seq_kv, aux), 1, 0)
 
 
 @gluon.jit
