@@ -5,7 +5,6 @@ The truth, FlexAttention, FlashAttention-4 and `multiattn.fmha` are asked for th
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -84,28 +83,6 @@ def make_mask_mod(causal: bool, window: int | None, ids: torch.Tensor | None) ->
         return seen
 
     return every if len(mods) > 1 else next(iter(mods), None)
-
-
-def make_block_mask(mod: Mod, first: torch.Tensor, last: torch.Tensor) -> Any:
-    """The BlockMask of a `mask_mod` by which query i sees the keys from ``first[i]`` to ``last[i]``, both included.
-
-    As `create_block_mask` makes it, which makes N*N bools, 4 GiB at 65536, or else needs a compiler.
-    """
-    seq = len(first)
-    blocks = -(-seq // BLOCK)
-    begin = torch.arange(0, blocks * BLOCK, BLOCK, device=first.device)
-    counts = torch.minimum(last[:, None] + 1, begin + BLOCK) - torch.maximum(first[:, None], begin)  # [N, blocks]
-    padded = torch.nn.functional.pad(counts.clamp(min=0), (0, 0, 0, blocks * BLOCK - seq))
-    pairs = padded.view(blocks, BLOCK, blocks).sum(dim=1)
-    full = pairs == BLOCK * BLOCK
-
-    def listed(wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        indices = wanted.int().argsort(dim=1, descending=True, stable=True)
-        return wanted.sum(dim=1, dtype=torch.int32)[None, None], indices.int()[None, None]
-
-    kind = importlib.import_module("torch.nn.attention.flex_attention").BlockMask
-    sizes = {"BLOCK_SIZE": BLOCK, "seq_lengths": (seq, seq)}
-    return kind.from_kv_blocks(*listed((pairs > 0) & ~full), *listed(full), mask_mod=mod, **sizes)
 
 
 def capped(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:

@@ -265,11 +265,7 @@ def _block_mask(cell: Cell, device: torch.device) -> Any:
     """Made once for the contenders of a cell."""
     mod = cell.mask_mod(device)
     assert mod is not None
-    places = torch.arange(cell.seq, device=device)
-    left, right = cell.band.reach(cell.seq, cell.seq)
-    lengths = torch.tensor(cell.document_lengths)
-    begin, end = ((lengths.cumsum(0) - part).repeat_interleave(lengths).to(device) for part in (lengths, 1))
-    return features.make_block_mask(mod, torch.maximum(places - left, begin), torch.minimum(places + right, end))
+    return multiattn.block_mask(mod, None, None, cell.seq, cell.seq, device=device, block_size=features.BLOCK)
 
 
 _PLAIN = Cell(batch=1, heads=16, seq=4096, head_dim=128, dtype="bf16", causal=False, layout="bshd")
