@@ -19,7 +19,7 @@ from multiattn.operands import Operands, Options, with_score
 from multiattn.plan.arch import ARCHS, GPU_ARCHS
 from multiattn.plan.backend import BACKENDS, DIRECTIONS, Plan, get, make_plan, plan_variant
 from multiattn.plan.support import Unsupported
-from multiattn.triton import plain, plain_backward
+from multiattn.triton import GLUON_VARIANTS, plain, plain_backward
 from multiattn.triton.gluon_two_pass import VARIANT as TWO_PASS
 
 LANGUAGES = ("triton", "cutile")
@@ -170,7 +170,7 @@ def cut(plan):
     """The config that its kernels run: two languages cut tiles where they make a launch."""
     if plan.backend == "cutile":
         return launches.within_blocks(plan.problem, plan.config)
-    if plan.backend == "triton":
+    if plan.backend == "triton" and plan.variant not in GLUON_VARIANTS:
         within = plain.within_blocks if plan.direction == "forward" else plain_backward.within
         return within(plan.config, plan.problem)
     return plan.config
@@ -310,7 +310,7 @@ def test_entries_behind_a_count_are_not_looked_at(backend):
 def test_a_key_beyond_the_end_of_a_block_has_no_weight(backend, variant):
     """Its score of 0 would be far above all others, and its weight infinite."""
     q, k, v = tensors(64, 70)
-    mask = create_block_mask(lambda b, h, q, kv: kv >= 0, None, None, 64, 70, device="cpu", BLOCK_SIZE=64)
+    mask = create_block_mask(lambda b, h, q, kv: kv >= 0, None, None, 64, 70, device="cpu", BLOCK_SIZE=(64, 128))
     given, options = (q.abs() + 4, -k.abs() - 4, v), {"block_mask": mask}
     out, lse = reference(*given, **options)
     dout = v[:, :, :64].repeat(1, 2, 1, 1)
