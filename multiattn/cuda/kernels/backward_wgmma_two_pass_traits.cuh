@@ -11,6 +11,8 @@ struct PassSizes {
   static constexpr int WARPGROUPS = 2, GROUP_WARPS = 4, THREADS = WARPGROUP * (WARPGROUPS + 1), CLUSTER = 1;
   static constexpr int TILE_M = 64, TILE_N = 64, BLOCK_ROWS = TILE_M * WARPGROUPS;  // of a block that owns queries
   static constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;           // of a thread; the three have 504
+  static constexpr bool LISTED = false, PAIRED = false;  // block masks are for the kernel of one pass
+  static constexpr int STAGE_BARRIERS = 0;               // between groups of stages: there is one
   static constexpr int TURNS = 0, STATISTICS = 2, STATISTICS_BYTES = STATISTICS * TILE_M * 4;  // lse and delta
 };
 

@@ -37,9 +37,9 @@ template <BlockSpec SPEC>
 constexpr int KEYS_OF_BLOCK<BlockMask<SPEC>> = SPEC.keys;
 
 template <class Blocked>
-constexpr bool HAS_LISTS = true;
-template <>
-constexpr bool HAS_LISTS<NoBlockMask> = false;
+constexpr bool HAS_LISTS = false;
+template <BlockSpec SPEC>
+constexpr bool HAS_LISTS<BlockMask<SPEC>> = true;
 
 // The parameters of a kernel with a block mask, or without, as `WithAux` takes them.
 template <class Blocked>

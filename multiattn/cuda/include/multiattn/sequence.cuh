@@ -15,8 +15,6 @@ constexpr bool IS_PACKED = false;
 template <>
 constexpr bool IS_PACKED<Packed> = true;
 template <>
-constexpr bool HAS_LISTS<Packed> = false;  // a band alone says which tiles are seen
-template <>
 struct ListsOf<Packed> {
   using Type = TileLists;
 };

@@ -12,16 +12,12 @@ constexpr bool IS_STORED = false;
 template <>
 constexpr bool IS_STORED<Stored> = true;
 template <>
-constexpr bool HAS_LISTS<Stored> = false;  // a band alone says which tiles are seen
-template <>
 struct ListsOf<Stored> {
   using Type = StoredHeads;
 };
 
 // In the same place where P is stored, too.
 struct StoredBoth {};
-template <>
-constexpr bool HAS_LISTS<StoredBoth> = false;
 template <>
 struct ListsOf<StoredBoth> {
   using Type = StoredProducts;

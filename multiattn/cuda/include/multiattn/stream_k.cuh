@@ -13,8 +13,6 @@ constexpr bool IS_STREAM_K = false;
 template <>
 constexpr bool IS_STREAM_K<StreamK> = true;
 template <>
-constexpr bool HAS_LISTS<StreamK> = false;  // a band alone says which tiles are seen
-template <>
 struct ListsOf<StreamK> {
   using Type = Division;
 };
