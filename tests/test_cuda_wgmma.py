@@ -415,7 +415,7 @@ def test_a_kernel_of_an_illegal_config_does_not_compile():
         "tile_m: 128, 192": {"tile_m": 64},
     }
     of_caches = {
-        "tile_m: 128, 192, of groups also 64": {"tile_m": 256},
+        "tile_m: 128, 192, of groups and lists also 64": {"tile_m": 256},
         "pingpong: of two warpgroups or three": {"tile_m": 64, "pingpong": True},
         "a lane for each box of a tile": {"tile_n": 160},
         "gathers: for two warpgroups": {"gathers": True, "tile_m": 192},
@@ -505,7 +505,7 @@ def test_no_warp_parts_in_a_kernel_of_the_rules(head_dim):
 
 
 def test_bits_of_a_mask_say_what_its_expression_says(monkeypatch):
-    """Of all blocks, of the first of each list, and of none, in both directions."""
+    """Bits of all blocks, of the first of each list, and of none, in both directions."""
     ids = torch.arange(300) // 70
     mask = block_mask(lambda b, h, i, j: (ids[i] + ids[j]) % 3 < 2, None, None, 300, 300, device="cpu", block_size=64)
     q, k, v, dout = (torch.randn(1, heads, 300, 64, dtype=torch.bfloat16) for heads in (4, 2, 2, 4))

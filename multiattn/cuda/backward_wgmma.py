@@ -180,16 +180,13 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         return problem.blocks is not None and problem.blocks.keys % self.tile_n != 0
 
     def settled(self, problem: Problem, arch: Arch) -> WgmmaBackwardConfig:
-        """Whole tiles for a block mask, and as many stages of each warpgroup's own as there is room for."""
-        if problem.blocks is None:
-            return self
-        config = replace(self, stream_k=0)
+        """As many stages of each warpgroup's own as there is room for."""
         if not self.is_paired(problem):
-            return config
-        least = replace(config, q_stages=2, dout_stages=1)
+            return self
+        least = replace(self, q_stages=2, dout_stages=1)
         ways = (replace(least, dout_stages=2), least, replace(least, half_dq=True))
         fitting = (it for it in ways if not arch.is_gpu or it.smem_bytes(problem) <= arch.smem_per_block)
-        return next(fitting, config)
+        return next(fitting, self)
 
     @property
     def threads(self) -> int:
@@ -218,7 +215,9 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         return gradients + products * (self.tile_m // 2 + self.tile_m // 4) + kept * self.k_in_registers
 
     def division(self, problem: Problem) -> Divided | None:
-        """How tiles of keys are divided among SMs; None: all are whole."""
+        """How tiles of keys are divided among SMs; None: all are whole, as with lists, which the host does not know."""
+        if problem.blocks is not None:
+            return None
         return stream_k.division_of(problem, self.tile_m, self.tile_n, self.stream_k)
 
     def walks(self, problem: Problem) -> tuple[Walk, ...]:

@@ -147,7 +147,8 @@ class WgmmaConfig(WgmmaFamilyConfig):
         )
         buffers = self.stages + self.v_stages
         enough = 3 <= buffers <= 16, f"{buffers} buffers of K and V ({self})", "3 to 16"
-        if wrong := failed((*limit_checks(self), together, enough)):
+        teams = self.teams == 1 or self.warpgroups == 1, f"teams={self.teams} ({self})", "1, or tile_m=64"
+        if wrong := failed((*limit_checks(self), together, enough, teams)):
             return wrong
         registers, most = self.registers_at_least(problem), REGISTERS_MAX[self.teams * self.warpgroups]
         beside, room = forward_registers(problem, self.tile_n), self._room_with_q(problem)
@@ -168,7 +169,6 @@ class WgmmaConfig(WgmmaFamilyConfig):
         """Tiles of a block mask lie in one block; those of one warpgroup are for block masks alone."""
         alone = self.warpgroups == 1
         yield not alone or not self.pingpong, "pingpong with one warpgroup", "two or three"
-        yield alone or self.teams == 1, f"teams={self.teams} ({self})", "1, or tile_m=64"
         if (blocks := problem.blocks) is None:
             yield not alone, f"tile_m={self.tile_m} without a block mask", "128, 192"
         else:

@@ -406,7 +406,8 @@ def _nearest(variants: Sequence[Variant], refusals: Mapping[str, tuple[Reason, .
         refused, can = {reason.code for reason in refusals[variant.name]}, variant.capability
         widest = can.head_dim_max if "head_dim" in refused else 0
         finest = can.block_masks or sys.maxsize if "block_mask" in refused else 0
-        return len(refusals[variant.name]), -widest, finest, -can.features
+        most = len(can.arches) if "arch" in refused else 0
+        return len(refusals[variant.name]), -widest, finest, -most, -can.features
 
     here = [it for it in variants if arch.name in it.capability.arches] or variants
     return refusals[min(here, key=distance).name] if here else ()

@@ -225,7 +225,7 @@ class ListedProducer {
     return TileWord::of(tile, is_partial, !mask_.all_visible(first_query, T::TILE_M, tile * T::TILE_N, T::TILE_N)).word;
   }
 
-  // Of the bits of a step's block.
+  // The place of the bits of a step's block.
   DEVICE int place_of(const Listed& listed, int step) const {
     if constexpr (HAS_BITS<typename T::Blocked>) return listed.place_of_bits(params_.lists.bit_columns, step);
     return NO_BITS;
