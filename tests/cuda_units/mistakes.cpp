@@ -123,7 +123,7 @@ MISTAKE(init_not_seen, "thread 64: mbarrier_arrive: no barrier follows the mbarr
 MISTAKE_AT_BARRIER(init_twice, "mbarrier_init: the mbarrier at 16384 exists already") { make_barriers(BARRIER, 1, 1); }
 MISTAKE(misaligned_mbarrier, "mbarrier_init: address 16388 is not aligned to 8 bytes") { mbarrier_init(BARRIER + 4, 1); }
 MISTAKE(mbarrier_of_nobody, "mbarrier_init: a count of 0") { mbarrier_init(BARRIER, 0); }
-MISTAKE(too_many_mbarriers, "mbarrier_init: the emulation has no more than 64 mbarriers") { make_barriers(BARRIER, 65, 1); }
+MISTAKE(too_many_mbarriers, "mbarrier_init: the emulation has no more than 80 mbarriers") { make_barriers(BARRIER, 81, 1); }
 MISTAKE_AT_BARRIER(too_many_arrivals, "more arrivals than the 1 of a phase at the mbarrier(16384, phase 0: 1 of 1 arrivals, ") {
   if (first_thread()) mbarrier_arrive_expect(BARRIER, BOX);
   if (is_thread(32)) mbarrier_arrive(BARRIER);

@@ -12,7 +12,7 @@ namespace multiattn::emulation {
 using Time = std::int32_t;
 using Clock = std::vector<Time>;
 
-constexpr int MBARRIERS_MAX = 64;
+constexpr int MBARRIERS_MAX = 80;
 
 class Clocks {
  public:

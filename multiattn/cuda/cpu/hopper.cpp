@@ -88,7 +88,7 @@ void Hopper::init_mbarrier(std::uint32_t address, int arrivals) {
   if (arrivals < 1 || arrivals >= 1 << 20) block_.fail(VERB, "a count of " + std::to_string(arrivals));
   for (const auto& barrier : mbarriers_)
     if (barrier->address == address) block_.fail(VERB, "the mbarrier at " + std::to_string(address) + " exists already");
-  if (mbarriers_.size() == MBARRIERS_MAX) block_.fail(VERB, "the emulation has no more than 64 mbarriers");
+  if (mbarriers_.size() == MBARRIERS_MAX) block_.fail(VERB, "the emulation has no more than " + std::to_string(MBARRIERS_MAX) + " mbarriers");
   auto barrier = std::make_unique<Mbarrier>();
   barrier->address = address;
   barrier->actor = clocks_.tma(static_cast<int>(mbarriers_.size()));
