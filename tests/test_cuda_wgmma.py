@@ -522,3 +522,12 @@ def test_bits_of_a_mask_say_what_its_expression_says(monkeypatch):
     assert all(not MaskBits.of(problem, *it).spec["all_bits"] for it in ((KEYS_OF_QUERIES, 32), (QUERIES_OF_KEYS, 64)))
     for one in found[:-1]:
         assert all(map(torch.equal, one, found[-1]))
+
+
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(0, 64), (64, 0)])
+def test_a_mask_without_lists_has_no_bits(seq_q, seq_kv):
+    q, k = (torch.empty(1, 4, it, 64, dtype=torch.bfloat16) for it in (seq_q, seq_kv))
+    mask = block_mask(lambda b, h, i, j: i >= j, None, None, seq_q, seq_kv, device="cpu")
+    for direction in ("forward", "backward"):
+        plan = explain(q, k, k, block_mask=mask, backend="cuda", variant="wgmma", arch="sm90", direction=direction)
+        assert "mask_bits" not in areas_of(plan)

@@ -48,7 +48,7 @@ class MaskBits:
         batch, heads, rows, capacity = dict(zip(blocks.names, problem.lists, strict=True))[names[1]]
         used, lists = inputs_of(mask), batch * heads * rows
         shares = (batch == problem.batch or "b" not in used) and (heads == problem.heads_q or "h" not in used)
-        if not shares or problem.batch * problem.heads_q < HEADS_MIN * batch * heads:
+        if not lists or not shares or problem.batch * problem.heads_q < HEADS_MIN * batch * heads:
             return None
         elements = columns // 2  # of a thread, in whole words
         block_bytes = blocks.queries * blocks.keys // elements * -(-elements // 32) * WORD_BYTES
