@@ -24,6 +24,7 @@ from multiattn.cuda.wgmma import (
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
     WgmmaFamilyConfig,
+    block_check,
     packed_check,
     wgmma_kernel,
     width_bytes,
@@ -32,7 +33,7 @@ from multiattn.packed import TILE_LISTS
 from multiattn.plan.abi import WORKSPACE
 from multiattn.plan.arch import Arch
 from multiattn.plan.backend import Plan, Variant
-from multiattn.plan.limits import Check, between, failed, limit_checks, limited, one_of, size_checks
+from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
 from multiattn.plan.schedule import COUNTER_BYTES, key_tiles, kv_heads_of_section, most_multiprocessors, query_tiles
 from multiattn.plan.support import Reason
 from multiattn.plan.waves import Walk
@@ -253,7 +254,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
             (registers <= most, needed, f"up to {most}"),
             (columns <= columns_max, f"{columns} columns of dq at a time ({self})", f"up to {columns_max}: half_dq"),
             packed_check(problem),
-            *self._block_checks(problem),
+            block_check(problem, self, self.tile_m, WARPGROUP_ROWS),
             (
                 self.ordered == flags.get("ordered", False),
                 f"ordered={self.ordered}",
@@ -268,13 +269,6 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         blocks = max(key_tiles(problem, self.tile_n), query_tiles(problem, ROW_TILE))
         sizes = size_checks(self, arch, self.smem_bytes(problem), blocks)
         return (*self.why_not_boxes(problem), *failed((*checks, *sizes)))
-
-    def _block_checks(self, problem: Problem) -> Iterator[Check]:
-        """Tiles lie in one block of a block mask."""
-        if (blocks := problem.blocks) is not None:
-            fits = blocks.queries % self.tile_m == 0 and blocks.keys % WARPGROUP_ROWS == 0
-            got = f"blocks of {blocks.queries} x {blocks.keys} ({self})"
-            yield fits, got, f"multiples of tile_m x {WARPGROUP_ROWS}"
 
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """Statistics, the bits of a block mask, all gradients, and dq from its sums."""

@@ -20,6 +20,7 @@ from multiattn.cuda.wgmma import (
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
     WgmmaFamilyConfig,
+    block_check,
     forward_registers,
     packed_check,
     product_columns,
@@ -159,22 +160,21 @@ class WgmmaConfig(WgmmaFamilyConfig):
             (not self.q_in_registers or kept > 0, got, f"up to {room - 4}"),
             (not self.lazy_max or not problem.has_score, "lazy_max with an expression for scores", "exact maxima"),
             (problem.packing is None or self.cluster == 1, f"a packed batch ({self})", "cluster=1"),
-            *self._block_checks(problem),
+            block_check(problem, self, self.tile_m, self.tile_n),
+            *self._list_checks(problem),
             packed_check(problem),
         )
         sizes = size_checks(self, arch, self.smem_bytes(problem), self.grid_blocks(problem))
         return (*self.why_not_boxes(problem), *failed((*checks, *sizes)))
 
-    def _block_checks(self, problem: Problem) -> Iterator[Check]:
-        """Tiles of a block mask lie in one block; those of one warpgroup are for block masks alone."""
-        alone = self.warpgroups == 1
-        yield not alone or not self.pingpong, "pingpong with one warpgroup", "two or three"
-        if (blocks := problem.blocks) is None:
-            yield not alone, f"tile_m={self.tile_m} without a block mask", "128, 192"
-        else:
-            fits = blocks.queries % self.tile_m == 0 and blocks.keys % self.tile_n == 0
-            yield fits, f"blocks of {blocks.queries} x {blocks.keys} ({self})", "multiples of tile_m x tile_n"
-            yield self.cluster == 1, f"cluster={self.cluster} with a block mask", "1"
+    def _list_checks(self, problem: Problem) -> tuple[Check, ...]:
+        """A lone warpgroup is for block masks alone, and a cluster for calls without one."""
+        alone, has_lists = self.warpgroups == 1, problem.blocks is not None
+        return (
+            (not alone or not self.pingpong, "pingpong with one warpgroup", "two or three"),
+            (not alone or has_lists, f"tile_m={self.tile_m} without a block mask", "128, 192"),
+            (self.cluster == 1 or not has_lists, f"cluster={self.cluster} with a block mask", "1"),
+        )
 
     def areas(self, problem: Problem) -> dict[str, int]:
         """The tile counter of a dynamic scheduler, one for each stream; the bits of a block mask."""

@@ -79,7 +79,7 @@ class MaskBits:
             kernel,
             name=f"mask_bits_of_{side}_{columns}_{kernel.name}",
             entry=f"mask_bits_of_{side}",
-            traits=f"multiattn::MaskBitsTraits<{kernel.traits}, {bits}>",
+            traits=f"multiattn::MaskBitsTraits<{kernel.traits}, {bits}, {_THREADS}, {_SPLITS}>",
             threads=_THREADS,
             smem_bytes=0,
             cluster=1,

@@ -100,6 +100,14 @@ def packed_check(problem: Problem) -> Check:
     return problem.packing is None or rows <= RAGGED_ROWS, f"a packed batch of {rows} rows", f"up to {RAGGED_ROWS}"
 
 
+def block_check(problem: Problem, config: object, tile_m: int, tile_n: int) -> Check:
+    """The check that tiles of so many queries and keys lie in one block of a block mask, if there is one."""
+    if (blocks := problem.blocks) is None:
+        return True, "", ""
+    fits = blocks.queries % tile_m == 0 and blocks.keys % tile_n == 0
+    return fits, f"blocks of {blocks.queries} x {blocks.keys} ({config})", f"multiples of {tile_m} x {tile_n}"
+
+
 def forward_registers(problem: Problem, tile_n: int) -> int:
     """32-bit registers that a forward's thread needs for output, scores and weights."""
     return padded(problem.head_dim_v, 8) // 2 + tile_n // 2 + tile_n // 4

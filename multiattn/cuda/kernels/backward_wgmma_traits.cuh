@@ -46,15 +46,15 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static constexpr int WARPGROUP_KEYS = 64;  // rows of one wgmma
   static constexpr int TILE_M = 64, TILE_N = WARPGROUP_KEYS * WARPGROUPS;
   // With blocks of 64 keys each warpgroup has a list of its own, with stages of its own, which one more warp fills.
-  static constexpr bool PAIRED = LISTED && KEYS_OF_BLOCK<Blocked> % TILE_N != 0;
+  static constexpr bool PAIRED = LISTED && SPEC_OF<Blocked>.keys % TILE_N != 0;
   static constexpr int GROUPS = PAIRED ? WARPGROUPS : 1;  // of stages
   static constexpr int THREADS = WARPGROUP * (WARPGROUPS + 2);
   static constexpr int KEY_WARPS = 4 * WARPGROUPS, DQ_WARPS = 4;
   // Warps beside the one that loads: they add to dQ in order, or one empties its sums for later tiles.
   static constexpr bool CLEARS_AHEAD = C.clears_ahead;
   static constexpr int ADDING_WARPS = ORDERED ? 3 : 0, SIDE_WARPS = ADDING_WARPS + CLEARS_AHEAD;
-  static constexpr int TILE_READERS = 4 * WARPGROUPS + DQ_WARPS + SIDE_WARPS + PAIRED;  // warps that read what a tile of keys is
-  static constexpr int STAGE_USERS = PAIRED ? 4 : KEY_WARPS;
+  static constexpr int TILE_READERS = KEY_WARPS + DQ_WARPS + SIDE_WARPS + PAIRED;  // warps that read what a tile of keys is
+  static constexpr int STAGE_USERS = KEY_WARPS / GROUPS;
   // A thread's registers; the four warpgroups have 512.
   static constexpr int KEY_REGISTERS = WgmmaBackwardTraits::WIDTH > 96 ? 208 : EARLY_SCORES ? 200 : 184;
   static constexpr int PRODUCER_REGISTERS = WgmmaBackwardTraits::WIDTH > 96 ? 24 : 40;
@@ -102,7 +102,7 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
   static_assert(RingK::BYTES + Ring<1>::BYTES + GROUPS * (STAGE_BARRIERS + STEP_BYTES) + RingSums::BYTES + (K_STAGES + !LISTED) * 32 <= 512,
                 "stages: barriers, and what tiles of keys are, in 512 bytes");
   static_assert(!LISTED || !ORDERED, "with lists in any order");
-  static_assert(!LISTED || KEYS_OF_BLOCK<Blocked> % WARPGROUP_KEYS == 0, "a warpgroup's keys lie in one block");
+  static_assert(!LISTED || SPEC_OF<Blocked>.keys % WARPGROUP_KEYS == 0, "a warpgroup's keys lie in one block");
   static_assert(F.head_dim % 8 == 0 && F.head_dim_v % 8 == 0 && WgmmaBackwardTraits::WIDTH <= 128, "head_dim, head_dim_v: multiples of 8 up to 128");
   static_assert(K_STAGES == 1 || K_STAGES == 2, "k_stages: 1, 2");
   static_assert(DQ_COLUMNS == F.head_dim || DQ_COLUMNS == 64, "dq_columns: head_dim, or a panel of K");

@@ -25,16 +25,13 @@ struct BitsOf {
     return bits + (static_cast<int64>(place) * PARTS + part) * (THREADS * WORDS) + thread_index() % THREADS * WORDS;
   }
 
-  // A row of a thread's element in its warp's 16, and a column.
-  static DEVICE int row(int i) { return accumulator_row(i % 4); }
-  static DEVICE int column(int i) { return i / 4 * 8 + accumulator_column(i % 4); }
 };
 
-// A kernel of bits for a walk with these constants.
-template <class Walk, class Bits_>
+// A kernel of bits for a walk with these constants, and so many blocks for one list.
+template <class Walk, class Bits_, int THREADS_, int SPLITS_>
 struct MaskBitsTraits : Walk {
   using Bits = Bits_;
-  static constexpr int THREADS = 256, SMEM_BYTES = 0, SPLITS = 8;  // blocks of one list
+  static constexpr int THREADS = THREADS_, SPLITS = SPLITS_, SMEM_BYTES = 0;
 };
 
 template <class T>
@@ -54,7 +51,7 @@ DEVICE void make_mask_bits(const typename T::Params& params, const BlockLists& l
       uint32 hidden[Bits::WORDS] = {};
 #pragma unroll
       for (int i = 0; i < Bits::ELEMENTS; ++i) {
-        const int row = first_row + Bits::row(i);
+        const int row = first_row + accumulator_row(i % 4);
         const Position column(first_column + accumulator_column(0), i / 4 * 8 + i % 2);
         const bool is_seen = Bits::WALKS_KEYS ? head.visible(row, column) : head.visible(column.index(), row);
         if (!is_seen) hidden[i / 32] |= 1u << i % 32;

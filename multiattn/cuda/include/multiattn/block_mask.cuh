@@ -11,8 +11,8 @@ struct NoBlockMask {};  // a band alone says which tiles are seen
 // Sizes of a block, and whether lists name full ones. Full blocks are seen whole, partial ones where the expression's mask
 // says so, both only as far as there are keys and queries and as a band goes; others not at all.
 struct BlockSpec {
-  int queries, keys;
-  bool has_full;
+  int queries = 0, keys = 0;
+  bool has_full = false;
   bool has_bits = false;  // what the expression's mask says is in memory, of the first blocks of each list
   bool all_bits = false;  // of all of them
 };
@@ -22,24 +22,18 @@ struct BlockMask {
   static constexpr bool HAS_FULL = SPEC.has_full;
 };
 constexpr int NO_BITS = -1;  // the place of a block without them
-template <class Blocked>
-constexpr bool HAS_BITS = false;
-template <BlockSpec SPEC>
-constexpr bool HAS_BITS<BlockMask<SPEC>> = SPEC.has_bits;
-template <class Blocked>
-constexpr bool ALL_BITS = false;
-template <BlockSpec SPEC>
-constexpr bool ALL_BITS<BlockMask<SPEC>> = SPEC.all_bits;
 
+// The sizes of what may be a block mask; of anything else they are zero.
 template <class Blocked>
-constexpr int KEYS_OF_BLOCK = 0;
+constexpr BlockSpec SPEC_OF{};
 template <BlockSpec SPEC>
-constexpr int KEYS_OF_BLOCK<BlockMask<SPEC>> = SPEC.keys;
-
+constexpr BlockSpec SPEC_OF<BlockMask<SPEC>> = SPEC;
 template <class Blocked>
-constexpr bool HAS_LISTS = false;
-template <BlockSpec SPEC>
-constexpr bool HAS_LISTS<BlockMask<SPEC>> = true;
+constexpr bool HAS_LISTS = SPEC_OF<Blocked>.keys > 0;
+template <class Blocked>
+constexpr bool HAS_BITS = SPEC_OF<Blocked>.has_bits;
+template <class Blocked>
+constexpr bool ALL_BITS = SPEC_OF<Blocked>.all_bits;
 
 // The parameters of a kernel with a block mask, or without, as `WithAux` takes them.
 template <class Blocked>
