@@ -347,7 +347,8 @@ def _block_diagonal(sizes: Sizes) -> MaskMod:
 
 @_mask("blocks here and there, by head: whole ones, and rows of them with none")
 def _scattered(sizes: Sizes) -> MaskMod:
-    return lambda b, h, q, kv: ((q // 128 + kv // 128) % 2 == 0) & (q // 128 != 1 + h % 2)
+    block = min(128, sizes.seq_kv // 2)
+    return lambda b, h, q, kv: ((q // block + kv // block) % 2 == 0) & (q // block != 1 + h % 2)
 
 
 @_mask("a dilated window: remainders of negative numbers")
