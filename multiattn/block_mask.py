@@ -6,6 +6,7 @@ of the mask are operands of a launch; a `BlockSpec` is what a kernel's code depe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -75,6 +76,11 @@ class BlockLists(NamedTuple):
     """By `BlockSpec.names`: counts int32 ``[B|1, H|1, rows]``, indices ``[B|1, H|1, rows, columns]``; entries from the
     count on mean nothing."""
 
+    @classmethod
+    def among(cls, indices: Mapping[str, torch.Tensor], spec: BlockSpec) -> BlockLists:
+        """The lists that are among a call's `indices`, by name."""
+        return cls(spec, tuple(indices[name] for name in spec.names))
+
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
         """The lists by name."""
@@ -133,6 +139,74 @@ def _room_for_transposed(named: Mapping[str, torch.Tensor]) -> tuple[torch.Tenso
     *entries, rows, columns = named["kv_indices"].shape
     shapes = (*entries, columns), (*entries, columns, rows)
     return tuple(named["kv_indices"].new_empty(it) for it in shapes * (len(named) // 2))
+
+
+def of_sequences(lists: BlockLists, starts: Sequence[torch.Tensor], *, has_gradient: bool = True) -> BlockLists:
+    """The lists of a packed batch by sequence, of those over its packed axis; `starts` are cu_seqlens of q and of k.
+
+    A sequence has rows of its own: those of a block of queries that several share follow one another, each with the
+    blocks that have keys of its sequence. Row r of the packed axis is row ``r + b`` of sequence b. So none is shared,
+    and none takes part in what another sees. No value is read here. `has_gradient`: as for `read_block_mask`.
+    """
+    sides = tuple(zip(starts, lists.spec[:2], strict=True))
+    made: dict[str, torch.Tensor] = {}
+    for names, own, other in ((KEYS_OF_QUERIES, *sides), (QUERIES_OF_KEYS, *reversed(sides))):
+        present = [lists.named[it] for it in names if it in lists.spec.names]
+        make = _by_sequence if has_gradient or names is KEYS_OF_QUERIES else _room_by_sequence
+        found = (make(*present[at : at + 2], own, other) for at in range(0, len(present), 2))
+        made |= zip(names, itertools.chain.from_iterable(found), strict=False)
+    return BlockLists(lists.spec, tuple(made[it] for it in lists.spec.names))
+
+
+def _by_sequence(
+    counts: torch.Tensor, indices: torch.Tensor, own: tuple[torch.Tensor, int], other: tuple[torch.Tensor, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One kind of lists in one direction; `own` and `other` are cu_seqlens, and the rows of a block."""
+    (starts, size), (starts_across, size_across) = own, other
+    rows, columns = indices.shape[-2:]
+    sequences = starts.shape[0] - 1
+    if not sequences:
+        return counts, indices
+    order = torch.arange(rows + sequences, device=counts.device)
+    last_rows = (starts[1:] - 1).div(size, rounding_mode="floor") + order[:sequences]
+    sequence = torch.searchsorted(last_rows, order).clamp(max=sequences - 1)
+    row = (order - sequence).clamp(0, rows - 1)
+    first = starts_across[:-1].div(size_across, rounding_mode="floor")[sequence, None]
+    last = (starts_across[1:] - 1).div(size_across, rounding_mode="floor")[sequence, None]
+    blocks = indices[..., row, :]
+    is_counted = torch.arange(columns, device=counts.device) < counts[..., row, None]
+    is_own = is_counted & (blocks >= first) & (blocks <= last)
+    place = torch.where(is_own, is_own.cumsum(-1) - 1, columns)
+    kept = blocks.new_zeros((*blocks.shape[:-1], columns + 1)).scatter(-1, place, blocks)
+    return is_own.sum(-1, dtype=torch.int32), kept[..., :columns].contiguous()
+
+
+def _room_by_sequence(
+    counts: torch.Tensor, indices: torch.Tensor, own: tuple[torch.Tensor, int], other: tuple[torch.Tensor, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    *entries, rows, columns = indices.shape
+    rows += own[0].shape[0] - 1
+    return counts.new_empty(*entries, rows), indices.new_empty(*entries, rows, columns)
+
+
+def in_sequences(mask_mod: MaskMod | None, starts: Sequence[torch.Tensor]) -> MaskMod | None:
+    """A `mask_mod` over the packed axis as one of a sequence and of positions in it."""
+    if mask_mod is None:
+        return None
+    starts_q, starts_kv = starts
+
+    def see(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return mask_mod(torch.zeros_like(b), h, starts_q[b] + i, starts_kv[b] + j)
+
+    return see
+
+
+def of_one_sequence(lists: BlockLists, number: int, queries: slice, keys: slice) -> BlockLists:
+    """The lists of one sequence of `of_sequences`, in blocks of one score. For truth, not for speed."""
+    (rows, columns), device = lists.spec[:2], lists.tensors[0].device
+    own_rows = torch.arange(queries.start, queries.stop, device=device) // rows + number
+    partial, full = seen_blocks(lists.named, own_rows, torch.arange(keys.start, keys.stop, device=device) // columns)
+    return BlockLists(BlockSpec(1, 1, has_full=True), _listed_both_ways(partial, full))
 
 
 def may_hide_blocks(visible: torch.Tensor) -> bool:
@@ -240,19 +314,17 @@ def list_arguments(shapes: Mapping[str, Shape], names: Sequence[str]) -> ListArg
 
 
 def seen_blocks(
-    spec: BlockSpec, named: Mapping[str, torch.Tensor], seq_q: int, seq_kv: int
+    named: Mapping[str, torch.Tensor], rows: torch.Tensor, columns: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores of partial and of full blocks: two bools ``[B|1, H|1, Sq, Skv]``. For truth, not for speed."""
-    partial = _dense(named["kv_num_blocks"], named["kv_indices"], spec, seq_q, seq_kv)
-    if not spec.has_full:
-        return partial, torch.zeros_like(partial)
-    return partial, _dense(named["full_kv_num_blocks"], named["full_kv_indices"], spec, seq_q, seq_kv)
+    """The scores of partial and of full blocks: two bools ``[B|1, H|1, Sq, Skv]``. For truth, not for speed.
 
-
-def _dense(counts: torch.Tensor, indices: torch.Tensor, spec: BlockSpec, seq_q: int, seq_kv: int) -> torch.Tensor:
-    blocks = seen_in_lists(counts, indices)
-    scores = blocks.repeat_interleave(spec.queries, dim=-2).repeat_interleave(spec.keys, dim=-1)
-    return scores[..., :seq_q, :seq_kv]
+    `rows` are those of the lists that queries have, ``[Sq]``, `columns` the blocks that keys are in, ``[Skv]``.
+    """
+    seen = (
+        seen_in_lists(*(named[it] for it in of)) for of in (KEYS_OF_QUERIES[:2], KEYS_OF_QUERIES[2:]) if of[0] in named
+    )
+    partial, *full = (it[..., rows, :][..., columns] for it in seen)
+    return partial, full[0] if full else torch.zeros_like(partial)
 
 
 def seen_in_lists(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from multiattn.block_mask import BlockSpec, lists_of, may_hide_blocks, read_block_mask
+from multiattn.block_mask import BlockSpec, in_sequences, lists_of, may_hide_blocks, of_sequences, read_block_mask
 from multiattn.layout import Layout, Shape, row_major
 from multiattn.mask import Band, Window, band_of
 from multiattn.plain import as_bool
@@ -347,14 +347,15 @@ def with_score(
     block_mask: object = None,
     *,
     lengths: tuple[int, int, int] | None = None,
+    starts: Sequence[torch.Tensor] | None = None,
     checked: bool = False,
 ) -> tuple[Operands, Options]:
     """The operands and options with the scores that a call asks for. TypeError or ValueError, naming what came.
 
-    `lengths` are the number of sequences and the most queries and keys of one; None for those of q and k. `checked`: q,
-    k and v have been. A bool `bias` becomes the lists of a block mask where its shape says that this pays
-    (`may_hide_blocks`), and a score of -inf where it does not, in a packed batch, and beside a `block_mask`: the same
-    for every backend.
+    `lengths` are the number of sequences and the most queries and keys of one, `starts` the cu_seqlens of both; None
+    for those of q and k. `checked`: q, k and v have been. A bool `bias` becomes the lists of a block mask where its
+    shape says that this pays (`may_hide_blocks`), and a score of -inf where it does not, in a packed batch, and beside
+    a `block_mask`: the same for every backend.
     Dynamo can trace neither the checks nor what traces callables; it gets the program as a constant.
     """
     if softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None:
@@ -368,6 +369,9 @@ def with_score(
     if block_mask is not None:
         may_differentiate = compiling or _may_differentiate(operands, score_mod, alibi_slopes, bias)
         lists, mask_mod = read_block_mask(block_mask, *operands.qkv[:2], has_gradient=may_differentiate)
+        if starts is not None:
+            lists = of_sequences(lists, starts, has_gradient=may_differentiate)
+            mask_mod = in_sequences(mask_mod, starts)
     visible = None
     if bias is not None and bias.dtype == torch.bool:
         visible, bias = bias, None

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from multiattn.block_mask import BlockSpec, ListArguments, list_arguments, list_shapes
+from multiattn.block_mask import LISTS, BlockSpec, ListArguments, list_arguments, list_shapes
 from multiattn.layout import (
     DTYPE_NAMES,
     DTYPES,
@@ -127,7 +127,7 @@ class Problem:
         if batching is None or batching.kind == "packed":
             check_inputs(q, k, v, operands.sinks)
         if batching is not None:  # whose tensors have been checked
-            batching = batching.sized(k, given)
+            batching = batching.sized(k, {name: it for name, it in given.items() if name not in LISTS})
         batch, heads_q, seq_q, head_dim = q.shape
         seq_kv = k.shape[2]
         plain = cls.contiguous(
@@ -149,7 +149,8 @@ class Problem:
             plain = replace(plain, score=score)
         if options.blocks is None:
             return plain
-        return replace(plain, blocks=options.blocks, lists=list_shapes(given, options.blocks))
+        lists = {name: it for name, it in given.items() if name in LISTS}
+        return replace(plain, blocks=options.blocks, lists=list_shapes(lists, options.blocks))
 
     @classmethod
     def contiguous(

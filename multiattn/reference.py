@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
-from multiattn.block_mask import seen_blocks
+from multiattn.block_mask import BlockLists, of_one_sequence, seen_blocks
 from multiattn.layout import shape_of_out
 from multiattn.mask import KINDS
 from multiattn.meant import refuse_call
@@ -22,7 +22,7 @@ from multiattn.progress import NOTE, LongWork
 from multiattn.score import BoundScore, eager
 from multiattn.score.eager import Part
 from multiattn.score.transforms import is_wrapped
-from multiattn.sequences import NO_INDICES
+from multiattn.sequences import NO_INDICES, Indices
 from multiattn.signatures import ReferenceOptions, dense_call, names_of, takes
 
 if TYPE_CHECKING:
@@ -150,11 +150,11 @@ def _modify(
     bound = None if problem.score is None else _bound(problem, operands)
     if problem.blocks is not None:
         where = part or Part(0, 0, problem.seq_q, problem.seq_kv)
-        partial, full = seen_blocks(problem.blocks, operands.indices.named, where.seq_q, where.seq_kv)
-        rows = slice(where.first_query, where.first_query + problem.seq_q)
-        keys = slice(where.first_key, where.first_key + problem.seq_kv)
+        rows = torch.arange(where.first_query, where.first_query + problem.seq_q, device=scores.device)
+        keys = torch.arange(where.first_key, where.first_key + problem.seq_kv, device=scores.device)
+        lists = operands.indices.named
+        partial, full = seen_blocks(lists, rows // problem.blocks.queries, keys // problem.blocks.keys)
         masked = None if bound is None else eager.visible(bound, scores.shape, scores.device, part)
-        partial, full = partial[..., rows, keys], full[..., rows, keys]
         visible = visible & (full | (partial if masked is None else partial & masked))
     return scores if bound is None else eager.modified(bound, scores, part), visible
 
@@ -293,7 +293,11 @@ def sequences(operands: Operands, options: Options) -> Iterator[tuple[Operands, 
             gathered = (gather(it, length, entry, where.page_table, seen_from) for it in (operands.k, operands.v))
             own |= dict(zip(("k", "v"), gathered, strict=True))
         part = Part(0, 0, own["q"].shape[2], own["k"].shape[2], entry)
-        yield operands._replace(**own, indices=NO_INDICES), options._replace(batching=None), part, rows
+        indices, blocks = NO_INDICES, None
+        if problem.blocks is not None:
+            lists = of_one_sequence(BlockLists.among(where.named, problem.blocks), entry, rows.queries, its_keys)
+            indices, blocks = Indices(**lists.named), lists.spec
+        yield operands._replace(**own, indices=indices), options._replace(batching=None, blocks=blocks), part, rows
 
 
 def _slices(cu_seqlens: torch.Tensor, rows: int) -> list[slice]:
@@ -406,6 +410,7 @@ _VARIANT = Variant(
         sinks=True,
         scores=True,
         block_masks=1,
+        packed_blocks=1,
         packing=True,
         caches=True,
         score_gradients=True,

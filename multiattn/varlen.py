@@ -14,7 +14,7 @@ from multiattn.packed import as_batch_of_one, of_batch_of_one
 from multiattn.plain import plain
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend, autocast, differentiate
-from multiattn.sequences import Batching, Indices
+from multiattn.sequences import Batching
 from multiattn.signatures import PackedOptions, names_of, settled, takes
 from multiattn.validate import not_a_tensor
 from multiattn.validate.sequences import check_lengths, check_packing
@@ -88,7 +88,9 @@ def fmha_varlen(
         alibi_slopes: fp32 ``[Hq]`` or ``[B, Hq]``.
         bias: ``[B|1, Hq|1, max_seqlen_q|1, max_seqlen_kv|1]``, otherwise as for `multiattn.fmha`. A bool one costs an
             element for each score here, as a number does.
-        block_mask: None. Packed batches take no block mask.
+        block_mask: FlexAttention's `BlockMask` over the packed axis, of one batch entry, Tq queries and Tkv keys: its
+            `mask_mod` has the rows of q and k as positions, which those of `score_mod` are not. No sequence sees
+            another, whatever it says; a key must pass the band of its sequence, too.
         dropout_p, dropout_seed: As for `multiattn.fmha`: nothing is dropped.
         backend: As for `multiattn.fmha`.
 
@@ -197,9 +199,8 @@ def packed_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any], lengths: Lengths
 ) -> tuple[Operands, Options]:
     """The operands and options of a call of `fmha_varlen`. TypeError or ValueError, naming what came."""
-    asked, (*scores, block_mask) = settled(options)
-    operands = pack(q, k, v, lengths, block_mask, options.get("sinks"))
-    return with_packing(operands, asked, lengths, *scores)
+    asked, scores = settled(options)
+    return with_packing(pack(q, k, v, lengths, options.get("sinks")), asked, lengths, *scores)
 
 
 def pack(
@@ -207,7 +208,6 @@ def pack(
     k: torch.Tensor,
     v: torch.Tensor,
     lengths: Lengths,
-    block_mask: object = None,
     sinks: torch.Tensor | None = None,
 ) -> Operands:
     """q, k, v and sinks of a packed batch as operands. TypeError or ValueError, naming what came."""
@@ -216,11 +216,6 @@ def pack(
         check_packing((q, k, v), starts, longest)
         if values.can_be_read(*starts):
             check_lengths((q.shape[0], k.shape[0]), starts, longest)
-    if block_mask is not None:
-        raise ValueError(
-            "block_mask: got one; allowed None in a packed batch: causal and window are of each sequence by itself; "
-            "score_mod can hide keys, too"
-        )
     return Operands(as_batch_of_one(q), as_batch_of_one(k), as_batch_of_one(v), sinks=sinks)
 
 
@@ -230,12 +225,12 @@ def with_packing(
     lengths: Lengths,
     *scores: Any,
 ) -> tuple[Operands, Options]:
-    """The operands and options with the packing that a call asks for, and its `signatures.Scores` but for the mask."""
-    batching = _PACKED
+    """The operands and options with the packing that a call asks for, and its `signatures.Scores`."""
+    batching, starts = _PACKED, (lengths.cu_seqlens_q.contiguous(), lengths.cu_seqlens_kv.contiguous())
     if not all(it is None for it in scores):
         longest = [plain(it) for it in lengths.longest]
         batching = Batching("packed", *longest)
         of_scores = (lengths.cu_seqlens_q.shape[0] - 1, *longest)
-        operands, options = with_score(operands, options, *scores, lengths=of_scores)
-    indices = Indices(lengths.cu_seqlens_q.contiguous(), lengths.cu_seqlens_kv.contiguous())
+        operands, options = with_score(operands, options, *scores, lengths=of_scores, starts=starts)
+    indices = operands.indices._replace(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
     return operands._replace(indices=indices), options._replace(batching=batching)

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
-from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS, BlockLists, MaskMod, read_block_mask, seen_in_lists
+from multiattn.block_mask import (
+    KEYS_OF_QUERIES,
+    QUERIES_OF_KEYS,
+    BlockLists,
+    MaskMod,
+    in_sequences,
+    of_sequences,
+    read_block_mask,
+    seen_in_lists,
+)
 from multiattn.layout import Strides
 from multiattn.problem import Problem
 from multiattn.score import BoundScore, bind_score
@@ -66,7 +75,7 @@ class Inputs(Watched):
 
     @property
     def indices(self) -> Indices:
-        """The lists of a block mask, or what says where sequences are."""
+        """The lists of a block mask, and what says where sequences are."""
         return indices_of(self.blocks, self.packed, self.cached)
 
     @classmethod
@@ -80,12 +89,14 @@ class Inputs(Watched):
             sinks.copy_(_draw_sinks(case))
             memory = (*memory, sinks_memory)
         block_mask = _block_mask(case, device)
+        packed = _packed_of(case, device)
         blocks, mask_mod = (None, None) if block_mask is None else read_block_mask(block_mask, q, k)
+        if packed is not None and blocks is not None:
+            blocks, mask_mod = of_sequences(blocks, packed.cu_seqlens), in_sequences(mask_mod, packed.cu_seqlens)
         score, memory_of_score = bound_score(case, device, mask_mod)
         slots = () if score is None else score.slots_requiring_grad
         if score is not None:
             score = score._replace(tensors=tuple(it.detach() for it in score.tensors))
-        packed = _packed_of(case, device)
         bits, copies = _watch((*memory, *memory_of_score))
         return cls(
             q=q, k=k, v=v, sinks=sinks, score=score, slots=slots, blocks=blocks, packed=packed,
@@ -325,7 +336,8 @@ def _packed_of(case: Case, device: torch.device) -> Packed | None:
         torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
         for lengths in zip(*case.packed, strict=True)
     )
-    is_scored = any(it is not None for it in (case.softcap, case.bias, case.score_mod)) or case.alibi != "none"
+    asked = (case.softcap, case.bias, case.score_mod, case.mask_mod)
+    is_scored = any(it is not None for it in asked) or case.alibi != "none"
     return Packed((queries, keys), Batching("packed", *case.lengths[1:] if is_scored else ()))
 
 
@@ -343,7 +355,8 @@ def _block_mask(case: Case, device: torch.device) -> BlockMask | None:
     """A case's block mask, as PyTorch makes it."""
     if case.mask_mod is None:
         return None
-    mask_mod = _callable(case, case.mask_mod, device)["mask_mod"]
+    sizes = case.lengths if case.packed is None else (1, case.seq_q, case.seq_kv)  # over the packed axis
+    mask_mod = _callable(case, case.mask_mod, device, sizes)["mask_mod"]
     batch, heads = (size if name in case.lists else None for name, size in (("b", case.batch), ("h", case.heads_q)))
     made = create_block_mask(mask_mod, batch, heads, case.seq_q, case.seq_kv, device=device, BLOCK_SIZE=case.blocks)
     return _loosened(made) if case.loose_lists else made
@@ -367,8 +380,10 @@ def _loosened(made: BlockMask) -> BlockMask:
     return BlockMask(made.seq_lengths, BLOCK_SIZE=made.BLOCK_SIZE, mask_mod=made.mask_mod, **named)
 
 
-def _callable(case: Case, name: str, device: torch.device) -> dict[str, Any]:
-    batch, seq_q, seq_kv = case.lengths
+def _callable(
+    case: Case, name: str, device: torch.device, lengths: tuple[int, int, int] | None = None
+) -> dict[str, Any]:
+    batch, seq_q, seq_kv = lengths or case.lengths
     sizes = Sizes(batch=batch, heads=case.heads_q, seq_q=seq_q, seq_kv=seq_kv, device=device)
     (found,) = (it for it in CALLABLES if it.name == name)
     return found.make(sizes)

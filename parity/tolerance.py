@@ -149,12 +149,11 @@ class Cached(NamedTuple):
 
 
 def indices_of(blocks: BlockLists | None, packed: Packed | None, cached: Cached | None) -> Indices:
-    """The lists of a block mask, or what says where sequences are, as operands."""
+    """The lists of a block mask, and what says where sequences are, as operands."""
     if cached is not None:
         return Indices(**dict(zip(cached.batching.names, cached.tensors, strict=True)))
-    if packed is not None:
-        return Indices(*packed.cu_seqlens)
-    return NO_INDICES if blocks is None else Indices(**blocks.named)
+    lists = NO_INDICES if blocks is None else Indices(**blocks.named)
+    return lists if packed is None else Indices(*packed.cu_seqlens, *lists[2:])
 
 
 def operands_and_problem(

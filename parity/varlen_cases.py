@@ -36,6 +36,7 @@ def packed_batches() -> Iterator[Case]:
     yield from _layouts()
     yield from _with_others()
     yield from _apart()
+    yield from _with_blocks()
     yield from _long()
 
 
@@ -102,6 +103,27 @@ def _apart() -> Iterator[Case]:
             values="nan_neighbours", head_dim=head_dim, causal=causal, nightly=head_dim > 64,
         )  # fmt: skip
     yield packed("behind", "rows behind the last get zeros", UNEVEN, behind=(77, 150), causal=True)
+
+
+def _with_blocks() -> Iterator[Case]:
+    """Block masks over the packed axis, whose blocks no sequence begins or ends with."""
+    yield packed(
+        "blocks_uneven", "blocks of several sequences, and sequences of several blocks", UNEVEN, blocks=(64, 64),
+        mask_mod="causal_document", heads_q=4, heads_kv=2,
+    )  # fmt: skip
+    yield packed(
+        "blocks_apart", "full blocks of all, in loose lists: a band cuts them, and no sequence sees another", APART,
+        behind=(9, 5), blocks=(128, 128), mask_mod="noop", loose_lists=True, causal=True, head_dim=128, sinks="normal",
+    )  # fmt: skip
+    yield packed(
+        "blocks_nan_neighbours", "whole blocks by head beside NaN, and scores of positions in a sequence",
+        ((33, 40), (170, 181), (5, 9), (129, 130), (20, 20)), behind=(6, 3), values="nan_neighbours",
+        blocks=(128, 128), mask_mod="scattered", lists="h", alibi="batch", heads_kv=1,
+    )  # fmt: skip
+    yield packed(
+        "blocks_window", "a window of each sequence over blocks of several tiles", APART, blocks=(256, 128),
+        mask_mod="prefix_lm", window=(60, 20), softcap=3.0, head_dim=40, nightly=True,
+    )  # fmt: skip
 
 
 def _long() -> Iterator[Case]:

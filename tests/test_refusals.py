@@ -34,7 +34,7 @@ def int32(*values):
 Q, K, META = bf16(2, 4, 8, 16), bf16(2, 2, 8, 16), bf16(2, 4, 8, 16, device="meta")
 ROWS, STARTS, LSE = bf16(9, 4, 16), int32(0, 4, 9), torch.zeros(2, 4, 8)
 CACHE, ONE = bf16(2, 2, 32, 16), bf16(2, 4, 1, 16)
-BLOCKS = create_block_mask(noop_mask, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=8)
+BLOCKS, MANY = (create_block_mask(noop_mask, batch, 1, 8, 8, device="cpu", BLOCK_SIZE=8) for batch in (1, 2))
 NESTED = torch.nested.nested_tensor([bf16(4, 3, 16), bf16(4, 5, 16)])
 
 
@@ -189,7 +189,7 @@ REFUSED = {
             lambda: fmha(bf16(2, 4, 80, 16), block_mask=BLOCKS),
             "lists [1, 1, 1, 1] | 10 or more | create_block_mask for these lengths",
         ),
-        (lambda: varlen(block_mask=BLOCKS), "got one | allowed None in a packed batch | score_mod can hide keys"),
+        (lambda: varlen(block_mask=MANY), "got lists [2, 1, 1, 1] | [1 or 1, "),
         (lambda: varlen(Q, K, K), "got rank 4 | rank 3, [T, H, D] | fmha_padded"),
         (lambda: varlen(*[ROWS.mT.contiguous().mT.transpose(0, 1)] * 3), "[T, H, D]"),
         (lambda: varlen(bias=bf16(2, 4, 6, 5)), "bias: got shape (2, 4, 6, 5) | allowed | (2, 4, 5, 5)"),

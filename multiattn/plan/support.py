@@ -70,6 +70,8 @@ class Capability:
     """Kinds of mask that it has code for."""
     block_masks: int = 0
     """A block mask may be given, in blocks of multiples of this; 0: none."""
+    packed_blocks: int = 0
+    """The same in a packed batch."""
     zero_strides: bool = True
     """A dimension may be broadcast (stride 0, as `expand` makes it)."""
     sinks: bool = _has_code_for("sinks", lambda it: "one for each head" if it.has_sinks else None)
@@ -96,7 +98,9 @@ class Capability:
     @property
     def features(self) -> int:
         """How many features it has code for."""
-        return len(self.masks) + sum(bool(getattr(self, it)) for it in (*_FEATURES, "block_masks", "zero_strides"))
+        return len(self.masks) + sum(
+            bool(getattr(self, it)) for it in (*_FEATURES, "block_masks", "packed_blocks", "zero_strides")
+        )
 
     def why_not(self, problem: Problem, arch: Arch) -> tuple[Reason, ...]:
         """All reasons why this variant cannot run `problem` on `arch`; empty when it can."""
@@ -135,9 +139,11 @@ class Capability:
                 allowed = "with deterministic gradients tensors that are loaded once, at positions or constants"
                 refuse("score_gradient", which, allowed, "deterministic=False, or detach() that tensor")
         if (blocks := problem.blocks) is not None:
-            step = self.block_masks
+            step, where = (
+                (self.block_masks, "") if problem.packing is None else (self.packed_blocks, " in a packed batch")
+            )
             if not step or blocks.queries % step or blocks.keys % step:
-                allowed = f"blocks of multiples of {step}" if step else "none"
+                allowed = f"blocks of multiples of {step}{where}" if step else f"none{where}"
                 refuse("block_mask", f"blocks of {blocks.queries} x {blocks.keys}", allowed, remedies.for_blocks(step))
         strides = (*problem.strides_q, *problem.strides_k, *problem.strides_v)
         if not self.zero_strides and 0 in strides:
