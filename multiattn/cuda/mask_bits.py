@@ -40,10 +40,11 @@ class MaskBits:
     def of(cls, problem: Problem, names: tuple[str, ...], columns: int) -> MaskBits | None:
         """For the lists called `names`, and tiles of so many columns; None where kernels ask the expression themselves.
 
-        They do where few heads share a list, or where the expression says different things for heads that do.
+        They do in a packed batch, where few heads share a list, and where the expression says different things for
+        heads that do.
         """
         blocks, score = problem.blocks, problem.score
-        if blocks is None or score is None or (mask := score.program.mask) is None:
+        if blocks is None or problem.packing is not None or score is None or (mask := score.program.mask) is None:
             return None
         batch, heads, rows, capacity = dict(zip(blocks.names, problem.lists, strict=True))[names[1]]
         used, lists = inputs_of(mask), batch * heads * rows

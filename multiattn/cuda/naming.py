@@ -77,7 +77,8 @@ def _score_types(
     """The last constants: the expression that changes scores, then a block mask, a packed batch, or what rows are."""
     changed = f"multiattn::{'NoScore' if score is None else text_of(score, slots)[0]}"
     if (blocks := problem.blocks) is not None:
-        spec = aggregate("BlockSpec", **blocks._asdict(), **({} if bits is None else bits.spec))
+        more = {} if problem.packing is None else {"packed": True}
+        spec = aggregate("BlockSpec", **blocks._asdict(), **({} if bits is None else bits.spec), **more)
         return changed, f"multiattn::BlockMask<{spec}>"
     if problem.packing is not None:
         return changed, "multiattn::Packed"
@@ -91,8 +92,7 @@ def _suffix_of(plan: Plan, score: LoweredScore | None, slots: tuple[int, ...]) -
     its = Features.of(plan.problem)
     name = f"{'' if its.aligned else '_unaligned'}{'_sinks' * (its.sinks and plan.direction == 'forward')}"
     name += "" if score is None else f"_{text_of(score, slots)[0].lower()}"
-    if plan.problem.packing is not None:
-        return f"{name}_packed"
+    name += "" if plan.problem.packing is None else "_packed"
     blocks = its.blocks
     return name if blocks is None else f"{name}_blocks{blocks.queries}x{blocks.keys}{'_full' * blocks.has_full}"
 

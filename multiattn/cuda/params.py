@@ -13,7 +13,7 @@ from typing import Any
 from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
 from multiattn.cuda.family import areas_of, config_of
 from multiattn.cuda.score import NOTHING, lowered_of, slots_of
-from multiattn.cuda.source import BitLists, ListParams, MaskLists, PlannedLaunch, Strides
+from multiattn.cuda.source import BitLists, ListParams, MaskLists, PlannedLaunch, SequenceLists, Strides
 from multiattn.cuda.structs import TENSOR_MAP
 from multiattn.cuda.wgmma import tensor_maps
 from multiattn.packed import TILE_LISTS
@@ -88,7 +88,7 @@ def _filled(kind: type[ctypes.Structure], numbers: Mapping[str, Any], prefix: st
 
 def _prefix_in(kind: type[ctypes.Structure], name: str) -> str:
     """The prefix of the names of a struct's fields, where another struct has several like it."""
-    return f"{name}." if kind in (MaskLists, BitLists) else ""
+    return f"{name}." if kind in (MaskLists, BitLists, SequenceLists) and name != "tiles" else ""
 
 
 def argument_of(launch: PlannedLaunch, plan: Plan, *, has_dlse: bool = False) -> Struct:

@@ -27,6 +27,7 @@ ForwardParams, WgmmaParams = _STRUCTS["ForwardParams"], _STRUCTS["WgmmaParams"]
 SplitParams, SplitWgmmaParams = _STRUCTS["SplitParams"], _STRUCTS["SplitWgmmaParams"]
 BackwardParams, WgmmaBackwardParams = _STRUCTS["BackwardParams"], _STRUCTS["WgmmaBackwardParams"]
 MaskLists, BitLists, TileLists = (_STRUCTS[it] for it in ("MaskLists", "BitLists", "TileLists"))
+SequenceLists = _STRUCTS["SequenceLists"]
 Division = _STRUCTS["Division"]
 StoredHeads, StoredProducts = _STRUCTS["StoredHeads"], _STRUCTS["StoredProducts"]
 """Parameters that come behind the others: with a block mask, of a packed batch, where tiles are divided, or dS is
@@ -77,9 +78,16 @@ class Instance:
     @property
     def whole_params(self) -> type[ctypes.Structure]:
         """`params`, and what comes behind them."""
-        lists = self.lists if self.blocks is None else self.lists or MaskLists
-        tiles = TileLists if self.packed else None
+        lists, tiles = self.all_lists
         return with_aux(self.params, self.score, self.slots, lists, tiles)
+
+    @property
+    def all_lists(self) -> tuple[type[ctypes.Structure] | None, type[ctypes.Structure] | None]:
+        """The lists behind what an expression has, and those before it."""
+        if self.blocks is not None and self.packed:
+            return SequenceLists, None
+        lists = self.lists if self.blocks is None else self.lists or MaskLists
+        return lists, TileLists if self.packed else None
 
     def target(self, arch: Arch) -> str:
         """NVRTC's name of the target: ``sm_90``, or ``sm_90a`` with the features of that arch."""
@@ -140,9 +148,7 @@ def _params(kernel: Instance) -> str:
     if params is kernel.params:
         return check
     behind = ["NoScore" if kernel.score is None else text_of(kernel.score, kernel.slots)[0]]
-    lists = kernel.lists or (None if kernel.blocks is None else MaskLists)
-    behind += [TileLists.__name__] if kernel.packed else []
-    behind += [] if lists is None else [lists.__name__]
+    behind += [it.__name__ for it in reversed(kernel.all_lists) if it is not None]
     made = f"WithAux<{', '.join((kernel.params.__name__, *behind))}>::Type"
     return f"namespace multiattn {{ using {name} = {made}; }}\n{check}"
 

@@ -84,7 +84,9 @@ def _point(axes: Axes) -> Variant:
         CudaConfig,
         name=axes.name,
         summary=_OFFERED.get(axes, axes.summary),
-        capability=_capability(dtypes=axes.dtypes, head_dim_max=axes.head_dim_max, block_masks=blocks),
+        capability=_capability(
+            dtypes=axes.dtypes, head_dim_max=axes.head_dim_max, block_masks=blocks, packed_blocks=blocks
+        ),
         rules=rules_of(axes),
         flags=dict(axes.flags),
         parent=axes.parent.name if axes.parent else None,
@@ -221,7 +223,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         BackwardConfig,
         name="two_pass",
         summary="a pass over the queries for dq, then one over the keys for dk and dv: the same bits each time",
-        capability=_capability(block_masks=_BACKWARD_BLOCKS, head_dim_max=512),
+        capability=_capability(block_masks=_BACKWARD_BLOCKS, packed_blocks=_BACKWARD_BLOCKS, head_dim_max=512),
         rules=TWO_PASS_RULES,
         flags={"dq": "own_kernel"},
     ),

@@ -35,12 +35,14 @@ DEVICE void with_statistic(KeyScores<T>& scores, SharedAddress list, Change chan
   });
 }
 
-// Elements that the mask hides become 0, and those of queries beyond the end: there an expression may be of any size.
+// Elements that the mask hides become 0, and those of queries beyond the end: there an expression may be of any size. So do those of
+// keys of another tile.
 template <class T>
-DEVICE void clear_masked(KeyScores<T>& scores, const Mask<T::BAND>& mask, int first_key, int first_query) {
+DEVICE void clear_masked(KeyScores<T>& scores, const Mask<T::BAND>& mask, int first_key, int first_query, int end_query, int end_key) {
   for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
-    const bool is_beyond = HAS_SCORE<typename T::Score> && first_query + column >= mask.seq_q;
-    if (is_beyond || !mask.visible(first_query + column, first_key + row)) value = 0.0f;
+    const bool is_beyond = HAS_SCORE<typename T::Score> && first_query + column >= end_query;
+    const bool is_other = IS_CUT<typename T::Blocked> && first_key + row >= end_key;
+    if (is_beyond || is_other || !mask.visible(first_query + column, first_key + row)) value = 0.0f;
   });
 }
 
@@ -313,10 +315,11 @@ DEVICE void backward_keys(const typename T::Params& params) {
   if (tile.is_none()) return;
   const int first_key = tile.first_row;
   const KeySequence<SequenceOf<T>> keys{params, head_kv, tile.sequence};
+  const int end_key = end_of_keys<typename T::Blocked, T::TILE_N>(params, tile.sequence, first_key);
   const Mask<T::BAND> mask = mask_of<T::BAND>(params, tile.sequence);
   const Blocks tiles = mask.template queries<T::TILE_M>(first_key, T::TILE_N, count_tiles<T>(params, tile));
   const int first_head = head_kv * params.group, end_head = first_head + params.group;
-  const auto first = first_walk<T>(params, tiles, first_key, first_head, end_head);
+  const auto first = first_walk<T>(params, tiles, tile, first_head, end_head);
 
   const SharedAddress smem = shared_base(), tile_k = smem, tile_v = smem + T::TileK::BYTES;
   QueryRing<T> ring(params, tile.sequence, smem, first, end_head);
@@ -333,11 +336,12 @@ DEVICE void backward_keys(const typename T::Params& params) {
   cp_async_wait<0>();
   sync_block();  // everybody's part of K, V and the first tile has landed
   for (int stage = 0; walk.head < end_head; stage = T::STAGES - 1 - stage, walk.advance()) {
-    const int first_query = tile_of<T>(walk) * T::TILE_M;
+    const auto [first_query, end_query] = queries_of_tile<typename T::Blocked, T::TILE_M>(params, tile.sequence, tile_of<T>(walk));
     if constexpr (HAS_LISTS<typename T::Blocked>) walk.follow(ring.next());
     if constexpr (T::STAGES == 2) ring.load_next(1 - stage);
     bool masked = !mask.all_visible(first_query, T::TILE_M, first_key, T::TILE_N);
-    if constexpr (HAS_SCORE<typename T::Score>) masked |= first_query + T::TILE_M > count_queries(params, tile.sequence);
+    if constexpr (IS_CUT<typename T::Blocked>) masked |= first_key + T::TILE_N > end_key;
+    if constexpr (HAS_SCORE<typename T::Score>) masked |= first_query + T::TILE_M > end_query;
 
     const Role<T> role = Role<T>::mine();
     const bool makes_weights = role.makes_weights;
@@ -356,7 +360,7 @@ DEVICE void backward_keys(const typename T::Params& params) {
             score = exp2_approx(fmaf(score, params.score_factor, -lse * LOG2_E));
           });
         }
-        if (masked) clear_masked<T>(product, mask, first_key + role.first_row, own_query);
+        if (masked) clear_masked<T>(product, mask, first_key + role.first_row, own_query, end_query, end_key);
         if constexpr (MASKS_PARTIAL)
           if (walk.is_partial()) clear_partial<T>(product, params, tile, walk.head, first_key + role.first_row, own_query);
         round_to_operand<E>(operand, product);
@@ -370,7 +374,7 @@ DEVICE void backward_keys(const typename T::Params& params) {
     if (!makes_weights) {
       if (Role<T>::has_scores(role.pair)) {
         if constexpr (!T::SENDS_RAW) multiply_by_weights<T>(product, mailbox);
-        if (masked) clear_masked<T>(product, mask, first_key + role.first_row, own_query);
+        if (masked) clear_masked<T>(product, mask, first_key + role.first_row, own_query, end_query, end_key);
         if constexpr (MASKS_PARTIAL)
           if (walk.is_partial()) clear_partial<T>(product, params, tile, walk.head, first_key + role.first_row, own_query);
         if constexpr (HAS_GRADIENTS<typename T::Score>) {
@@ -405,7 +409,7 @@ DEVICE void backward_keys(const typename T::Params& params) {
   const Strides& strides = role.makes_weights ? params.strides_dv : params.strides_dk;
   uint16* target = (role.makes_weights ? keys.dv() : keys.dk()) + first_row * strides.seq;
   store_gradient<T>(gradient, role, role.makes_weights ? 1.0f : params.grad_factor, role.gradient_rows(smem), target,
-                    strides.seq, count_keys(params, tile.sequence) - first_row);
+                    strides.seq, end_key - first_row);
 }
 
 }  // namespace multiattn

@@ -162,7 +162,7 @@ DEVICE const BackwardParams& plain_of(const WgmmaBackwardParams& params) { retur
 template <class T>
 DEVICE float* dq_sums(const typename T::Params& params, int head, int number, const SequenceOf<T>& sequence, int first_query) {
   if constexpr (IS_PACKED<typename T::Blocked>)
-    return T::Sum::rows(plain_of(params), params.lists, head, number, sequence, first_query);
+    return T::Sum::rows(plain_of(params), tile_lists(params.lists), head, number, sequence, first_query);
   else
     return T::Sum::rows(plain_of(params), head, first_query);
 }

@@ -105,11 +105,11 @@ DEVICE void store_ds(const Fragment (&ds)[T::ROW_FRAGMENTS][T::KEY_FRAGMENTS], S
 
 // The walk over the tiles of keys, at its beginning.
 template <class T>
-DEVICE KeysOf<T> keys_of(const typename T::Params& params, const Mask<T::BAND>& mask, int head, int first_query) {
+DEVICE KeysOf<T> keys_of(const typename T::Params& params, const Mask<T::BAND>& mask, int head, const TileOf<T>& own) {
   if constexpr (HAS_LISTS<typename T::Blocked>) {
-    return {params.lists.keys, head / params.heads_q, head % params.heads_q, first_query};
+    return listed_keys<T>(params, own.sequence, own.number, head / params.heads_q, head % params.heads_q, own.first_row);
   } else {
-    return mask.template keys<T::TILE_N>(first_query, T::TILE_M);
+    return mask.template keys<T::TILE_N>(own.first_row, T::TILE_M);
   }
 }
 
@@ -118,7 +118,8 @@ template <class T>
 DEVICE void load_keys(const BackwardParams& params, const KeySequence<SequenceOf<T>>& keys, SharedAddress stage, int tile,
                       int step, int end) {
   if (step < end) {
-    const int first = tile * T::TILE_N, rows = count_keys(params, keys.sequence) - first;
+    const auto [first, last] = keys_of_tile<typename T::Blocked, T::TILE_N>(params, keys.sequence, tile);
+    const int rows = last - first;
     load_tile<typename T::TileK, T::THREADS, T::ALIGNED>(stage, keys.k() + first * params.strides_k.seq,
                                                          params.strides_k.seq, rows);
     load_tile<typename T::TileV, T::THREADS, T::ALIGNED>(
@@ -142,10 +143,10 @@ DEVICE void backward_queries(const typename T::Params& params) {
   const QuerySequence<SequenceOf<T>> queries{params, head, own.sequence};
   const KeySequence<SequenceOf<T>> keys{params, head / params.group, own.sequence};
   const Mask<T::BAND> mask = mask_of<T::BAND>(params, own.sequence);
-  auto walk = keys_of<T>(params, mask, head, first_query);
+  auto walk = keys_of<T>(params, mask, head, own);
 
   const SharedAddress tile_q = shared_base(), tile_do = tile_q + TileQ::BYTES, stages = tile_do + TileDO::BYTES;
-  const int rows = count_queries(params, own.sequence) - first_query;
+  const int rows = end_of_queries<typename T::Blocked, T::TILE_M>(params, own.sequence, first_query) - first_query;
   load_tile<TileQ, T::THREADS, T::ALIGNED>(tile_q, queries.q() + first_query * params.strides_q.seq,
                                            params.strides_q.seq, rows);
   load_tile<TileDO, T::THREADS, true>(tile_do, queries.dout() + first_query * params.strides_out.seq,
@@ -166,6 +167,8 @@ DEVICE void backward_queries(const typename T::Params& params) {
   for (int step = walk.begin; step < walk.end; ++step) {
     int block = step;
     if constexpr (HAS_LISTS<typename T::Blocked>) block = walk.tile(step);
+    const TileRows its = keys_of_tile<typename T::Blocked, T::TILE_N>(params, own.sequence, block);
+    const int first_key = its.first, end_key = its.end;
     const SharedAddress k = stages + step % T::STAGES * T::STAGE_BYTES, v = k + TileK::BYTES;
     cp_async_wait<0>();
     sync_block();  // everybody's part of the block has landed; and nobody still reads what the next load overwrites
@@ -177,7 +180,7 @@ DEVICE void backward_queries(const typename T::Params& params) {
       multiply_rows<E, TileDO, TileV, T::AHEAD>(dp, own_do, v + T::first_key() * TileV::PITCH, T::thread());
       if constexpr (HAS_SCORE<typename T::Score>) {
         const HeadScores<typename T::Score> of_head = scores_of<T>(params, own, head);
-        make_modified_ds(scores, dp, statistics, of_head, first_query + first_row, block * T::TILE_N + T::first_key(),
+        make_modified_ds(scores, dp, statistics, of_head, first_query + first_row, first_key + T::first_key(),
                          recomputed(thread_index()));
       } else {
         make_ds(scores, dp, statistics, params.score_factor);
@@ -186,12 +189,14 @@ DEVICE void backward_queries(const typename T::Params& params) {
         const HeadScores<typename T::Score> of_head = scores_of<T>(params, own, head);
         if (walk.is_partial(step))
           for_each_element(scores, recomputed(thread_index()), [&](float& value, int row, int column) {
-            if (!of_head.visible(first_query + first_row + row, block * T::TILE_N + T::first_key() + column)) value = 0.0f;
+            if (!of_head.visible(first_query + first_row + row, first_key + T::first_key() + column)) value = 0.0f;
           });
       }
-      if (!mask.all_visible(first_query, T::TILE_M, block * T::TILE_N, T::TILE_N))
+      const bool is_cut = IS_CUT<typename T::Blocked> && end_key - first_key < T::TILE_N;
+      if (is_cut || !mask.all_visible(first_query, T::TILE_M, first_key, T::TILE_N))
         for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
-          if (!mask.visible(first_query + first_row + row, block * T::TILE_N + T::first_key() + column)) value = 0.0f;
+          const int key = first_key + T::first_key() + column;
+          if ((is_cut && key >= end_key) || !mask.visible(first_query + first_row + row, key)) value = 0.0f;
         });
     }
     Fragment ds[T::ROW_FRAGMENTS][T::KEY_FRAGMENTS];

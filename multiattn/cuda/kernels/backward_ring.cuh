@@ -79,10 +79,13 @@ struct WalksOf<T, Packed> : WalksOf<T, NoBlockMask> {};
 
 // The walk over the queries of some heads for a tile of keys, at its beginning; `tiles` are those of the band.
 template <class T>
-DEVICE typename WalksOf<T>::Ring first_walk(const typename T::Params& params, const Blocks& tiles, int first_key,
+DEVICE typename WalksOf<T>::Ring first_walk(const typename T::Params& params, const Blocks& tiles, const TileOf<T>& of,
                                             int first_head, int end_head) {
   if constexpr (HAS_LISTS<typename T::Blocked>) {
-    return {params.lists.queries, params.heads_q, first_key / T::Blocked::KEYS, first_head, end_head};
+    const int row = row_of_keys<typename T::Blocked>(of.sequence, of.number, of.first_row);
+    if constexpr (IS_CUT<typename T::Blocked>)
+      if (of.sequence.len_q == 0) first_head = end_head;  // a sequence without queries has no list
+    return {params.lists.queries, params.heads_q, row, first_head, end_head};
   } else {
     QueryWalk walk{tiles.begin, tiles.end, first_head, tiles.begin};
     constexpr bool MAY_BE_EMPTY = T::BAND == Band::TWO_SIDED || IS_PACKED<typename T::Blocked>;
@@ -115,7 +118,8 @@ class QueryRing {
     if (next_.head < end_head_) {
       const QuerySequence<SequenceOf<T>> sequence{params_, next_.head, sequence_};
       const int thread = T::thread();
-      const int first = tile_of<T>(next_) * T::TILE_M, rows = count_queries(params_, sequence_) - first;
+      const auto [first, end] = queries_of_tile<typename T::Blocked, T::TILE_M>(params_, sequence_, tile_of<T>(next_));
+      const int rows = end - first;
       load_tile<typename T::TileQ, T::THREADS, T::ALIGNED>(q(stage), sequence.q() + first * params_.strides_q.seq,
                                                            params_.strides_q.seq, rows, thread);
       load_tile<typename T::TileDO, T::THREADS, true>(dout(stage), sequence.dout() + first * params_.strides_out.seq,

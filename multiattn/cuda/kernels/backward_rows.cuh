@@ -48,7 +48,7 @@ struct DqFragments {
 template <class T>
 DEVICE DqFragments fragments_from(const typename T::Params& params, int head, int first_query) {
   if constexpr (IS_PACKED<typename T::Blocked>) {
-    const int row_fragments = T::Sum::row_fragments(params, params.lists), first = first_query / 16;
+    const int row_fragments = T::Sum::row_fragments(params, tile_lists(params.lists)), first = first_query / 16;
     return {T::Sum::fragments(params, head, row_fragments, first), row_fragments - first};
   } else {
     return {T::Sum::rows(params, head, first_query), (params.seq_q - first_query + 15) / 16};
@@ -59,7 +59,7 @@ DEVICE DqFragments fragments_from(const typename T::Params& params, int head, in
 // gradient goes through: that of another sequence may be where theirs would be.
 template <class T>
 DEVICE bool has_place(const typename T::Params& params, const TileOf<T>& tile) {
-  if constexpr (IS_PACKED<typename T::Blocked>) return tile.number <= params.lists.sequences;
+  if constexpr (IS_PACKED<typename T::Blocked>) return tile.number <= tile_lists(params.lists).sequences;
   else return true;
 }
 

@@ -58,6 +58,7 @@ struct BackwardTraits : ProductTraits<Element, F, C, Score, Blocked> {
   // Fragments read from shared memory ahead of their use, to cover its latency with tensor core work. A guess.
   static constexpr int AHEAD = HAS_ROOM || KEY_FRAGMENTS == 1 ? 2 : 1;
 
+  static_assert(!ADDS_DQ || !IS_CUT<Blocked>, "sums of dq have no place for tiles that sequences cut");
   static_assert(WARPS % 2 == 0 && PAIRS % COLUMN_WARPS == 0, "halves of warps, of which some share keys");
   static_assert(OWN_KEYS % 16 == 0 && TILE_N == OWN_KEYS * (PAIRS / COLUMN_WARPS), "warps own fragments of keys");
   static_assert(SHARES_ROWS || QUERY_PARTS == 1, "a pair owns the keys of its scores");

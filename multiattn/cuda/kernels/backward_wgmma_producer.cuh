@@ -12,7 +12,7 @@ struct KeyTiles {
 template <class T>
 DEVICE KeyTiles count_key_tiles(const typename T::Params& params) {
   int of_head = params.backward.tiles_kv;
-  if constexpr (IS_PACKED<typename T::Blocked>) of_head = find_sequence(params.lists.key_list, 0).tiles;
+  if constexpr (IS_PACKED<typename T::Blocked>) of_head = find_sequence(tile_lists(params.lists).key_list, 0).tiles;
   return {of_head, of_head * heads_of_launch<T>(params).count};
 }
 
@@ -25,7 +25,7 @@ DEVICE KeyTile<T> key_tile(const typename T::Params& params, const KeyTiles& til
   const Place it = Place::of(index, tiles.of_head, heads.count, params.backward.sections_kv);
   const int head_kv = heads.first + it.head, place = it.place;
   if constexpr (IS_PACKED<typename T::Blocked>) {
-    const ListedTile listed = find_sequence(params.lists.key_list, place);
+    const ListedTile listed = find_sequence(tile_lists(params.lists).key_list, place);
     return {listed.first_row, head_kv, listed.number, listed.sequence};
   } else {
     return {place * T::TILE_N, head_kv, head_kv / (params.backward.heads_q / params.backward.group), {}};

@@ -20,7 +20,7 @@ template <class T>
 DEVICE QueryTile<T> query_tile(const typename T::Params& params, int index) {
   const BackwardParams& backward = params.backward;
   int tiles = backward.tiles_q_own;  // of each head
-  if constexpr (IS_PACKED<typename T::Blocked>) tiles = find_sequence(params.lists.query_list, 0).tiles;
+  if constexpr (IS_PACKED<typename T::Blocked>) tiles = find_sequence(tile_lists(params.lists).query_list, 0).tiles;
   tiles = round_up(tiles, T::CLUSTER);
   const HeadRange heads_kv = heads_of_launch<T>(params);
   const int heads = IS_STORED<typename T::Blocked> ? heads_kv.count * backward.group : backward.heads_q_all;
@@ -28,7 +28,7 @@ DEVICE QueryTile<T> query_tile(const typename T::Params& params, int index) {
   const Place it = Place::of(index / T::CLUSTER, tiles / T::CLUSTER, heads, backward.sections_q);
   const int head = heads_kv.first * backward.group + it.head, place = it.place;
   if constexpr (IS_PACKED<typename T::Blocked>) {
-    const ListedTile listed = find_sequence(params.lists.query_list, place);
+    const ListedTile listed = find_sequence(tile_lists(params.lists).query_list, place);
     return {listed.first_row, head, listed.number, 0, listed.sequence};
   } else {
     const int tile = tiles - T::CLUSTER * (1 + place) + index % T::CLUSTER;

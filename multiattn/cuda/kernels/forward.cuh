@@ -72,6 +72,10 @@ struct Walk {
   static DEVICE SharedAddress tops() { return weights() + (T::SPLIT_KV ? T::TileP::BYTES : 0); }
   DEVICE Mask<T::BAND> mask() const { return mask_of<T::BAND>(params, work.sequence); }
   DEVICE int seq_q() const { return count_queries(params, work.sequence); }
+  // The query behind the last of the tile, or of the sequence.
+  DEVICE int end_query() const { return end_of_queries<typename T::Blocked, T::TILE_M>(params, work.sequence, work.first_query); }
+  // The keys of a tile.
+  DEVICE TileRows keys(int tile) const { return keys_of_tile<typename T::Blocked, T::TILE_N>(params, work.sequence, tile); }
   DEVICE HeadScores<typename T::Score> head() const {
     return {params.aux, seq_q(), count_keys(params, work.sequence), work.batch, work.head};
   }
@@ -103,7 +107,7 @@ template <class T>
 DEVICE void modify_scores(Scores<T>& scores, const Walk<T>& it, int block) {
   const HeadScores<typename T::Score> head = it.head();
   const uint32 thread = recomputed(thread_index());
-  const int first_query = it.work.first_query + T::warp_row(thread), first_key = block * T::TILE_N + T::warp_key(thread);
+  const int first_query = it.work.first_query + T::warp_row(thread), first_key = it.keys(block).first + T::warp_key(thread);
   // Columns first: what depends on the key alone is then in registers for a few scores only.
   for_each<T::KEY_FRAGMENTS, 2, T::ROW_FRAGMENTS, 4>([&](int n, int side, int m, int e) {
     float& score = scores[m][n][side].value[e];
@@ -117,7 +121,7 @@ template <class T>
 DEVICE void mask_partial(Scores<T>& scores, const Walk<T>& it, int block) {
   const HeadScores<typename T::Score> head = it.head();
   const uint32 thread = recomputed(thread_index());
-  const int first_query = it.work.first_query + T::warp_row(thread), first_key = block * T::TILE_N + T::warp_key(thread);
+  const int first_query = it.work.first_query + T::warp_row(thread), first_key = it.keys(block).first + T::warp_key(thread);
   for_each<T::KEY_FRAGMENTS, 2, T::ROW_FRAGMENTS, 4>([&](int n, int side, int m, int e) {
     const int query = first_query + 16 * m + accumulator_row(e, thread);
     const int key = first_key + 16 * n + 8 * side + accumulator_column(e, thread);
@@ -131,13 +135,14 @@ DEVICE void mask_scores(Scores<T>& scores, const Walk<T>& it, int block) {
   constexpr bool ASKS = T::BAND == Band::TWO_SIDED || HAS_LISTS<typename T::Blocked>;
   const Mask<T::BAND> mask = it.mask();
   if constexpr (ASKS)
-    if (mask.all_visible(it.work.first_query, T::TILE_M, block * T::TILE_N, T::TILE_N)) return;
+    if (mask.all_visible(it.work.first_query, T::TILE_M, it.keys(block).first, T::TILE_N) && (!IS_CUT<typename T::Blocked> || it.keys(block).count() == T::TILE_N)) return;
   // The bounds of a row are made for each block: registers are scarce.
   const uint32 thread = ASKS ? recomputed(thread_index()) : thread_index();
-  const int first_query = it.work.first_query + T::warp_row(thread), first_key = block * T::TILE_N + T::warp_key(thread);
+  const int first_query = it.work.first_query + T::warp_row(thread), first_key = it.keys(block).first + T::warp_key(thread);
   for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 4>([&](int m, int n, int side, int e) {
     const int query = first_query + 16 * m + accumulator_row(e, thread), key = first_key + 16 * n + 8 * side + accumulator_column(e, thread);
-    if (!mask.visible(query, key)) scores[m][n][side].value[e] = -infinity();
+    const bool is_there = !IS_CUT<typename T::Blocked> || key < it.keys(block).end;
+    if (!is_there || !mask.visible(query, key)) scores[m][n][side].value[e] = -infinity();
   });
 }
 
@@ -226,7 +231,7 @@ DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T
       if constexpr (T::HAS_SINKS) decay = add_sink(max, sum[m][half], tensors.sink());
       const bool empty = sum[m][half] == 0.0f;  // the query sees no key
       const float inverse = empty ? 0.0f : decay / sum[m][half];
-      if (lane % 4 == 0 && T::column_warp() == 0 && query < it.seq_q())
+      if (lane % 4 == 0 && T::column_warp() == 0 && query < it.end_query())
         store_global_4(tensors.lse() + query,
                        empty ? -infinity() : (max + log2_exact(sum[m][half])) * LN_2);
 #pragma unroll
@@ -241,7 +246,7 @@ DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T
         chunk = transpose_in_quad(chunk);
         const int column = T::warp_column() + 16 * d + lane % 4 * CHUNK_ELEMENTS;
         const bool mine = lane % 4 < 2 * (T::OUT_FRAGMENTS - d) && column < T::HEAD_DIM_V;
-        if (mine && query < it.seq_q())
+        if (mine && query < it.end_query())
           store_global_16(tensors.out() + query * it.params.strides_out.seq + column, chunk);
       }
     }

@@ -16,7 +16,7 @@ struct Work {
   static DEVICE Work of(const typename T::Params& params) {
     const Place it = Place::of(block_index(), params.tiles, params.heads, params.heads_per_section);
     if constexpr (IS_PACKED<typename T::Blocked>) {
-      const ListedTile tile = find_sequence(params.lists.query_list, it.place);
+      const ListedTile tile = find_sequence(tile_lists(params.lists).query_list, it.place);
       return {tile.number, it.head, it.head / params.group, tile.first_row, tile.sequence};
     } else {
       const int head = it.head % params.heads_q;
@@ -61,7 +61,7 @@ struct HeadTensors {
 template <class T>
 DEVICE KeysOf<T> keys_of(const typename T::Params& params, const Mask<T::BAND>& mask, const Work<T>& work) {
   if constexpr (HAS_LISTS<typename T::Blocked>) {
-    return {params.lists.keys, work.batch, work.head, work.first_query};
+    return listed_keys<T>(params, work.sequence, work.batch, work.batch, work.head, work.first_query);
   } else {
     return mask.template keys<T::TILE_N>(work.first_query, T::TILE_M);
   }
@@ -131,9 +131,10 @@ class Stream {
   }
 
   DEVICE void load_k(int block, int piece, int tile) {
-    const int first = tile * T::TILE_N, column = piece * T::K_WIDTH;
+    const auto [first, end] = keys_of_tile<typename T::Blocked, T::TILE_N>(params_, tensors_.work.sequence, tile);
+    const int column = piece * T::K_WIDTH;
     load_piece<typename T::PieceK>(k(block, piece), tensors().k() + first * params_.strides_k.seq, params_.strides_k.seq,
-                                   count_keys(params_, tensors_.work.sequence) - first, column);
+                                   end - first, column);
     if constexpr (T::STREAMED)
       load_piece<typename T::PieceQ>(q(block, piece), tensors_.q(), params_.strides_q.seq,
                                      count_queries(params_, tensors_.work.sequence) - tensors_.work.first_query, column);
@@ -146,10 +147,10 @@ class Stream {
   }
 
   DEVICE void load_v(int block, int piece, int tile) {
-    const int first = tile * T::TILE_N + piece * T::V_ROWS;
+    const auto [first_of_tile, end] = keys_of_tile<typename T::Blocked, T::TILE_N>(params_, tensors_.work.sequence, tile);
+    const int first = first_of_tile + piece * T::V_ROWS;
     load_tile<typename T::PieceV, T::THREADS, T::ALIGNED>(v(block, piece), tensors().v() + first * params_.strides_v.seq,
-                                                          params_.strides_v.seq,
-                                                          count_keys(params_, tensors_.work.sequence) - first);
+                                                          params_.strides_v.seq, end - first);
   }
 
   // Where K and V are. Where registers are scarce, their addresses are made for each load.

@@ -16,7 +16,7 @@ template <>
 struct TileCount<Packed> {
   int listed;
   template <class Params>
-  DEVICE explicit TileCount(const Params& params) : listed(find_sequence(params.lists.query_list, 0).tiles) {}
+  DEVICE explicit TileCount(const Params& params) : listed(find_sequence(tile_lists(params.lists).query_list, 0).tiles) {}
   DEVICE int of_head(const WgmmaParams&) const { return listed; }
 };
 

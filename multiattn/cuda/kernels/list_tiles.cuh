@@ -16,12 +16,13 @@ namespace multiattn {
 struct ListConfig {
   int threads;
   bool overlaps;  // it begins while the grid before it ends, and lets the next one do so
+  bool cuts = false;  // tiles are those of the packed axis, as blocks of a block mask are, and sequences cut them
 };
 
 template <ListConfig C>
 struct ListTraits {
   static constexpr int THREADS = C.threads;
-  static constexpr bool OVERLAPS = C.overlaps;
+  static constexpr bool OVERLAPS = C.overlaps, CUTS = C.cuts;
   static constexpr int SMEM_BYTES = 0;
   static_assert(THREADS % WARP == 0, "whole warps");
 };
@@ -50,6 +51,7 @@ struct ListedSide {
 };
 
 // One of the two lists.
+template <bool CUTS>
 struct TileList {
   const ListParams& params;
   int32* entries;
@@ -69,7 +71,12 @@ struct TileList {
   }
 
   DEVICE int rows(const Sequence& it) const { return of_queries ? it.len_q : it.len_kv; }
-  DEVICE int tiles(const Sequence& it) const { return (rows(it) + rows_of_tile - 1) / rows_of_tile; }
+  // With CUTS the rows before the sequence in the tile that it begins in.
+  DEVICE int rows_before(const Sequence& it) const { return CUTS ? (of_queries ? it.offset_q : it.offset_kv) % rows_of_tile : 0; }
+  DEVICE int tiles(const Sequence& it) const {
+    if (CUTS && rows(it) == 0) return 0;
+    return (rows_before(it) + rows(it) + rows_of_tile - 1) / rows_of_tile;
+  }
   // A tile costs as much as its sequence has rows on the other side.
   DEVICE int cost(const Sequence& it) const { return of_queries ? it.len_kv : it.len_q; }
 
@@ -110,7 +117,8 @@ struct TileList {
     const int places = min(its_tiles, count - first);
     for (int place = thread_index() % WARP; place < places; place += WARP) {
       const int tile = of_queries ? its_tiles - 1 - place : place;
-      store_tile(entries, first + place, {number, tile * rows_of_tile, it, all});
+      const int first_row = tile * rows_of_tile - rows_before(it);
+      store_tile(entries, first + place, {number, CUTS ? max(first_row, 0) : first_row, it, all});
     }
   }
 
@@ -130,7 +138,7 @@ DEVICE void list_tiles(const ListParams& params) {
   if (item >= 2 * per_list) return;
   const bool of_queries = item < per_list;
   const int number = of_queries ? item : item - per_list;
-  const TileList list{params, of_queries ? params.query_list : params.key_list,
+  const TileList<T::CUTS> list{params, of_queries ? params.query_list : params.key_list,
                       of_queries ? params.tile_q : params.tile_kv, of_queries ? params.tiles_q : params.tiles_kv,
                       of_queries};
   if (!list.entries) return;

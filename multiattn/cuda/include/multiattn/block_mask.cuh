@@ -15,6 +15,7 @@ struct BlockSpec {
   bool has_full = false;
   bool has_bits = false;  // what the expression's mask says is in memory, of the first blocks of each list
   bool all_bits = false;  // of all of them
+  bool packed = false;    // blocks lie on the axis that sequences are packed along, and the ends of these cut them
 };
 template <BlockSpec SPEC>
 struct BlockMask {
@@ -34,6 +35,8 @@ template <class Blocked>
 constexpr bool HAS_BITS = SPEC_OF<Blocked>.has_bits;
 template <class Blocked>
 constexpr bool ALL_BITS = SPEC_OF<Blocked>.all_bits;
+template <class Blocked>
+constexpr bool IS_CUT = SPEC_OF<Blocked>.packed;
 
 // The parameters of a kernel with a block mask, or without, as `WithAux` takes them.
 template <class Blocked>
@@ -44,16 +47,20 @@ template <>
 struct ListsOf<NoBlockMask> {
   using Type = void;
 };
-template <bool HAS_BITS>
-struct ListsByBits {
+template <bool HAS_BITS, bool PACKED>
+struct ListsByKind {
   using Type = MaskLists;
 };
 template <>
-struct ListsByBits<true> {
+struct ListsByKind<true, false> {
   using Type = BitLists;
 };
+template <>
+struct ListsByKind<false, true> {
+  using Type = SequenceLists;
+};
 template <BlockSpec SPEC>
-struct ListsOf<BlockMask<SPEC>> : ListsByBits<SPEC.has_bits> {};
+struct ListsOf<BlockMask<SPEC>> : ListsByKind<SPEC.has_bits, SPEC.packed> {};
 
 // The tiles of the blocks that one row of the lists names, full blocks first: one a step.
 template <int BLOCK, int TILE, bool HAS_FULL>
@@ -111,8 +118,8 @@ class ListedKeys {
   static constexpr int begin = 0;
   int end;
 
-  DEVICE ListedKeys(const BlockLists& lists, int batch, int head, int first_query)
-      : lists_(lists), tiles_(Tiles::of(lists_, batch, head, first_query / Blocked::QUERIES)) {
+  DEVICE ListedKeys(const BlockLists& lists, int batch, int head, int row)
+      : lists_(lists), tiles_(Tiles::of(lists_, batch, head, row)) {
     end = tiles_.end;
     look_ahead(0);
   }

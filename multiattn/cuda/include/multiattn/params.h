@@ -42,6 +42,12 @@ struct TileLists {
   int32 sequences;
 };
 
+// In the place of both where a block mask is over the axis that the sequences are packed along.
+struct SequenceLists {
+  BlockLists keys, queries;
+  TileLists tiles;
+};
+
 // For the kernel that makes these lists. A list has room for the most tiles that so many rows in so many sequences can have.
 struct ListParams {
   const int32* cu_seqlens_q;   // [sequences + 1], never null: where sequences begin in q, and where the last one ends

@@ -14,6 +14,8 @@ template <class Blocked>
 constexpr bool IS_PACKED = false;
 template <>
 constexpr bool IS_PACKED<Packed> = true;
+template <BlockSpec SPEC>
+constexpr bool IS_PACKED<BlockMask<SPEC>> = SPEC.packed;
 template <>
 struct ListsOf<Packed> {
   using Type = TileLists;
@@ -123,13 +125,13 @@ struct UnlistedTile {
 };
 
 // The tile of a block, and its sequence, by what lists a kernel's tiles.
-template <class Blocked>
+template <class Blocked, bool = IS_PACKED<Blocked>>
 struct TileKind {
   using Tile = UnlistedTile;
   using Sequence = NoSequence;
 };
-template <>
-struct TileKind<Packed> {
+template <class Blocked>
+struct TileKind<Blocked, true> {
   using Tile = ListedTile;
   using Sequence = multiattn::Sequence;
 };
@@ -142,11 +144,15 @@ using TileOf = typename TileKind<typename T::Blocked>::Tile;
 template <class T>
 using SequenceOf = typename TileKind<typename T::Blocked>::Sequence;
 
+// The lists of tiles among the parameters that are lists.
+DEVICE const TileLists& tile_lists(const TileLists& lists) { return lists; }
+DEVICE const TileLists& tile_lists(const SequenceLists& lists) { return lists.tiles; }
+
 // The tile of a place in one of the lists, or without lists the one that starts with this row.
 template <class T>
 DEVICE TileOf<T> tile_at(const typename T::Params& params, const int32* TileLists::*list, int place, int first_row) {
   if constexpr (IS_PACKED<typename T::Blocked>)
-    return find_sequence(params.lists.*list, place);
+    return find_sequence(tile_lists(params.lists).*list, place);
   else
     return {first_row, {}};
 }
@@ -160,6 +166,73 @@ template <class Params>
 DEVICE int32 count_keys(const Params& params, const NoSequence&) { return params.seq_kv; }
 template <class Params>
 DEVICE int32 count_keys(const Params&, const Sequence& it) { return it.len_kv; }
+
+// Rows of a sequence, from `first` on, up to `end`.
+struct TileRows {
+  int first, end;
+
+  DEVICE int count() const { return max(end - first, 0); }
+};
+
+// The rows that a tile of the axis along which sequences are packed has of one of them: `before` it has so many rows there.
+template <int TILE>
+DEVICE TileRows rows_of_tile(int tile, int before, int len) {
+  return {max(tile * TILE - before, 0), min((tile + 1) * TILE - before, len)};
+}
+
+// The keys of a tile, which a block mask may list; but of a packed axis `end` is that of all. And the queries of one.
+template <class Blocked, int TILE, class Params, class Of>
+DEVICE TileRows keys_of_tile(const Params& params, const Of& sequence, int tile) {
+  if constexpr (IS_CUT<Blocked>) return rows_of_tile<TILE>(tile, sequence.offset_kv, sequence.len_kv);
+  else return {tile * TILE, count_keys(params, sequence)};
+}
+template <class Blocked, int TILE, class Params, class Of>
+DEVICE TileRows queries_of_tile(const Params& params, const Of& sequence, int tile) {
+  if constexpr (IS_CUT<Blocked>) return rows_of_tile<TILE>(tile, sequence.offset_q, sequence.len_q);
+  else return {tile * TILE, count_queries(params, sequence)};
+}
+
+// The row behind the last of a tile of queries that begins with `first`, and so of keys: that of the sequence, unless tiles are cut where
+// those of the packed axis are.
+template <class Blocked, int TILE, class Params, class Of>
+DEVICE int end_of_queries(const Params& params, const Of& sequence, int first) {
+  if constexpr (IS_CUT<Blocked>)
+    return rows_of_tile<TILE>((sequence.offset_q + first) / TILE, sequence.offset_q, sequence.len_q).end;
+  else return count_queries(params, sequence);
+}
+template <class Blocked, int TILE, class Params, class Of>
+DEVICE int end_of_keys(const Params& params, const Of& sequence, int first) {
+  if constexpr (IS_CUT<Blocked>)
+    return rows_of_tile<TILE>((sequence.offset_kv + first) / TILE, sequence.offset_kv, sequence.len_kv).end;
+  else return count_keys(params, sequence);
+}
+
+// The row of a block mask's lists for a tile of queries that begins with `first`, and so of keys. `number` is that of the sequence.
+template <class Blocked, class Of>
+DEVICE int row_of_queries(const Of& sequence, int number, int first) {
+  if constexpr (IS_CUT<Blocked>) return (sequence.offset_q + first) / Blocked::QUERIES + number;
+  else return first / Blocked::QUERIES;
+}
+template <class Blocked, class Of>
+DEVICE int row_of_keys(const Of& sequence, int number, int first) {
+  if constexpr (IS_CUT<Blocked>) return (sequence.offset_kv + first) / Blocked::KEYS + number;
+  else return first / Blocked::KEYS;
+}
+
+// The walk of a tile of queries that begins with `first` over the keys that lists name. A sequence without keys has no list.
+template <class T>
+DEVICE KeysOf<T> listed_keys(const typename T::Params& params, const SequenceOf<T>& sequence, int number, int batch, int head,
+                             int first) {
+  using Blocked = typename T::Blocked;
+  if constexpr (IS_CUT<Blocked>) {
+    const bool has_keys = sequence.len_kv > 0;
+    KeysOf<T> walk(params.lists.keys, 0, head, has_keys ? row_of_queries<Blocked>(sequence, number, first) : 0);
+    if (!has_keys) walk.end = 0;
+    return walk;
+  } else {
+    return {params.lists.keys, batch, head, first / Blocked::QUERIES};
+  }
+}
 
 template <Band BAND, class Params>
 DEVICE Mask<BAND> mask_of(const Params& params, const NoSequence&) { return Mask<BAND>(params); }
