@@ -7,6 +7,7 @@ of the mask are operands of a launch; a `BlockSpec` is what a kernel's code depe
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -146,8 +147,10 @@ def of_sequences(lists: BlockLists, starts: Sequence[torch.Tensor], *, has_gradi
 
     A sequence has rows of its own: those of a block of queries that several share follow one another, each with the
     blocks that have keys of its sequence. Row r of the packed axis is row ``r + b`` of sequence b. So none is shared,
-    and none takes part in what another sees. No value is read here. `has_gradient`: as for `read_block_mask`.
+    and none takes part in what another sees. No value is read here. `has_gradient`: as for `read_block_mask`. Blocks
+    have up to `BLOCK` rows: of longer ones those parts alone are walked over that have rows of the sequence.
     """
+    lists = _in_parts(lists)
     sides = tuple(zip(starts, lists.spec[:2], strict=True))
     made: dict[str, torch.Tensor] = {}
     for names, own, other in ((KEYS_OF_QUERIES, *sides), (QUERIES_OF_KEYS, *reversed(sides))):
@@ -156,6 +159,25 @@ def of_sequences(lists: BlockLists, starts: Sequence[torch.Tensor], *, has_gradi
         found = (make(*present[at : at + 2], own, other) for at in range(0, len(present), 2))
         made |= zip(names, itertools.chain.from_iterable(found), strict=False)
     return BlockLists(lists.spec, tuple(made[it] for it in lists.spec.names))
+
+
+def _in_parts(lists: BlockLists) -> BlockLists:
+    """The same mask in blocks of up to `BLOCK` queries and keys."""
+    queries, keys = (size if size <= BLOCK else math.gcd(size, BLOCK) for size in lists.spec[:2])
+    parts = {"kv": (lists.spec.queries // queries, lists.spec.keys // keys)}
+    if parts["kv"] == (1, 1):
+        return lists
+    parts["q"] = parts["kv"][::-1]
+
+    def divided(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        rows, across = parts[name.removeprefix("full_").split("_")[0]]
+        if name.endswith("num_blocks"):
+            return (tensor * across).repeat_interleave(rows, dim=-1)
+        numbers = tensor[..., None] * across + torch.arange(across, dtype=tensor.dtype, device=tensor.device)
+        return numbers.flatten(-2).repeat_interleave(rows, dim=-2)
+
+    tensors = tuple(divided(*it) for it in lists.named.items())
+    return BlockLists(lists.spec._replace(queries=queries, keys=keys), tensors)
 
 
 def _by_sequence(

@@ -116,7 +116,7 @@ def _with_blocks() -> Iterator[Case]:
         behind=(9, 5), blocks=(128, 128), mask_mod="noop", loose_lists=True, causal=True, head_dim=128, sinks="normal",
     )  # fmt: skip
     yield packed(
-        "blocks_nan_neighbours", "blocks by head, some of them whole, beside NaN, and scores of positions in a sequence",
+        "blocks_nan_neighbours", "blocks by head, some of them whole, beside NaN; scores of positions in a sequence",
         [(it, it) for it in (33, 170, 5, 129, 20)], behind=(6, 6), values="nan_neighbours", blocks=(64, 64),
         mask_mod="causal", lists="h", alibi="batch", heads_kv=1,
     )  # fmt: skip

@@ -98,7 +98,7 @@ WGMMA = _variant(
     WgmmaConfig,
     name="wgmma",
     summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; FlashAttention-3",
-    capability=_wgmma_capability(scores=True, score_gradients=True, block_masks=64),
+    capability=_wgmma_capability(scores=True, score_gradients=True, block_masks=64, packed_blocks=64),
     rules=WGMMA_RULES,
 )
 

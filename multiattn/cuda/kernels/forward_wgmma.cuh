@@ -28,8 +28,16 @@ struct HiddenScores<T, true> {
   bool has_bits;
 };
 
+// Where sequences cut tiles of keys, the key behind the last of one.
+template <class T, bool = IS_CUT<typename T::Blocked>>
+struct CutKeys {};
+template <class T>
+struct CutKeys<T, true> {
+  int end_key;
+};
+
 template <class T, int TEAM = 0>
-class Consumer : private HiddenScores<T> {
+class Consumer : private HiddenScores<T>, private CutKeys<T> {
   using E = typename T::Element;
   using Shared = SharedLayout<T, TEAM>;
   using Rows = typename RowsOf<T>::Type;
@@ -270,7 +278,10 @@ class Consumer : private HiddenScores<T> {
   }
 
   // The first key of a block; of a list it is a word of its tile.
-  static DEVICE int first_key(int block) { return (T::LISTED ? TileWord{block}.tile() : block) * T::TILE_N; }
+  static DEVICE int first_key(int block) {
+    if constexpr (T::LISTED) return first_key_of<T>(block);
+    else return block * T::TILE_N;
+  }
 
   // From scores to the log2 domain.
   DEVICE float scale_log2() const { return HAS_SCORE<typename T::Score> ? 1.0f : params_.forward.scale_log2; }
@@ -282,6 +293,8 @@ class Consumer : private HiddenScores<T> {
     if constexpr (T::LISTED) {
       const TileWord word{block};
       if (word.is_cut()) mask_scores<T>(scores_, mask_, queries, first_key);
+      if constexpr (IS_CUT<typename T::Blocked>)
+        if (word.is_cut()) hide_from<T>(scores_, this->end_key - first_key);
       if (has_bits_of(word)) hide_by_bits();
       if constexpr (HAS_MASK<typename T::Score> && !ALL_BITS<typename T::Blocked>)
         if (word.is_partial() && !has_bits_of(word)) mask_partial<T>(scores_, rows.heads(params_, mask_), queries, first_key);
@@ -371,6 +384,7 @@ class Consumer : private HiddenScores<T> {
   DEVICE TileWord take_tile(const Rows& rows, int slot) {
     const auto load = [](SharedAddress at) { return static_cast<int>(uniform(float_bits(load_shared_4(at)))); };
     const TileWord word{load(Shared::key_word(slot))};
+    if constexpr (IS_CUT<typename T::Blocked>) this->end_key = load(Shared::key_word(slot) + 4);
     if constexpr (HAS_BITS<typename T::Blocked>) {
       using Bits = typename HiddenScores<T>::Bits;
       const int place = load(Shared::key_word(slot) + 4);
@@ -404,8 +418,11 @@ class Consumer : private HiddenScores<T> {
   // where V has stages of its own; a slot of Q is not given back before the outputs have left it.
   DEVICE QueryTile<T> tile_of(const Rows& rows) const {
     constexpr bool AGAIN = T::TMA_STORE && (IS_PACKED<typename T::Blocked> || !T::TAKES_TURNS);
-    if constexpr (AGAIN) return load_tile<T>(Shared::tile_place(rows.slot));
-    return rows.tile;
+    QueryTile<T> tile = rows.tile;
+    if constexpr (AGAIN) tile = load_tile<T>(Shared::tile_place(rows.slot));
+    if constexpr (IS_CUT<typename T::Blocked>)  // rows behind the tile are another's
+      tile.sequence.len_q = end_of_queries<typename T::Blocked, T::TILE_M>(params_.forward, tile.sequence, tile.first_query);
+    return tile;
   }
 
   // ---- out = outputs / sum and lse = log(sum of exp)
@@ -431,7 +448,7 @@ class Consumer : private HiddenScores<T> {
     await_warpgroup();  // everybody's outputs are there
     const QueryTile<T> tile = tile_of(rows);
     // A store that begins before its tensor is an illegal instruction; a load is not.
-    const bool has_rows = T::LISTED ? rows.first_query < params_.forward.seq_q : rows.first_query >= 0;
+    const bool has_rows = T::LISTED ? rows.first_query < count_queries(params_.forward, tile.sequence) : rows.first_query >= 0;
     if (thread_index() % WARPGROUP == 0 && has_rows) {
 #pragma unroll
       for (int panel = 0; panel < TileOut::PANELS; ++panel)

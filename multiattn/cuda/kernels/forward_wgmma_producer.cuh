@@ -6,14 +6,14 @@
 namespace multiattn {
 
 // How many tiles of queries a head has: the parameters know, or in a packed batch the list, which is asked once.
-template <class Blocked>
+template <class Blocked, bool = IS_PACKED<Blocked>>
 struct TileCount {
   template <class Params>
   DEVICE explicit TileCount(const Params&) {}
   DEVICE int of_head(const WgmmaParams& params) const { return params.forward.tiles; }
 };
-template <>
-struct TileCount<Packed> {
+template <class Blocked>
+struct TileCount<Blocked, true> {
   int listed;
   template <class Params>
   DEVICE explicit TileCount(const Params& params) : listed(find_sequence(tile_lists(params.lists).query_list, 0).tiles) {}
@@ -83,13 +83,13 @@ DEVICE void load_queries(SharedAddress target, const TensorMap& map, SharedAddre
   }
 }
 
-// K or V of a block of keys into the next of its slots that is empty. No lambda with a type of its own: NVRTC 13.0 takes that
+// K or V of the keys from the first of a block on into the next of its slots that is empty. No lambda with a type of its own: NVRTC 13.0 takes that
 // for a function of the host.
 template <class T, class Slots, class Place>
-DEVICE void load_keys(Place& place, const TensorMap& map, const QueryTile<T>& tile, int head_kv, int block) {
+DEVICE void load_keys(Place& place, const TensorMap& map, const QueryTile<T>& tile, int head_kv, int first_key) {
   const auto ring = Slots::ring();
   ring.await_empty(place);
-  load_panels<typename Slots::Tile, T::CLUSTER>(Slots::at(place.slot), map, ring.full(place.slot), block * T::TILE_N, head_kv,
+  load_panels<typename Slots::Tile, T::CLUSTER>(Slots::at(place.slot), map, ring.full(place.slot), first_key, head_kv,
                                                 keys_of(tile));
   place.advance();
 }
@@ -127,13 +127,13 @@ DEVICE void produce(const typename T::Params& params) {
   RingPlace<T::V_STAGES> v;  // of V, if it does not take turns with K
 
   const auto load_k = [&](const QueryTile<T>& tile, int head_kv, int block) {
-    load_keys<T, typename Shared::K>(k, params.map_k, tile, head_kv, block);
+    load_keys<T, typename Shared::K>(k, params.map_k, tile, head_kv, block * T::TILE_N);
   };
   const auto load_v = [&](const QueryTile<T>& tile, int head_kv, int block) {
     if constexpr (T::TAKES_TURNS)
-      load_keys<T, typename Shared::V>(k, params.map_v, tile, head_kv, block);
+      load_keys<T, typename Shared::V>(k, params.map_v, tile, head_kv, block * T::TILE_N);
     else
-      load_keys<T, typename Shared::V>(v, params.map_v, tile, head_kv, block);
+      load_keys<T, typename Shared::V>(v, params.map_v, tile, head_kv, block * T::TILE_N);
   };
 
   admit_next_grid();
@@ -171,6 +171,10 @@ DEVICE void produce(const typename T::Params& params) {
   if constexpr (T::CLUSTER > 1 && !T::TAKES_TURNS) await_all_empty(Shared::V::ring(), v);
 }
 
+// The first key of a list's tile, by its word.
+template <class T>
+DEVICE int first_key_of(int word) { return TileWord{word}.tile() * (IS_CUT<typename T::Blocked> ? 1 : T::TILE_N); }
+
 // As `produce`, where a block mask lists the tiles of keys: full blocks first. A tile is looked up two steps ahead, as the list is
 // in memory, and its word goes to a slot of K with it. Tiles of queries begin with query 0, as blocks do.
 template <class T, int TEAM = 0>
@@ -187,23 +191,30 @@ class ListedProducer {
     admit_next_grid();
     await_earlier_grids();  // tensors, lists and the counter are touched only after this
     const TileCount<typename T::Blocked> count(params_);
-    for (int tile = first_tile<T, TEAM>(count, params_); tile != NO_TILE; tile = tile_after<T>(tile, count, params_)) load(tile);
+    for (int tile = first_tile<T, TEAM>(count, params_); tile != NO_TILE; tile = tile_after<T>(tile, count, params_))
+      load(tile, count.of_head(params_));
     ring_q.await_empty(q_);
     store_tile<T>(Shared::tile_place(q_.slot), {0, 0, 0, NO_TILE, {}});
     mbarrier_arrive(ring_q.full(q_.slot));
   }
 
  private:
-  DEVICE void load(int tile) {
+  DEVICE void load(int tile, int tiles) {
     const ForwardParams& forward = params_.forward;
-    const auto [any_head, place] = scheduled_place<T::BAND>(tile, forward.tiles, forward.heads, forward.heads_per_section);
+    const auto [any_head, place] = scheduled_place<T::BAND>(tile, tiles, forward.heads, forward.heads_per_section);
     const int batch = any_head / forward.heads_q, head = any_head % forward.heads_q;
-    const int first_query = (forward.tiles - 1 - place) * T::TILE_M;
-    const Listed listed = Listed::of(params_.lists.keys, batch, head, first_query / T::Blocked::QUERIES);
-    const QueryTile<T> own{first_query, head, batch, listed.end, {}};
-    const auto look_up = [&](int step) { return step < listed.end ? word_of(listed, first_query, step) : 0; };
+    const TileOf<T> at = tile_at<T>(params_, &TileLists::query_list, place, (tiles - 1 - place) * T::TILE_M);
+    const int first_query = at.first_row;
+    QueryTile<T> own{first_query, head, batch, 0, at.sequence};
+    if constexpr (IS_CUT<typename T::Blocked>) {
+      own.number = at.number;
+      mask_ = mask_of<T::BAND>(forward, at.sequence);
+    }
+    const Listed listed = list_of(own, batch);
+    own.blocks = listed.end;
+    const auto look_up = [&](int step) { return step < listed.end ? word_of(listed, own, step) : 0; };
     int word = look_up(0), next = look_up(1);
-    if (listed.end > 0) load_k(own, word, place_of(listed, 0));
+    if (listed.end > 0) load_k(own, word, place_of(listed, own, 0));
     Shared::ring_q().await_empty(q_);
     store_tile<T>(Shared::tile_place(q_.slot), own);
     load_queries<T>(Shared::q(q_.slot), params_.map_q, Shared::ring_q().full(q_.slot), own);
@@ -211,7 +222,7 @@ class ListedProducer {
 #pragma unroll 1  // a producer has few registers
     for (int step = 1; step < listed.end; ++step) {
       const int after_next = look_up(step + 1);
-      load_k(own, next, place_of(listed, step));
+      load_k(own, next, place_of(listed, own, step));
       load_v(own, word);
       word = next;
       next = after_next;
@@ -219,30 +230,45 @@ class ListedProducer {
     if (listed.end > 0) load_v(own, word);
   }
 
-  DEVICE int word_of(const Listed& listed, int first_query, int step) const {
-    const int tile = listed.tile(params_.lists.keys, step);
-    const bool is_partial = HAS_MASK<typename T::Score> && listed.is_partial(step);
-    return TileWord::of(tile, is_partial, !mask_.all_visible(first_query, T::TILE_M, tile * T::TILE_N, T::TILE_N)).word;
+  // The list of the tile's keys. Those that sequences cut have none of a sequence without keys.
+  DEVICE Listed list_of(const QueryTile<T>& own, int batch) const {
+    if constexpr (IS_CUT<typename T::Blocked>)
+      if (own.sequence.len_kv == 0) return {0, 0, 0};
+    const int row = row_of_queries<typename T::Blocked>(own.sequence, own.number, own.first_query);
+    return Listed::of(params_.lists.keys, batch, own.head, row);
   }
 
-  // The place of the bits of a step's block.
-  DEVICE int place_of(const Listed& listed, int step) const {
+  // The word of a step's tile. Of those that sequences cut it has the first key.
+  DEVICE int word_of(const Listed& listed, const QueryTile<T>& own, int step) const {
+    const int tile = listed.tile(params_.lists.keys, step);
+    const bool is_partial = HAS_MASK<typename T::Score> && listed.is_partial(step);
+    const TileRows keys = keys_of_tile<typename T::Blocked, T::TILE_N>(params_.forward, own.sequence, tile);
+    bool is_cut = !mask_.all_visible(own.first_query, T::TILE_M, keys.first, T::TILE_N);
+    if constexpr (IS_CUT<typename T::Blocked>) is_cut |= keys.count() < T::TILE_N;
+    return TileWord::of(IS_CUT<typename T::Blocked> ? keys.first : tile, is_partial, is_cut).word;
+  }
+
+  // The place of the bits of a step's block, or the key behind its last where sequences cut tiles.
+  DEVICE int place_of(const Listed& listed, const QueryTile<T>& own, int step) const {
     if constexpr (HAS_BITS<typename T::Blocked>) return listed.place_of_bits(params_.lists.bit_columns, step);
+    if constexpr (IS_CUT<typename T::Blocked>)
+      return keys_of_tile<typename T::Blocked, T::TILE_N>(params_.forward, own.sequence, listed.tile(params_.lists.keys, step)).end;
     return NO_BITS;
   }
 
   DEVICE void load_k(const QueryTile<T>& tile, int word, int place) {
     Shared::K::ring().await_empty(kv_.k());
     store_shared_4(Shared::key_word(kv_.k().slot), static_cast<uint32>(word));
-    if constexpr (HAS_BITS<typename T::Blocked>) store_shared_4(Shared::key_word(kv_.k().slot) + 4, static_cast<uint32>(place));
-    load_keys<T, typename Shared::K>(kv_.k(), params_.map_k, tile, tile.head / params_.forward.group, TileWord{word}.tile());
+    if constexpr (HAS_BITS<typename T::Blocked> || IS_CUT<typename T::Blocked>)
+      store_shared_4(Shared::key_word(kv_.k().slot) + 4, static_cast<uint32>(place));
+    load_keys<T, typename Shared::K>(kv_.k(), params_.map_k, tile, tile.head / params_.forward.group, first_key_of<T>(word));
   }
   DEVICE void load_v(const QueryTile<T>& tile, int word) {
-    load_keys<T, typename Shared::V>(kv_.v(), params_.map_v, tile, tile.head / params_.forward.group, TileWord{word}.tile());
+    load_keys<T, typename Shared::V>(kv_.v(), params_.map_v, tile, tile.head / params_.forward.group, first_key_of<T>(word));
   }
 
   const typename T::Params& params_;
-  const Mask<T::BAND> mask_;
+  Mask<T::BAND> mask_;  // of the tile's sequence
   RingPlace<T::Q_SLOTS> q_;
   typename Shared::Places kv_;
 };

@@ -51,6 +51,14 @@ DEVICE void mask_scores(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, c
   }
 }
 
+// Hides a block's scores from one of its keys on.
+template <class T>
+DEVICE void hide_from(WarpgroupScores<T>& scores, int key) {
+#pragma unroll
+  for (int i = 0; i < T::TILE_N / 2; ++i)
+    if (i / 4 * 8 + accumulator_column(i % 4) >= key) scores[i] = -infinity();
+}
+
 // Hides the scores of a partial block that the expression's mask hides.
 template <class T, class Heads, class Queries>
 DEVICE void mask_partial(WarpgroupScores<T>& scores, const Heads& heads, const Queries& queries, int first_key) {
