@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, NO_FLAGS, FamilyConfig, padded, tiles_of
-from multiattn.cuda.naming import aggregate, traits_type, walking_kernel
+from multiattn.cuda.naming import aggregate, packed_tiles, traits_type, walking_kernel
 from multiattn.cuda.score import sends_raw
 from multiattn.cuda.source import BackwardParams, Instance, PlannedLaunch
 from multiattn.packed import TILE_LISTS
@@ -228,13 +228,14 @@ def dq_sum_bytes(problem: Problem) -> int:
 def rows_launch(entry: str, problem: Problem, *, adds_dq: bool, wide: bool) -> PlannedLaunch:
     """The kernel before, or after, the products of a backward."""
     packed, overlaps = problem.packing is not None, entry == "convert_sums"
-    lists = ("multiattn::Packed",) if packed else ()
+    lists = packed_tiles(problem, cuts=overlaps)
+    is_cut = packed and overlaps and problem.blocks is not None
     order = ("_wide" if wide else "_narrow") if adds_dq else ""
     sizes = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
     sizes |= {"threads": ROW_THREADS, "tile_rows": ROW_TILE}
     config = aggregate("RowConfig", **sizes, has_dq_sum=adds_dq, wide=wide)
     kernel = Instance(
-        name=f"{entry}_{problem.dtype}_{problem.widths_in_names}{order}{'_packed' * packed}",
+        name=f"{entry}_{problem.dtype}_{problem.widths_in_names}{order}{'_packed' * packed}{'_cut' * is_cut}",
         header="backward_wgmma_rows.cuh" if overlaps else "backward_rows.cuh",
         entry=entry,
         traits=traits_type("RowTraits", problem, config, *lists),

@@ -14,7 +14,7 @@ from multiattn.cuda import stream_k
 from multiattn.cuda.backward_mma import ROW_THREADS, ROW_TILE, backward_numbers, dq_sum_bytes, rows_launch
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded, tiles_of
 from multiattn.cuda.mask_bits import MaskBits
-from multiattn.cuda.naming import aggregate, aggregate_of, traits_type
+from multiattn.cuda.naming import aggregate, aggregate_of, packed_tiles, traits_type
 from multiattn.cuda.source import Division, Instance, PlannedLaunch, WgmmaBackwardParams
 from multiattn.cuda.stream_k import Divided, steps_of_tiles
 from multiattn.cuda.wgmma import (
@@ -254,7 +254,7 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
             (registers <= most, needed, f"up to {most}"),
             (columns <= columns_max, f"{columns} columns of dq at a time ({self})", f"up to {columns_max}: half_dq"),
             packed_check(problem),
-            block_check(problem, self, self.tile_m, WARPGROUP_ROWS),
+            block_check(problem, self, self.tile_m, self.tile_n if problem.packing is not None else WARPGROUP_ROWS),
             (
                 self.ordered == flags.get("ordered", False),
                 f"ordered={self.ordered}",
@@ -274,8 +274,9 @@ class WgmmaBackwardConfig(HopperBackwardConfig):
         """Statistics, the bits of a block mask, all gradients, and dq from its sums."""
         problem, division = plan.problem, self.division(plan.problem)
         is_packed, is_divided = problem.packing is not None, division is not None
-        lists = ("multiattn::Packed",) if is_packed else ("multiattn::StreamK",) if is_divided else ()
-        name = f"{'_packed' * is_packed}{'_stream_k' * is_divided}"
+        lists = packed_tiles(problem, cuts=True) or (("multiattn::StreamK",) if is_divided else ())
+        is_cut = is_packed and problem.blocks is not None
+        name = f"{'_packed' * is_packed}{'_cut' * is_cut}{'_stream_k' * is_divided}"
         gradients, its = self._gradients(plan, division), self._bits(problem)
         bits = () if its is None else (its.launch(gradients.kernel, QUERIES_OF_KEYS, self.tile_m),)
         return (

@@ -57,6 +57,16 @@ def walking_kernel(
     )
 
 
+def packed_tiles(problem: Problem, *, cuts: bool) -> tuple[str, ...]:
+    """The C++ type of what lists the tiles of a packed batch, for a kernel that knows of no block mask; none else.
+
+    With `cuts` those of a kernel that does know of it are cut where the packed axis' are.
+    """
+    if problem.packing is None:
+        return ()
+    return ("multiattn::CutTiles" if cuts and problem.blocks is not None else "multiattn::Packed",)
+
+
 def features_of(problem: Problem, direction: Direction, *, v_in_k: bool = False) -> str:
     """The C++ value of a problem's features. A backward's kernels know of no sinks, and most of no v in k."""
     its = Features.of(problem)

@@ -176,7 +176,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         name="wgmma",
         summary="Hopper: a warpgroup loads by TMA, others multiply by wgmma; dq, and dk and dv of "
         "divided tiles, are added up in fp32, in any order",
-        capability=_wgmma_capability(head_dim_max=128, scores=True, block_masks=64),
+        capability=_wgmma_capability(head_dim_max=128, scores=True, block_masks=64, packed_blocks=64),
         rules=WGMMA_BACKWARD_RULES,
         deterministic=False,
     ),

@@ -104,7 +104,7 @@ DEVICE HeadScores<typename T::Score> scores_of(const typename T::Params& params,
 // dq before its conversion, fp32 [heads_q_all, ceil(seq_q / 16), D / 16] fragments of 16x16, in the order in which lanes
 // hold accumulators, so that a warp adds to whole lines of memory. WIDE: a lane's four values of a 16x8 accumulator are
 // neighbours, for one 16-byte addition; else a warp's 32 are, for four of 4 bytes. A sequence of a packed batch begins with a
-// fragment of its own: each of those before it has at most one more than its rows fill.
+// fragment of its own: each of those before it has at most one more than its rows fill. So does a tile that sequences cut.
 template <int DIM_FRAGMENTS, bool WIDE>
 struct DqSum {
   static constexpr int FRAGMENT = 256;  // floats
@@ -158,10 +158,14 @@ struct DqSum {
 DEVICE const BackwardParams& plain_of(const BackwardParams& params) { return params; }
 DEVICE const BackwardParams& plain_of(const WgmmaBackwardParams& params) { return params.backward; }
 
-// The rows of that sum from `first_query` on of the sequence of that number.
+// The rows of that sum from `first_query` on of the sequence of that number: where sequences cut tiles, the first of one.
 template <class T>
 DEVICE float* dq_sums(const typename T::Params& params, int head, int number, const SequenceOf<T>& sequence, int first_query) {
-  if constexpr (IS_PACKED<typename T::Blocked>)
+  if constexpr (IS_CUT<typename T::Blocked>) {
+    const auto& lists = tile_lists(params.lists);
+    const int fragment = (sequence.offset_q + first_query) / 16 + number;
+    return T::Sum::fragments(plain_of(params), head, T::Sum::row_fragments(plain_of(params), lists), fragment);
+  } else if constexpr (IS_PACKED<typename T::Blocked>)
     return T::Sum::rows(plain_of(params), tile_lists(params.lists), head, number, sequence, first_query);
   else
     return T::Sum::rows(plain_of(params), head, first_query);

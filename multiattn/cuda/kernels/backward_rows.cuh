@@ -125,7 +125,8 @@ DEVICE void convert_dq(const typename T::Params& params) {
   const float* sums = dq_sums<T>(params, head, tile.number, tile.sequence, tile.first_row);
   const Strides& strides = strides_dq<T>(params);
   uint16* rows = QuerySequence<SequenceOf<T>>{params, head, tile.sequence}.dq(strides) + tile.first_row * strides.seq;
-  const int left = count_queries(params, tile.sequence) - tile.first_row, lane = thread_index() % WARP;
+  const int end = end_of_queries<typename T::Blocked, T::TILE_ROWS>(params, tile.sequence, tile.first_row);
+  const int left = end - tile.first_row, lane = thread_index() % WARP;
   const bool has_sums = has_place<T>(params, tile);
 
   constexpr int WARPS = T::THREADS / WARP, ACROSS = (T::CHUNKS + 3) / 4, ALL = T::TILE_ROWS / 16 * ACROSS;

@@ -237,8 +237,9 @@ class KeyWarpgroup : private WalkPlace<T> {
     this->at = ListedStep::load(Shared::step_of_q(PlaceQ::of(step).slot));
     if (is_full()) return;
     const KeyTile<T> of = tile();
-    const HeadScores<typename T::Score> head(params_.aux, params_.backward.seq_q, params_.backward.seq_kv, of.number, own_head());
-    this->hidden = find_hidden<T>(params_, head, this->at, first_key(of));
+    const HeadScores<typename T::Score> head(params_.aux, count_queries(params_.backward, of.sequence),
+                                             count_keys(params_.backward, of.sequence), of.number, own_head());
+    this->hidden = find_hidden<T>(params_, of, head, this->at, first_key(of));
   }
 
   DEVICE void begin_dp(uint32 step) {
@@ -284,7 +285,8 @@ class KeyWarpgroup : private WalkPlace<T> {
     else return this->head;
   }
   DEVICE int first_query(const KeyTile<T>& of) const {
-    if constexpr (T::LISTED) return this->at.tile.tile() * T::TILE_M;
+    if constexpr (T::LISTED)
+      return queries_of_tile<typename T::Blocked, T::TILE_M>(params_.backward, of.sequence, this->at.tile.tile()).first;
     else return query_block<T>(params_, of, block_) * T::TILE_M;
   }
 

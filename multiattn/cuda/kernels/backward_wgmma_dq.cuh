@@ -79,13 +79,18 @@ class DqWarpgroup {
     const auto place = DsPlace::of(step);
     Its::ring_ds().await_full(place);
     const auto at = ListedStep::load(Its::step_of_ds(place.slot));
-    const int row = at.tile.tile() * T::TILE_M + warp_row();
-    float* const sums = dq_sums<T>(params_, at.head, tile.number, tile.sequence, row);
+    const TileRows rows = queries_of_tile<typename T::Blocked, T::TILE_M>(params_.backward, tile.sequence, at.tile.tile());
+    const int row = rows.first + warp_row();
+    float* sums;
+    if constexpr (IS_CUT<typename T::Blocked>)
+      sums = dq_sums<T>(params_, at.head, tile.number, tile.sequence, rows.first) + warp_row() / 16 * ROW_FLOATS;
+    else
+      sums = dq_sums<T>(params_, at.head, tile.number, tile.sequence, row);
 #pragma unroll
     for (int column = 0; column < T::HEAD_DIM; column += T::DQ_COLUMNS) {
       make<GROUP>(place.slot, column);
       if (column + T::DQ_COLUMNS >= T::HEAD_DIM) Its::ring_ds().release(place.slot);
-      if (row < params_.backward.seq_q) add(sums + column / 8 * T::SIDE, column);
+      if (row < rows.end) add(sums + column / 8 * T::SIDE, column);
     }
   }
 

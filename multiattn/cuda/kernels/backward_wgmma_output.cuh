@@ -25,7 +25,10 @@ DEVICE void write_gradients(const typename T::Params& params, const KeyTile<T>& 
   using E = typename T::Element;
   const BackwardParams& backward = params.backward;
   const KeySequence<SequenceOf<T>> keys{backward, tile.head_kv, tile.sequence};
-  const int rows = count_keys(backward, tile.sequence) - first_key;
+  int end = count_keys(backward, tile.sequence);
+  if constexpr (IS_CUT<typename T::Blocked>)
+    end = end_of_keys<typename T::Blocked, T::TILE_N>(backward, tile.sequence, tile.first_key);
+  const int rows = end - first_key;
   write_rows<E>(keys.dv() + first_key * backward.strides_dv.seq, backward.strides_dv.seq, rows, dv, 1.0f);
   write_rows<E>(keys.dk() + first_key * backward.strides_dk.seq, backward.strides_dk.seq, rows, dk, backward.grad_factor);
 }

@@ -191,13 +191,19 @@ class BackwardProducer {
   // The list of a query head of the tile's group, for its keys or those of a warpgroup.
   DEVICE auto list_of(const KeyTile<T>& tile, int head, int group) const {
     using Listed = ListedTiles<T::Blocked::QUERIES, T::TILE_M, T::Blocked::HAS_FULL>;
-    const int row = min((tile.first_key + group * T::WARPGROUP_KEYS) / T::Blocked::KEYS, (params_.backward.seq_kv - 1) / T::Blocked::KEYS);
-    return Listed::of(params_.lists.queries, tile.number, query_head(tile, {head, 0}), row);
+    if constexpr (IS_CUT<typename T::Blocked>) {
+      if (tile.sequence.len_q == 0) return Listed{0, 0, 0};  // it has no list
+      const int row = row_of_keys<typename T::Blocked>(tile.sequence, tile.number, tile.first_key);
+      return Listed::of(params_.lists.queries, 0, query_head(tile, {head, 0}), row);
+    } else {
+      const int row = min((tile.first_key + group * T::WARPGROUP_KEYS) / T::Blocked::KEYS, (params_.backward.seq_kv - 1) / T::Blocked::KEYS);
+      return Listed::of(params_.lists.queries, tile.number, query_head(tile, {head, 0}), row);
+    }
   }
 
   // The steps of a tile, or of a warpgroup of it, over all heads.
   DEVICE int count_listed(const KeyTile<T>& tile, int group) const {
-    if (tile.first_key + group * T::WARPGROUP_KEYS >= params_.backward.seq_kv) return 0;
+    if (tile.first_key + group * T::WARPGROUP_KEYS >= count_keys(params_.backward, tile.sequence)) return 0;
     if (params_.lists.queries.stride_head == 0) return list_of(tile, 0, group).end * params_.backward.group;
     int steps = 0;
 #pragma unroll 2  // a producer has few registers
@@ -235,10 +241,13 @@ class BackwardProducer {
   }
 
   DEVICE void load_listed_q(const KeyTile<T>& tile, const QueryStep& at, bool is_partial, int place) {
-    const Mask<T::BAND> mask(params_.backward);
-    const int first_query = at.block * T::TILE_M, first_key = tile.first_key + GROUP * T::WARPGROUP_KEYS;
+    const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, tile.sequence);
+    const auto [first_query, end_query] = queries_of_tile<typename T::Blocked, T::TILE_M>(params_.backward, tile.sequence, at.block);
+    const int first_key = tile.first_key + GROUP * T::WARPGROUP_KEYS;
     bool is_cut = !mask.all_visible(first_query, T::TILE_M, first_key, T::TileDS::ROWS);
-    is_cut |= first_query + (HAS_SCORE<typename T::Score> ? T::TILE_M - 1 : 0) >= mask.seq_q;
+    is_cut |= first_query + (HAS_SCORE<typename T::Score> || IS_CUT<typename T::Blocked> ? T::TILE_M - 1 : 0) >= end_query;
+    if constexpr (IS_CUT<typename T::Blocked>)
+      is_cut |= first_key + T::TILE_N > end_of_keys<typename T::Blocked, T::TILE_N>(params_.backward, tile.sequence, first_key);
     const auto word = TileWord::of(at.block, HAS_MASK<typename T::Score> && is_partial, is_cut);
     Shared::ring_q().await_empty(q_);
     ListedStep{word, tile.head_kv * params_.backward.group + at.head, query_head(tile, at), place}.store(Shared::step_of_q(q_.slot));
@@ -249,11 +258,15 @@ class BackwardProducer {
     Shared::ring_q().await_empty(q_);
     const SharedAddress barrier = Shared::ring_q().full(q_.slot);
     const int block = query_block<T>(params_, tile, at.block);
-    load_boxes<typename T::TileQ>(Shared::q(q_.slot), params_.map_q, barrier, block * T::TILE_M, query_head(tile, at),
+    load_boxes<typename T::TileQ>(Shared::q(q_.slot), params_.map_q, barrier, first_row(tile, block), query_head(tile, at),
                       queries_of(tile), T::STATISTICS_BYTES);
     const int head = tile.head_kv * params_.backward.group + at.head;
-    // The last block of a list may have tiles beyond the last query: they are hidden, whatever their statistics.
-    const int known = T::LISTED ? min(block, params_.backward.tiles_q - 1) : block;
+    // A block of a list may have tiles beyond the last query, or before the first: they are hidden, whatever their statistics.
+    int known = T::LISTED ? min(block, params_.backward.tiles_q - 1) : block;
+    if constexpr (IS_CUT<typename T::Blocked>) {
+      const Sequence& of = tile.sequence;
+      known = min(max(block, of.offset_q / T::TILE_M), (of.offset_q + of.len_q - 1) / T::TILE_M);
+    }
     bulk_load(Shared::lse(q_.slot), statistics_of<T>(params_, head, tile.number, tile.sequence, known),
               T::STATISTICS_BYTES, barrier);
     q_.advance();
@@ -262,8 +275,13 @@ class BackwardProducer {
   DEVICE void load_dout(const KeyTile<T>& tile, const QueryStep& at) {
     Shared::ring_dout().await_empty(dout_);
     load_boxes<typename T::TileDout>(Shared::dout(dout_.slot), params_.map_dout, Shared::ring_dout().full(dout_.slot),
-                      query_block<T>(params_, tile, at.block) * T::TILE_M, query_head(tile, at), queries_of(tile));
+                      first_row(tile, query_block<T>(params_, tile, at.block)), query_head(tile, at), queries_of(tile));
     dout_.advance();
+  }
+
+  // The first query of a block.
+  DEVICE int first_row(const KeyTile<T>& tile, int block) const {
+    return queries_of_tile<typename T::Blocked, T::TILE_M>(params_.backward, tile.sequence, block).first;
   }
 
   // In its batch entry.

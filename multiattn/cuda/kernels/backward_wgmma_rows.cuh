@@ -56,8 +56,12 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
   const TileOf<T> tile = tile_at<T>(params, &TileLists::query_list, place, place * T::TILE_ROWS);
   if (tile.is_none()) return;
   const QuerySequence<SequenceOf<T>> queries{backward, head, tile.sequence};
-  const int rows = count_queries(backward, tile.sequence) - tile.first_row, lane = thread_index() % T::LANES;
-  float* const lse = statistics_of<T>(params, head, tile.number, tile.sequence, tile.first_row / T::TILE_M);
+  const int end = end_of_queries<typename T::Blocked, T::TILE_ROWS>(backward, tile.sequence, tile.first_row);
+  const int rows = end - tile.first_row, lane = thread_index() % T::LANES;
+  static_assert(!IS_CUT<typename T::Blocked> || T::TILE_ROWS == T::TILE_M, "a tile that sequences cut is one of the walk");
+  int block = tile.first_row / T::TILE_M;
+  if constexpr (IS_CUT<typename T::Blocked>) block = (tile.sequence.offset_q + tile.first_row) / T::TILE_M;
+  float* const lse = statistics_of<T>(params, head, tile.number, tile.sequence, block);
   float* const delta = lse + T::TILE_M;
   const auto store = [&](int row, float of_lse, float of_delta) {
     const int tile_at = row / T::TILE_M * (T::STATISTICS * T::TILE_M + T::TURNS), of_tile = row % T::TILE_M;

@@ -75,18 +75,32 @@ DEVICE void hide_transposed(const Mask<T::BAND>& mask, int first_key, int first_
   }
 }
 
+// Calls `hide` for each element behind so many keys, or queries.
+template <class T, class Hide>
+DEVICE void hide_beyond(int keys, int queries, Hide hide) {
+#pragma unroll
+  for (int i = 0; i < T::TILE_M / 2; ++i)
+    if (i / 4 * 8 + accumulator_column(i % 4) >= queries || accumulator_row(i % 4) >= keys) hide(i);
+}
+
 // A bit for each element that is hidden by the mask, by the expression's in a partial block, or as `hide_transposed` has it.
 template <class T>
-DEVICE uint32 find_hidden(const typename T::Params& params, const HeadScores<typename T::Score>& head, const ListedStep& at,
-                          int first_key) {
-  const int first_query = at.tile.tile() * T::TILE_M;
+DEVICE uint32 find_hidden(const typename T::Params& params, const KeyTile<T>& of, const HeadScores<typename T::Score>& head,
+                          const ListedStep& at, int first_key) {
+  const TileRows queries = queries_of_tile<typename T::Blocked, T::TILE_M>(params.backward, of.sequence, at.tile.tile());
+  const int first_query = queries.first;
   uint32 hidden = 0;
   if constexpr (HAS_BITS<typename T::Blocked>) {
     using Bits = BitsOf<typename T::Blocked, false, T::TILE_M>;
     if (at.tile.is_partial() && at.place != NO_BITS) hidden = load_constant(Bits::words(params.lists.mask_bits, at.place, first_key, at.tile.tile()));
   }
   if (at.tile.is_cut())
-    hide_transposed<T>(Mask<T::BAND>(params.backward), first_key, first_query, [&](int i) { hidden |= 1u << i; });
+    hide_transposed<T>(mask_of<T::BAND>(params.backward, of.sequence), first_key, first_query, [&](int i) { hidden |= 1u << i; });
+  if constexpr (IS_CUT<typename T::Blocked>) {
+    const int end_key = end_of_keys<typename T::Blocked, T::TILE_N>(params.backward, of.sequence, of.first_key);
+    if (at.tile.is_cut())
+      hide_beyond<T>(end_key - first_key, queries.count(), [&](int i) { hidden |= 1u << i; });
+  }
   if constexpr (HAS_MASK<typename T::Score> && !ALL_BITS<typename T::Blocked>) {
     if (at.tile.is_partial() && at.place == NO_BITS) {
 #pragma unroll

@@ -99,10 +99,11 @@ struct WgmmaBackwardTraits : Walks<Element, F, WgmmaBackwardParams, Score, Block
 
   static constexpr int STAGE_BARRIERS = RingQ::BYTES + RingDout::BYTES + RingDS::BYTES;  // of one group
   static constexpr int STEP_BYTES = LISTED ? (Q_STAGES + DS_STAGES) * CHUNK_BYTES : 0;  // what its steps are of
-  static_assert(RingK::BYTES + Ring<1>::BYTES + GROUPS * (STAGE_BARRIERS + STEP_BYTES) + RingSums::BYTES + (K_STAGES + !LISTED) * 32 <= 512,
+  static_assert(RingK::BYTES + Ring<1>::BYTES + GROUPS * (STAGE_BARRIERS + STEP_BYTES) + RingSums::BYTES + (K_STAGES + !LISTED) * (IS_CUT<Blocked> ? 48 : 32) <= 512,
                 "stages: barriers, and what tiles of keys are, in 512 bytes");
   static_assert(!LISTED || !ORDERED, "with lists in any order");
   static_assert(!LISTED || SPEC_OF<Blocked>.keys % WARPGROUP_KEYS == 0, "a warpgroup's keys lie in one block");
+  static_assert(!IS_CUT<Blocked> || !PAIRED, "where sequences cut tiles, both warpgroups have one list");
   static_assert(F.head_dim % 8 == 0 && F.head_dim_v % 8 == 0 && WgmmaBackwardTraits::WIDTH <= 128, "head_dim, head_dim_v: multiples of 8 up to 128");
   static_assert(K_STAGES == 1 || K_STAGES == 2, "k_stages: 1, 2");
   static_assert(DQ_COLUMNS == F.head_dim || DQ_COLUMNS == 64, "dq_columns: head_dim, or a panel of K");
@@ -122,7 +123,8 @@ struct KeyTile {
   int first_step = 0, end_step = 0, sums = 0;
   int end_of_second = 0;  // with a list for each warpgroup: the steps of the second
 
-  static constexpr int BYTES = 32;  // in shared memory
+  static constexpr int STEPS_AT = IS_CUT<typename T::Blocked> ? 32 : 16;  // with lists, behind a sequence
+  static constexpr int BYTES = IS_CUT<typename T::Blocked> ? 48 : 32;     // in shared memory
 
   DEVICE bool is_none() const { return first_key == NO_TILE; }
 };
@@ -133,7 +135,7 @@ DEVICE void store_tile(SharedAddress place, const KeyTile<T>& tile) {
   if constexpr (IS_PACKED<typename T::Blocked>) store_shared_16(place + 16, chunk_of(tile.sequence));
   if constexpr (IS_STREAM_K<typename T::Blocked>)
     store_shared_16(place + 16, chunk_of(tile.first_step, tile.end_step, tile.sums, 0));
-  if constexpr (T::LISTED) store_shared_16(place + 16, chunk_of(tile.end_step, tile.end_of_second, 0, 0));
+  if constexpr (T::LISTED) store_shared_16(place + KeyTile<T>::STEPS_AT, chunk_of(tile.end_step, tile.end_of_second, 0, 0));
 }
 
 // A step of a walk by lists: its tile of queries, the query head through the batch, and in its batch entry; the place of its bits.
@@ -162,7 +164,7 @@ DEVICE KeyTile<T> load_key_tile(SharedAddress place) {
     tile.sequence = {field(of, 0), field(of, 1), field(of, 2), field(of, 3)};
   }
   if constexpr (T::LISTED) {
-    const Chunk steps = load_shared_16(place + 16);
+    const Chunk steps = load_shared_16(place + KeyTile<T>::STEPS_AT);
     tile.end_step = field(steps, 0), tile.end_of_second = field(steps, 1);
   }
   if constexpr (IS_STREAM_K<typename T::Blocked>) {
@@ -245,11 +247,13 @@ DEVICE int accumulator_place(int query) { return query / 8 * 16 + query % 8 / 2 
 
 // lse (log2) and delta of a tile of queries, of a query head that counts through the batch. Behind them is, where dQ is added up in
 // order, how many tiles of keys have added to the tile's, or how many have emptied their part of the sums of a head of keys. A sequence
-// of a packed batch begins with a tile of its own: each of those before it has at most one more than its rows fill.
+// of a packed batch begins with a tile of its own: each of those before it has at most one more than its rows fill. Where sequences
+// cut tiles, `block` is one of the packed axis.
 template <class T>
 DEVICE float* statistics_of(const typename T::Params& params, int head, int number, const SequenceOf<T>& sequence, int block) {
   int64 place = static_cast<int64>(head) * params.backward.tiles_q + block;
-  if constexpr (IS_PACKED<typename T::Blocked>) place += sequence.offset_q / T::TILE_M + number;
+  if constexpr (IS_CUT<typename T::Blocked>) place += number;
+  else if constexpr (IS_PACKED<typename T::Blocked>) place += sequence.offset_q / T::TILE_M + number;
   return params.statistics + place * (T::STATISTICS * T::TILE_M + T::TURNS);
 }
 

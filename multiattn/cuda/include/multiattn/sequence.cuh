@@ -9,15 +9,25 @@ namespace multiattn {
 
 // In the place of a block mask among a kernel's constants: its tiles are those that the lists of a packed batch name.
 struct Packed {};
+// The same for kernels that know of no block mask, beside those of one: its tiles are those of the packed axis.
+struct CutTiles {};
+template <>
+constexpr bool IS_CUT<CutTiles> = true;
 
 template <class Blocked>
 constexpr bool IS_PACKED = false;
 template <>
 constexpr bool IS_PACKED<Packed> = true;
+template <>
+constexpr bool IS_PACKED<CutTiles> = true;
 template <BlockSpec SPEC>
 constexpr bool IS_PACKED<BlockMask<SPEC>> = SPEC.packed;
 template <>
 struct ListsOf<Packed> {
+  using Type = TileLists;
+};
+template <>
+struct ListsOf<CutTiles> {
   using Type = TileLists;
 };
 // The lists come before what an expression has: the kernels of a launch share one struct, and some of them know of none.
