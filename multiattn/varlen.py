@@ -150,11 +150,10 @@ def fmha_varlen_backward(
         if not isinstance(tensor, torch.Tensor):
             raise not_a_tensor(name, tensor)
     with torch.enable_grad():  # who asks for a gradient is a matter of tensors here
-        operands, asked = packed_call(q, k, v, options, lengths)
+        operands, asked = packed_call(q, k, v, options, lengths, dout)
     operands = operands._replace(
         out=as_batch_of_one(out),
         lse=lse.unsqueeze(0),
-        dout=as_batch_of_one(dout),
         dlse=None if dlse is None else dlse.unsqueeze(0),
     )
     dq, dk, dv, *others = differentiate(operands, asked)
@@ -196,11 +195,22 @@ class Lengths(NamedTuple):
 
 
 def packed_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any], lengths: Lengths
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Mapping[str, Any],
+    lengths: Lengths,
+    dout: torch.Tensor | None = None,
 ) -> tuple[Operands, Options]:
-    """The operands and options of a call of `fmha_varlen`. TypeError or ValueError, naming what came."""
+    """The operands and options of a call of `fmha_varlen`, or with `dout` of its gradient.
+
+    TypeError or ValueError, naming what came.
+    """
     asked, scores = settled(options)
-    return with_packing(pack(q, k, v, lengths, options.get("sinks")), asked, lengths, *scores)
+    operands = pack(q, k, v, lengths, options.get("sinks"))
+    if dout is not None:
+        operands = operands._replace(dout=as_batch_of_one(dout))
+    return with_packing(operands, asked, lengths, *scores)
 
 
 def pack(
