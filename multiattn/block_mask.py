@@ -192,11 +192,14 @@ def _by_sequence(
     order = torch.arange(rows + sequences, device=counts.device)
     last_rows = (starts[1:] - 1).div(size, rounding_mode="floor") + order[:sequences]
     sequence = torch.searchsorted(last_rows, order).clamp(max=sequences - 1)
+    is_there = (order - sequence >= starts[:-1].div(size, rounding_mode="floor")[sequence]) & (
+        order <= last_rows[sequence]
+    )
     row = (order - sequence).clamp(0, rows - 1)
     first = starts_across[:-1].div(size_across, rounding_mode="floor")[sequence, None]
     last = (starts_across[1:] - 1).div(size_across, rounding_mode="floor")[sequence, None]
     blocks = indices[..., row, :]
-    is_counted = torch.arange(columns, device=counts.device) < counts[..., row, None]
+    is_counted = torch.arange(columns, device=counts.device) < (counts[..., row] * is_there)[..., None]
     is_own = is_counted & (blocks >= first) & (blocks <= last)
     place = torch.where(is_own, is_own.cumsum(-1) - 1, columns)
     kept = blocks.new_zeros((*blocks.shape[:-1], columns + 1)).scatter(-1, place, blocks)

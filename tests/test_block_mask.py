@@ -236,3 +236,94 @@ def test_explain_counts_blocks(capsys):
     assert multiattn.explain(q, k, v).blocks is None
     command.main(["explain", "--shape", "1,8,512,64", "--block", "128", "--arch", "sm90"])
     assert re.search(r"blocks of a causal block mask: 6 full, 4 partial, 6 skipped, of 16", capsys.readouterr().out)
+
+
+# ---------------------------------------------------------------- over packed sequences
+
+
+SPEC = lists_module.BlockSpec(128, 128, has_full=True)
+
+
+def causal_mask(b, h, i, j):
+    return i >= j
+
+
+PACKED = {
+    "blocks that sequences share": ((16, 16), [5, 40, 0, 1, 60], [5, 40, 0, 1, 60], {}),
+    "other lengths of keys": ((32, 16), [20, 0, 33, 7], [11, 30, 64, 0], {"causal": True}),
+    "blocks of several tiles": ((256, 160), [100, 190], [300, 90], {"window": (70, 30)}),
+    "positions of each sequence": ((16, 48), [9, 50], [70, 21], {"score_mod": lambda s, b, h, i, j: s + i - j + 3 * b}),
+}
+
+
+def packed_truth(q, k, v, starts_q, starts_kv, mask_mod, causal=False, window=None, score_mod=None):
+    """Attention of packed rows by one dense mask of all of them, in fp64."""
+    rows_q, rows_kv = torch.arange(q.shape[0]), torch.arange(k.shape[0])
+    of_q, of_kv = (
+        torch.searchsorted(it[1:], rows, right=True) for it, rows in ((starts_q, rows_q), (starts_kv, rows_kv))
+    )
+    b, i = of_q[:, None], (rows_q - starts_q[of_q.clamp(max=len(starts_q) - 2)])[:, None]
+    j = rows_kv - starts_kv[of_kv.clamp(max=len(starts_kv) - 2)]
+    level = i + (starts_kv.diff() - starts_q.diff())[b.clamp(max=len(starts_q) - 2)]
+    heads = torch.arange(q.shape[1])[:, None, None]
+    seen = mask_mod(torch.zeros((), dtype=torch.int64), heads, rows_q[:, None], rows_kv) & (b == of_kv)
+    seen &= (b < len(starts_q) - 1) & (not causal or j <= level)
+    seen &= window is None or ((j >= level - window[0]) & (j <= level + window[1]))
+    scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[2] ** 0.5
+    scores = scores if score_mod is None else score_mod(scores, b, heads, i, j)
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("hij,jhd->ihd", weights, v)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_packed_mask_is_over_the_axis_and_of_each_sequence(name):
+    size, queries, keys, options = PACKED[name]
+    starts = [torch.tensor([0, *it], dtype=torch.int32).cumsum(0, dtype=torch.int32) for it in (queries, keys)]
+    made = torch.Generator().manual_seed(0)
+    rows_q, rows_kv = int(starts[0][-1]) + 7, int(starts[1][-1]) + 4
+    q, k, v, dout = (
+        torch.randn(rows, 2, 8, dtype=torch.float64, generator=made) for rows in (rows_q, rows_kv, rows_kv, rows_q)
+    )
+    blocks = torch.randint(3, (2, -(-rows_q // size[0]), -(-rows_kv // size[1])), generator=made)
+    scattered = torch.rand(rows_q, rows_kv, generator=made) < 0.6
+
+    def mask_mod(b, h, i, j):  # none of a batch entry but the first
+        kind = blocks[h, i // size[0], j // size[1]]
+        return ((kind == 2) | ((kind == 1) & scattered[i, j])) & (b == 0)
+
+    mask = create_block_mask(mask_mod, 1, 2, rows_q, rows_kv, device="cpu", BLOCK_SIZE=size)
+    q, k, v = (it.requires_grad_() for it in (q, k, v))
+    lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), starts, strict=True))
+    lengths |= {"max_seqlen_q": max(queries), "max_seqlen_kv": max(keys)}
+    asked = {**lengths, **options, "block_mask": mask, "backend": "reference"}
+    out, lse = multiattn.fmha_varlen(q, k, v, return_lse=True, **asked)
+    truth = packed_truth(q, k, v, *starts, mask_mod, **options)
+    torch.testing.assert_close(out, truth, atol=1e-5, rtol=1e-5)
+    gradients = torch.autograd.grad(truth, (q, k, v), dout)
+    torch.testing.assert_close(
+        torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), gradients, atol=1e-5, rtol=1e-5
+    )
+    # Without autograd, of a mask that has the lists of one direction alone.
+    mask.q_num_blocks = mask.q_indices = mask.full_q_num_blocks = mask.full_q_indices = None
+    q, k, v, out, lse = (it.detach() for it in (q, k, v, out, lse))
+    torch.testing.assert_close(
+        multiattn.fmha_varlen_backward(q, k, v, out, lse, dout, **asked), gradients, atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_lists_of_sequences_are_made_without_waiting(has_gradient):
+    lists = lists_module.BlockLists.among(vars(create_block_mask(causal_mask, 1, 1, 600, 600, device="cpu")), SPEC)
+    starts = torch.tensor([0, 9, 600], dtype=torch.int32)
+    with NoWait():
+        made = lists_module.of_sequences(lists, [starts, starts], has_gradient=has_gradient)
+    assert [it.shape for it in made.tensors] == [(1, 1, 7), (1, 1, 7, 5)] * 4
+    assert made.named["kv_num_blocks"].flatten().tolist() == [1, 1, 1, 1, 1, 5, 0]
+    assert made.named["full_kv_num_blocks"].flatten().tolist() == [0, 0, 1, 2, 3, 0, 0]
+
+
+@pytest.mark.parametrize("starts", [[0, 300, -5, 900], [7, 7], [3, 1, 2], [0]])
+def test_wrong_starts_name_no_list_or_block_that_is_not_there(starts):
+    lists = lists_module.BlockLists.among(vars(create_block_mask(causal_mask, 1, 1, 600, 600, device="cpu")), SPEC)
+    made = lists_module.of_sequences(lists, [torch.tensor(starts)] * 2)
+    assert all(it.min() >= 0 and it.max() <= 5 for it in made.tensors)

@@ -32,6 +32,11 @@ SAME_BITS = [f"\n  deterministic=True: variant {it}, " for it in ("two_pass", "w
         ("--shape 2,8/2,1/512,64 --cache 16 --latent", 0, [" v in k cache: pages of 16 ", *OF_EACH]),
         ("--shape 2,8/2,1/512,64 --cache --softcap 30 --sinks --direction both", 0, ["cache: dense forward", *OF_EACH]),
         ("--shape 2,8/2,1/512,64 --block 128x64 --alibi", 0, [" blocks=128x64 ", *OF_EACH]),
+        (
+            "--shape 2,8/2,512,64 --packed --block 256",
+            0,
+            ["packed B=2 Hq=8 Hkv=2 Tq=1024 Tkv=1024", " blocks=128x128 ", "12 full, 8 partial", *OF_EACH],
+        ),
         ("--shape 2,8/2,1/512,64 --packed --bias", 0, ["packed B=2 Hq=8 Hkv=2 Tq=2 Tkv=1024", *OF_EACH]),
     ],
 )
@@ -77,7 +82,6 @@ def test_the_version_is_told(capsys):
         ("explain --shape 1,2,64,64 --arch h300", "got 'h300'; allowed cpu, sm80"),
         ("explain --shape 1,2,64,64 --cache --bias", "--bias: got it; allowed --cache, --latent, --softcap"),
         ("explain --shape 1,2,64,64/72 --latent", "--latent: got D=64 Dv=72; allowed values of up to 64 columns"),
-        ("explain --shape 1,2,64,64 --packed --block 64", "--block: got it; allowed --packed"),
         ("explain --shape 1,2,64,64 --cache --direction backward", "allowed forward: a cache has no gradient"),
         ("tune --shape 1,2,64,64 --softcap 30", "--softcap: got it; allowed plain problems: calls with features run"),
         ("ncu --shape 1,2,64,64 --backend cuda --sinks", "--sinks: got it; allowed plain problems"),

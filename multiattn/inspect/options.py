@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from tabulate import tabulate
 
-from multiattn.block_mask import KEYS_OF_QUERIES, BlockCounts
+from multiattn.block_mask import LISTS, BlockCounts, BlockLists, BlockSpec, of_sequences
 from multiattn.blocks import block_mask
 from multiattn.kvcache import Where, cached_call
 from multiattn.layout import DTYPES
@@ -271,12 +271,11 @@ def _called(plain: Problem, options: argparse.Namespace) -> Problem:
     given["alibi_slopes"] = torch.empty(plain.heads_q, device="meta") if options.alibi else None
     given["bias"] = _empty(plain, 1, plain.heads_q, plain.seq_q, plain.seq_kv) if options.bias else None
     if options.packed:
-        others = ("--packed", "--latent", "--softcap", "--alibi", "--bias", "--sinks")
-        check_features(options, *others, why="fmha_varlen takes no block mask")
         starts = torch.empty(plain.batch + 1, dtype=torch.int32, device="meta")
         q, k, v = (_empty(plain, it.shape[0] * it.shape[2], it.shape[1], it.shape[3]) for it in (q, k, v))
+        given["block_mask"] = None if options.block is None else _block_mask(q.shape[0], k.shape[0], *options.block)
         return problem_of_call(*packed_call(q, k, v, given, Lengths(starts, starts, plain.seq_q, plain.seq_kv)))
-    given["block_mask"] = None if options.block is None else _block_mask(plain, *options.block)
+    given["block_mask"] = None if options.block is None else _block_mask(plain.seq_q, plain.seq_kv, *options.block)
     return problem_of_call(*dense_call(Operands(q, k, v), given))
 
 
@@ -296,11 +295,11 @@ def _cached(plain: Problem, size: int, operands: Operands, given: dict[str, Any]
     return problem_of_call(*cached_call(*operands.qkv, given, Where.of(given)))
 
 
-def _block_mask(plain: Problem, queries: int, keys: int) -> BlockMask:
-    """A block mask of some such blocks, partial and full, for all heads."""
+def _block_mask(seq_q: int, seq_kv: int, queries: int, keys: int) -> BlockMask:
+    """A block mask of some such blocks, partial and full, for all heads, of so many queries and keys."""
     from torch.nn.attention.flex_attention import BlockMask  # imports SymPy
 
-    rows, columns = -(-plain.seq_q // queries), -(-plain.seq_kv // keys)
+    rows, columns = -(-seq_q // queries), -(-seq_kv // keys)
     counts = torch.empty(1, 1, rows, dtype=torch.int32, device="meta")
     indices = torch.empty(1, 1, rows, columns, dtype=torch.int32, device="meta")
     lists = (counts, indices) * 2
@@ -313,11 +312,15 @@ def _see(b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 def counts_of_blocks(problem: Problem) -> BlockCounts:
-    """How many blocks the mask of ``--block`` has of each kind."""
+    """How many blocks the mask of ``--block`` has of each kind; of packed sequences, which are as long, theirs."""
     assert problem.blocks is not None
     lengths, sizes = (problem.seq_q, problem.seq_kv), (problem.blocks.queries, problem.blocks.keys)
     mask = block_mask(_see, None, None, *lengths, device="cpu", block_size=sizes)
-    return BlockCounts.of({name: getattr(mask, name) for name in KEYS_OF_QUERIES})
+    lists = BlockLists.among({name: getattr(mask, name) for name in LISTS}, BlockSpec(*sizes, has_full=True))
+    if problem.packing is not None:
+        each = torch.arange(problem.packing.sequences + 1, dtype=torch.int32)
+        lists = of_sequences(lists, [each * (length // problem.packing.sequences) for length in lengths])
+    return BlockCounts.of(lists.named)
 
 
 def arguments_of(problem: Problem) -> list[str]:

@@ -336,7 +336,8 @@ DEVICE void backward_keys(const typename T::Params& params) {
   cp_async_wait<0>();
   sync_block();  // everybody's part of K, V and the first tile has landed
   for (int stage = 0; walk.head < end_head; stage = T::STAGES - 1 - stage, walk.advance()) {
-    const auto [first_query, end_query] = queries_of_tile<typename T::Blocked, T::TILE_M>(params, tile.sequence, tile_of<T>(walk));
+    const int first_query = first_query_in<typename T::Blocked, T::TILE_M>(tile.sequence, tile_of<T>(walk));
+    const int end_query = end_query_in<typename T::Blocked, T::TILE_M>(params, tile.sequence, tile_of<T>(walk));
     if constexpr (HAS_LISTS<typename T::Blocked>) walk.follow(ring.next());
     if constexpr (T::STAGES == 2) ring.load_next(1 - stage);
     bool masked = !mask.all_visible(first_query, T::TILE_M, first_key, T::TILE_N);

@@ -118,8 +118,8 @@ template <class T>
 DEVICE void load_keys(const BackwardParams& params, const KeySequence<SequenceOf<T>>& keys, SharedAddress stage, int tile,
                       int step, int end) {
   if (step < end) {
-    const auto [first, last] = keys_of_tile<typename T::Blocked, T::TILE_N>(params, keys.sequence, tile);
-    const int rows = last - first;
+    const int first = first_key_in<typename T::Blocked, T::TILE_N>(keys.sequence, tile);
+    const int rows = end_key_in<typename T::Blocked, T::TILE_N>(params, keys.sequence, tile) - first;
     load_tile<typename T::TileK, T::THREADS, T::ALIGNED>(stage, keys.k() + first * params.strides_k.seq,
                                                          params.strides_k.seq, rows);
     load_tile<typename T::TileV, T::THREADS, T::ALIGNED>(
@@ -167,8 +167,8 @@ DEVICE void backward_queries(const typename T::Params& params) {
   for (int step = walk.begin; step < walk.end; ++step) {
     int block = step;
     if constexpr (HAS_LISTS<typename T::Blocked>) block = walk.tile(step);
-    const TileRows its = keys_of_tile<typename T::Blocked, T::TILE_N>(params, own.sequence, block);
-    const int first_key = its.first, end_key = its.end;
+    const int first_key = first_key_in<typename T::Blocked, T::TILE_N>(own.sequence, block);
+    const int end_key = end_key_in<typename T::Blocked, T::TILE_N>(params, own.sequence, block);
     const SharedAddress k = stages + step % T::STAGES * T::STAGE_BYTES, v = k + TileK::BYTES;
     cp_async_wait<0>();
     sync_block();  // everybody's part of the block has landed; and nobody still reads what the next load overwrites

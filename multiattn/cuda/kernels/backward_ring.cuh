@@ -118,8 +118,8 @@ class QueryRing {
     if (next_.head < end_head_) {
       const QuerySequence<SequenceOf<T>> sequence{params_, next_.head, sequence_};
       const int thread = T::thread();
-      const auto [first, end] = queries_of_tile<typename T::Blocked, T::TILE_M>(params_, sequence_, tile_of<T>(next_));
-      const int rows = end - first;
+      const int tile = tile_of<T>(next_), first = first_query_in<typename T::Blocked, T::TILE_M>(sequence_, tile);
+      const int rows = end_query_in<typename T::Blocked, T::TILE_M>(params_, sequence_, tile) - first;
       load_tile<typename T::TileQ, T::THREADS, T::ALIGNED>(q(stage), sequence.q() + first * params_.strides_q.seq,
                                                            params_.strides_q.seq, rows, thread);
       load_tile<typename T::TileDO, T::THREADS, true>(dout(stage), sequence.dout() + first * params_.strides_out.seq,

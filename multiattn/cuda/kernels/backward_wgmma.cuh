@@ -286,7 +286,7 @@ class KeyWarpgroup : private WalkPlace<T> {
   }
   DEVICE int first_query(const KeyTile<T>& of) const {
     if constexpr (T::LISTED)
-      return queries_of_tile<typename T::Blocked, T::TILE_M>(params_.backward, of.sequence, this->at.tile.tile()).first;
+      return first_query_in<typename T::Blocked, T::TILE_M>(of.sequence, this->at.tile.tile());
     else return query_block<T>(params_, of, block_) * T::TILE_M;
   }
 

@@ -79,19 +79,24 @@ class DqWarpgroup {
     const auto place = DsPlace::of(step);
     Its::ring_ds().await_full(place);
     const auto at = ListedStep::load(Its::step_of_ds(place.slot));
-    const TileRows rows = queries_of_tile<typename T::Blocked, T::TILE_M>(params_.backward, tile.sequence, at.tile.tile());
-    const int row = rows.first + warp_row();
-    float* sums;
-    if constexpr (IS_CUT<typename T::Blocked>)
-      sums = dq_sums<T>(params_, at.head, tile.number, tile.sequence, rows.first) + warp_row() / 16 * ROW_FLOATS;
-    else
-      sums = dq_sums<T>(params_, at.head, tile.number, tile.sequence, row);
+    const int first_query = first_query_in<typename T::Blocked, T::TILE_M>(tile.sequence, at.tile.tile());
+    const int row = first_query + warp_row();
+    float* const sums = sums_of(at.head, tile, first_query, row);
 #pragma unroll
     for (int column = 0; column < T::HEAD_DIM; column += T::DQ_COLUMNS) {
       make<GROUP>(place.slot, column);
       if (column + T::DQ_COLUMNS >= T::HEAD_DIM) Its::ring_ds().release(place.slot);
-      if (row < rows.end) add(sums + column / 8 * T::SIDE, column);
+      const int end = end_query_in<typename T::Blocked, T::TILE_M>(params_.backward, tile.sequence, at.tile.tile());
+      if (row < end) add(sums + column / 8 * T::SIDE, column);
     }
+  }
+
+  // The sums of a query of a tile: where sequences cut tiles, they are together from its first on.
+  DEVICE float* sums_of(int head, const KeyTile<T>& tile, int first_query, int row) const {
+    if constexpr (IS_CUT<typename T::Blocked>)
+      return dq_sums<T>(params_, head, tile.number, tile.sequence, first_query) + warp_row() / 16 * ROW_FLOATS;
+    else
+      return dq_sums<T>(params_, head, tile.number, tile.sequence, row);
   }
 
   // The tile's sums are empty, and TMA knows.

@@ -242,7 +242,8 @@ class BackwardProducer {
 
   DEVICE void load_listed_q(const KeyTile<T>& tile, const QueryStep& at, bool is_partial, int place) {
     const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, tile.sequence);
-    const auto [first_query, end_query] = queries_of_tile<typename T::Blocked, T::TILE_M>(params_.backward, tile.sequence, at.block);
+    const int first_query = first_row(tile, at.block);
+    const int end_query = end_query_in<typename T::Blocked, T::TILE_M>(params_.backward, tile.sequence, at.block);
     const int first_key = tile.first_key + GROUP * T::WARPGROUP_KEYS;
     bool is_cut = !mask.all_visible(first_query, T::TILE_M, first_key, T::TileDS::ROWS);
     is_cut |= first_query + (HAS_SCORE<typename T::Score> || IS_CUT<typename T::Blocked> ? T::TILE_M - 1 : 0) >= end_query;
@@ -280,8 +281,8 @@ class BackwardProducer {
   }
 
   // The first query of a block.
-  DEVICE int first_row(const KeyTile<T>& tile, int block) const {
-    return queries_of_tile<typename T::Blocked, T::TILE_M>(params_.backward, tile.sequence, block).first;
+  static DEVICE int first_row(const KeyTile<T>& tile, int block) {
+    return first_query_in<typename T::Blocked, T::TILE_M>(tile.sequence, block);
   }
 
   // In its batch entry.

@@ -87,8 +87,7 @@ DEVICE void hide_beyond(int keys, int queries, Hide hide) {
 template <class T>
 DEVICE uint32 find_hidden(const typename T::Params& params, const KeyTile<T>& of, const HeadScores<typename T::Score>& head,
                           const ListedStep& at, int first_key) {
-  const TileRows queries = queries_of_tile<typename T::Blocked, T::TILE_M>(params.backward, of.sequence, at.tile.tile());
-  const int first_query = queries.first;
+  const int first_query = first_query_in<typename T::Blocked, T::TILE_M>(of.sequence, at.tile.tile());
   uint32 hidden = 0;
   if constexpr (HAS_BITS<typename T::Blocked>) {
     using Bits = BitsOf<typename T::Blocked, false, T::TILE_M>;
@@ -97,9 +96,10 @@ DEVICE uint32 find_hidden(const typename T::Params& params, const KeyTile<T>& of
   if (at.tile.is_cut())
     hide_transposed<T>(mask_of<T::BAND>(params.backward, of.sequence), first_key, first_query, [&](int i) { hidden |= 1u << i; });
   if constexpr (IS_CUT<typename T::Blocked>) {
+    const int end_query = end_query_in<typename T::Blocked, T::TILE_M>(params.backward, of.sequence, at.tile.tile());
     const int end_key = end_of_keys<typename T::Blocked, T::TILE_N>(params.backward, of.sequence, of.first_key);
     if (at.tile.is_cut())
-      hide_beyond<T>(end_key - first_key, queries.count(), [&](int i) { hidden |= 1u << i; });
+      hide_beyond<T>(end_key - first_key, end_query - first_query, [&](int i) { hidden |= 1u << i; });
   }
   if constexpr (HAS_MASK<typename T::Score> && !ALL_BITS<typename T::Blocked>) {
     if (at.tile.is_partial() && at.place == NO_BITS) {

@@ -130,11 +130,15 @@ class Stream {
     cp_async_commit();
   }
 
+  // Of a tile that sequences cut.
+  DEVICE int first_key(int tile) const { return first_key_in<typename T::Blocked, T::TILE_N>(tensors_.work.sequence, tile); }
+
   DEVICE void load_k(int block, int piece, int tile) {
-    const auto [first, end] = keys_of_tile<typename T::Blocked, T::TILE_N>(params_, tensors_.work.sequence, tile);
+    int first = tile * T::TILE_N;
+    if constexpr (IS_CUT<typename T::Blocked>) first = first_key(tile);
     const int column = piece * T::K_WIDTH;
     load_piece<typename T::PieceK>(k(block, piece), tensors().k() + first * params_.strides_k.seq, params_.strides_k.seq,
-                                   end - first, column);
+                                   end_key_in<typename T::Blocked, T::TILE_N>(params_, tensors_.work.sequence, tile) - first, column);
     if constexpr (T::STREAMED)
       load_piece<typename T::PieceQ>(q(block, piece), tensors_.q(), params_.strides_q.seq,
                                      count_queries(params_, tensors_.work.sequence) - tensors_.work.first_query, column);
@@ -147,10 +151,11 @@ class Stream {
   }
 
   DEVICE void load_v(int block, int piece, int tile) {
-    const auto [first_of_tile, end] = keys_of_tile<typename T::Blocked, T::TILE_N>(params_, tensors_.work.sequence, tile);
-    const int first = first_of_tile + piece * T::V_ROWS;
+    int first = tile * T::TILE_N + piece * T::V_ROWS;
+    if constexpr (IS_CUT<typename T::Blocked>) first = first_key(tile) + piece * T::V_ROWS;
     load_tile<typename T::PieceV, T::THREADS, T::ALIGNED>(v(block, piece), tensors().v() + first * params_.strides_v.seq,
-                                                          params_.strides_v.seq, end - first);
+                                                          params_.strides_v.seq,
+                                                          end_key_in<typename T::Blocked, T::TILE_N>(params_, tensors_.work.sequence, tile) - first);
   }
 
   // Where K and V are. Where registers are scarce, their addresses are made for each load.

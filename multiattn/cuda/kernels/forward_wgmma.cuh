@@ -278,10 +278,7 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
   }
 
   // The first key of a block; of a list it is a word of its tile.
-  static DEVICE int first_key(int block) {
-    if constexpr (T::LISTED) return first_key_of<T>(block);
-    else return block * T::TILE_N;
-  }
+  static DEVICE int first_key(int block) { return (T::LISTED ? TileWord{block}.tile() : block) * KEYS_OF_BLOCK<T>; }
 
   // From scores to the log2 domain.
   DEVICE float scale_log2() const { return HAS_SCORE<typename T::Score> ? 1.0f : params_.forward.scale_log2; }

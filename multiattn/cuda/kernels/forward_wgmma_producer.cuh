@@ -83,13 +83,17 @@ DEVICE void load_queries(SharedAddress target, const TensorMap& map, SharedAddre
   }
 }
 
-// K or V of the keys from the first of a block on into the next of its slots that is empty. No lambda with a type of its own: NVRTC 13.0 takes that
+// The first key of a block is its number times so many; where sequences cut tiles it is its number.
+template <class T>
+constexpr int KEYS_OF_BLOCK = IS_CUT<typename T::Blocked> ? 1 : T::TILE_N;
+
+// K or V of a block of keys into the next of its slots that is empty. No lambda with a type of its own: NVRTC 13.0 takes that
 // for a function of the host.
 template <class T, class Slots, class Place>
-DEVICE void load_keys(Place& place, const TensorMap& map, const QueryTile<T>& tile, int head_kv, int first_key) {
+DEVICE void load_keys(Place& place, const TensorMap& map, const QueryTile<T>& tile, int head_kv, int block) {
   const auto ring = Slots::ring();
   ring.await_empty(place);
-  load_panels<typename Slots::Tile, T::CLUSTER>(Slots::at(place.slot), map, ring.full(place.slot), first_key, head_kv,
+  load_panels<typename Slots::Tile, T::CLUSTER>(Slots::at(place.slot), map, ring.full(place.slot), block * KEYS_OF_BLOCK<T>, head_kv,
                                                 keys_of(tile));
   place.advance();
 }
@@ -127,13 +131,13 @@ DEVICE void produce(const typename T::Params& params) {
   RingPlace<T::V_STAGES> v;  // of V, if it does not take turns with K
 
   const auto load_k = [&](const QueryTile<T>& tile, int head_kv, int block) {
-    load_keys<T, typename Shared::K>(k, params.map_k, tile, head_kv, block * T::TILE_N);
+    load_keys<T, typename Shared::K>(k, params.map_k, tile, head_kv, block);
   };
   const auto load_v = [&](const QueryTile<T>& tile, int head_kv, int block) {
     if constexpr (T::TAKES_TURNS)
-      load_keys<T, typename Shared::V>(k, params.map_v, tile, head_kv, block * T::TILE_N);
+      load_keys<T, typename Shared::V>(k, params.map_v, tile, head_kv, block);
     else
-      load_keys<T, typename Shared::V>(v, params.map_v, tile, head_kv, block * T::TILE_N);
+      load_keys<T, typename Shared::V>(v, params.map_v, tile, head_kv, block);
   };
 
   admit_next_grid();
@@ -170,10 +174,6 @@ DEVICE void produce(const typename T::Params& params) {
   if constexpr (T::CLUSTER > 1) await_all_empty(Shared::K::ring(), k);
   if constexpr (T::CLUSTER > 1 && !T::TAKES_TURNS) await_all_empty(Shared::V::ring(), v);
 }
-
-// The first key of a list's tile, by its word.
-template <class T>
-DEVICE int first_key_of(int word) { return TileWord{word}.tile() * (IS_CUT<typename T::Blocked> ? 1 : T::TILE_N); }
 
 // As `produce`, where a block mask lists the tiles of keys: full blocks first. A tile is looked up two steps ahead, as the list is
 // in memory, and its word goes to a slot of K with it. Tiles of queries begin with query 0, as blocks do.
@@ -242,18 +242,21 @@ class ListedProducer {
   DEVICE int word_of(const Listed& listed, const QueryTile<T>& own, int step) const {
     const int tile = listed.tile(params_.lists.keys, step);
     const bool is_partial = HAS_MASK<typename T::Score> && listed.is_partial(step);
-    const TileRows keys = keys_of_tile<typename T::Blocked, T::TILE_N>(params_.forward, own.sequence, tile);
-    bool is_cut = !mask_.all_visible(own.first_query, T::TILE_M, keys.first, T::TILE_N);
-    if constexpr (IS_CUT<typename T::Blocked>) is_cut |= keys.count() < T::TILE_N;
-    return TileWord::of(IS_CUT<typename T::Blocked> ? keys.first : tile, is_partial, is_cut).word;
+    const int first_key = first_key_in<typename T::Blocked, T::TILE_N>(own.sequence, tile);
+    bool is_cut = !mask_.all_visible(own.first_query, T::TILE_M, first_key, T::TILE_N);
+    if constexpr (IS_CUT<typename T::Blocked>) is_cut |= end_key(own, tile) < first_key + T::TILE_N;
+    return TileWord::of(IS_CUT<typename T::Blocked> ? first_key : tile, is_partial, is_cut).word;
   }
 
   // The place of the bits of a step's block, or the key behind its last where sequences cut tiles.
   DEVICE int place_of(const Listed& listed, const QueryTile<T>& own, int step) const {
     if constexpr (HAS_BITS<typename T::Blocked>) return listed.place_of_bits(params_.lists.bit_columns, step);
     if constexpr (IS_CUT<typename T::Blocked>)
-      return keys_of_tile<typename T::Blocked, T::TILE_N>(params_.forward, own.sequence, listed.tile(params_.lists.keys, step)).end;
+      return end_key(own, listed.tile(params_.lists.keys, step));
     return NO_BITS;
+  }
+  DEVICE int end_key(const QueryTile<T>& own, int tile) const {
+    return end_key_in<typename T::Blocked, T::TILE_N>(params_.forward, own.sequence, tile);
   }
 
   DEVICE void load_k(const QueryTile<T>& tile, int word, int place) {
@@ -261,10 +264,10 @@ class ListedProducer {
     store_shared_4(Shared::key_word(kv_.k().slot), static_cast<uint32>(word));
     if constexpr (HAS_BITS<typename T::Blocked> || IS_CUT<typename T::Blocked>)
       store_shared_4(Shared::key_word(kv_.k().slot) + 4, static_cast<uint32>(place));
-    load_keys<T, typename Shared::K>(kv_.k(), params_.map_k, tile, tile.head / params_.forward.group, first_key_of<T>(word));
+    load_keys<T, typename Shared::K>(kv_.k(), params_.map_k, tile, tile.head / params_.forward.group, TileWord{word}.tile());
   }
   DEVICE void load_v(const QueryTile<T>& tile, int word) {
-    load_keys<T, typename Shared::V>(kv_.v(), params_.map_v, tile, tile.head / params_.forward.group, first_key_of<T>(word));
+    load_keys<T, typename Shared::V>(kv_.v(), params_.map_v, tile, tile.head / params_.forward.group, TileWord{word}.tile());
   }
 
   const typename T::Params& params_;

@@ -158,7 +158,7 @@ struct SharedLayout {
   }
   // With lists: the tile of keys that a slot of K has, and the place of its bits, or where it ends.
   static DEVICE SharedAddress key_word(int slot) { return tile_place(T::Q_SLOTS) + 8 * slot; }
-  static_assert(RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * T::Q_SLOTS + 8 * T::STAGES <= AT + T::TEAM_BYTES,
+  static_assert(RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * T::Q_SLOTS + 8 * T::STAGES * T::LISTED <= AT + T::TEAM_BYTES,
                 "barriers, tiles of queries and of keys in 512 bytes");
 
   static DEVICE void init() {

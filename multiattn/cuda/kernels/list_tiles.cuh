@@ -71,12 +71,12 @@ struct TileList {
   }
 
   DEVICE int rows(const Sequence& it) const { return of_queries ? it.len_q : it.len_kv; }
-  // With CUTS the rows before the sequence in the tile that it begins in.
-  DEVICE int rows_before(const Sequence& it) const { return CUTS ? (of_queries ? it.offset_q : it.offset_kv) % rows_of_tile : 0; }
   DEVICE int tiles(const Sequence& it) const {
-    if (CUTS && rows(it) == 0) return 0;
-    return (rows_before(it) + rows(it) + rows_of_tile - 1) / rows_of_tile;
+    if constexpr (CUTS) return rows(it) == 0 ? 0 : (rows_before(it) + rows(it) + rows_of_tile - 1) / rows_of_tile;
+    else return (rows(it) + rows_of_tile - 1) / rows_of_tile;
   }
+  // With CUTS: the rows before the sequence in the tile that it begins in.
+  DEVICE int rows_before(const Sequence& it) const { return (of_queries ? it.offset_q : it.offset_kv) % rows_of_tile; }
   // A tile costs as much as its sequence has rows on the other side.
   DEVICE int cost(const Sequence& it) const { return of_queries ? it.len_kv : it.len_q; }
 
@@ -117,8 +117,9 @@ struct TileList {
     const int places = min(its_tiles, count - first);
     for (int place = thread_index() % WARP; place < places; place += WARP) {
       const int tile = of_queries ? its_tiles - 1 - place : place;
-      const int first_row = tile * rows_of_tile - rows_before(it);
-      store_tile(entries, first + place, {number, CUTS ? max(first_row, 0) : first_row, it, all});
+      int first_row = tile * rows_of_tile;
+      if constexpr (CUTS) first_row = max(first_row - rows_before(it), 0);
+      store_tile(entries, first + place, {number, first_row, it, all});
     }
   }
 

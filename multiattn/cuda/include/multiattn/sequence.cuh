@@ -180,8 +180,6 @@ DEVICE int32 count_keys(const Params&, const Sequence& it) { return it.len_kv; }
 // Rows of a sequence, from `first` on, up to `end`.
 struct TileRows {
   int first, end;
-
-  DEVICE int count() const { return max(end - first, 0); }
 };
 
 // The rows that a tile of the axis along which sequences are packed has of one of them: `before` it has so many rows there.
@@ -190,30 +188,38 @@ DEVICE TileRows rows_of_tile(int tile, int before, int len) {
   return {max(tile * TILE - before, 0), min((tile + 1) * TILE - before, len)};
 }
 
-// The keys of a tile, which a block mask may list; but of a packed axis `end` is that of all. And the queries of one.
-template <class Blocked, int TILE, class Params, class Of>
-DEVICE TileRows keys_of_tile(const Params& params, const Of& sequence, int tile) {
-  if constexpr (IS_CUT<Blocked>) return rows_of_tile<TILE>(tile, sequence.offset_kv, sequence.len_kv);
-  else return {tile * TILE, count_keys(params, sequence)};
+// The first key of a tile, which a block mask may list, and the one behind its last: that of all keys, unless sequences cut the tiles
+// of the packed axis. And so of queries.
+template <class Blocked, int TILE, class Of>
+DEVICE int first_key_in(const Of& sequence, int tile) {
+  if constexpr (IS_CUT<Blocked>) return rows_of_tile<TILE>(tile, sequence.offset_kv, sequence.len_kv).first;
+  else return tile * TILE;
 }
 template <class Blocked, int TILE, class Params, class Of>
-DEVICE TileRows queries_of_tile(const Params& params, const Of& sequence, int tile) {
-  if constexpr (IS_CUT<Blocked>) return rows_of_tile<TILE>(tile, sequence.offset_q, sequence.len_q);
-  else return {tile * TILE, count_queries(params, sequence)};
+DEVICE int end_key_in(const Params& params, const Of& sequence, int tile) {
+  if constexpr (IS_CUT<Blocked>) return rows_of_tile<TILE>(tile, sequence.offset_kv, sequence.len_kv).end;
+  else return count_keys(params, sequence);
+}
+template <class Blocked, int TILE, class Of>
+DEVICE int first_query_in(const Of& sequence, int tile) {
+  if constexpr (IS_CUT<Blocked>) return rows_of_tile<TILE>(tile, sequence.offset_q, sequence.len_q).first;
+  else return tile * TILE;
+}
+template <class Blocked, int TILE, class Params, class Of>
+DEVICE int end_query_in(const Params& params, const Of& sequence, int tile) {
+  if constexpr (IS_CUT<Blocked>) return rows_of_tile<TILE>(tile, sequence.offset_q, sequence.len_q).end;
+  else return count_queries(params, sequence);
 }
 
-// The row behind the last of a tile of queries that begins with `first`, and so of keys: that of the sequence, unless tiles are cut where
-// those of the packed axis are.
+// The same of a tile that a block owns, by its first row.
 template <class Blocked, int TILE, class Params, class Of>
 DEVICE int end_of_queries(const Params& params, const Of& sequence, int first) {
-  if constexpr (IS_CUT<Blocked>)
-    return rows_of_tile<TILE>((sequence.offset_q + first) / TILE, sequence.offset_q, sequence.len_q).end;
+  if constexpr (IS_CUT<Blocked>) return end_query_in<Blocked, TILE>(params, sequence, (sequence.offset_q + first) / TILE);
   else return count_queries(params, sequence);
 }
 template <class Blocked, int TILE, class Params, class Of>
 DEVICE int end_of_keys(const Params& params, const Of& sequence, int first) {
-  if constexpr (IS_CUT<Blocked>)
-    return rows_of_tile<TILE>((sequence.offset_kv + first) / TILE, sequence.offset_kv, sequence.len_kv).end;
+  if constexpr (IS_CUT<Blocked>) return end_key_in<Blocked, TILE>(params, sequence, (sequence.offset_kv + first) / TILE);
   else return count_keys(params, sequence);
 }
 
