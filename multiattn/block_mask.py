@@ -6,7 +6,6 @@ of the mask are operands of a launch; a `BlockSpec` is what a kernel's code depe
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -151,14 +150,35 @@ def of_sequences(lists: BlockLists, starts: Sequence[torch.Tensor], *, has_gradi
     have up to `BLOCK` rows: of longer ones those parts alone are walked over that have rows of the sequence.
     """
     lists = _in_parts(lists)
-    sides = tuple(zip(starts, lists.spec[:2], strict=True))
-    made: dict[str, torch.Tensor] = {}
-    for names, own, other in ((KEYS_OF_QUERIES, *sides), (QUERIES_OF_KEYS, *reversed(sides))):
-        present = [lists.named[it] for it in names if it in lists.spec.names]
-        make = _by_sequence if has_gradient or names is KEYS_OF_QUERIES else _room_by_sequence
-        found = (make(*present[at : at + 2], own, other) for at in range(0, len(present), 2))
-        made |= zip(names, itertools.chain.from_iterable(found), strict=False)
-    return BlockLists(lists.spec, tuple(made[it] for it in lists.spec.names))
+    queries, keys = (_Side(it, size) for it, size in zip(starts, lists.spec[:2], strict=True))
+    named: dict[str, torch.Tensor] = {}
+    for names, own, other in ((KEYS_OF_QUERIES, queries, keys), (QUERIES_OF_KEYS, keys, queries)):
+        make = _by_sequence if has_gradient or own is queries else _room_by_sequence
+        for counts, indices in (names[:2], names[2:]):
+            if counts in lists.spec.names:
+                named[counts], named[indices] = make(lists.named[counts], lists.named[indices], own, other)
+    return BlockLists.among(named, lists.spec)
+
+
+class _Side(NamedTuple):
+    """The sequences of q, or of k, and the rows of a block."""
+
+    starts: torch.Tensor
+    size: int
+
+    @property
+    def sequences(self) -> int:
+        return self.starts.shape[0] - 1
+
+    @property
+    def first_blocks(self) -> torch.Tensor:
+        """The first block of each sequence, ``[B]``."""
+        return self.starts[:-1].div(self.size, rounding_mode="floor")
+
+    @property
+    def last_blocks(self) -> torch.Tensor:
+        """The last block of each sequence; of an empty one it may be that before its first."""
+        return (self.starts[1:] - 1).div(self.size, rounding_mode="floor")
 
 
 def _in_parts(lists: BlockLists) -> BlockLists:
@@ -181,36 +201,31 @@ def _in_parts(lists: BlockLists) -> BlockLists:
 
 
 def _by_sequence(
-    counts: torch.Tensor, indices: torch.Tensor, own: tuple[torch.Tensor, int], other: tuple[torch.Tensor, int]
+    counts: torch.Tensor, indices: torch.Tensor, own: _Side, other: _Side
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One kind of lists in one direction; `own` and `other` are cu_seqlens, and the rows of a block."""
-    (starts, size), (starts_across, size_across) = own, other
-    rows, columns = indices.shape[-2:]
-    sequences = starts.shape[0] - 1
-    if not sequences:
+    """One kind of lists in one direction, with rows of each sequence and its own blocks alone, in their order."""
+    if not own.sequences:
         return counts, indices
-    order = torch.arange(rows + sequences, device=counts.device)
-    last_rows = (starts[1:] - 1).div(size, rounding_mode="floor") + order[:sequences]
-    sequence = torch.searchsorted(last_rows, order).clamp(max=sequences - 1)
-    is_there = (order - sequence >= starts[:-1].div(size, rounding_mode="floor")[sequence]) & (
-        order <= last_rows[sequence]
-    )
-    row = (order - sequence).clamp(0, rows - 1)
-    first = starts_across[:-1].div(size_across, rounding_mode="floor")[sequence, None]
-    last = (starts_across[1:] - 1).div(size_across, rounding_mode="floor")[sequence, None]
-    blocks = indices[..., row, :]
-    is_counted = torch.arange(columns, device=counts.device) < (counts[..., row] * is_there)[..., None]
-    is_own = is_counted & (blocks >= first) & (blocks <= last)
+    rows, columns = indices.shape[-2:]
+    places = torch.arange(rows + own.sequences, device=counts.device)
+    last_places = own.last_blocks + places[: own.sequences]
+    sequence = torch.searchsorted(last_places, places).clamp(max=own.sequences - 1)
+    row = places - sequence
+    is_there = (row >= own.first_blocks[sequence]) & (places <= last_places[sequence])
+    row = row.clamp(0, rows - 1)
+    blocks, listed = indices[..., row, :], (counts[..., row] * is_there)[..., None]
+    is_own = (blocks >= other.first_blocks[sequence, None]) & (blocks <= other.last_blocks[sequence, None])
+    is_own &= torch.arange(columns, device=counts.device) < listed
     place = torch.where(is_own, is_own.cumsum(-1) - 1, columns)
     kept = blocks.new_zeros((*blocks.shape[:-1], columns + 1)).scatter(-1, place, blocks)
     return is_own.sum(-1, dtype=torch.int32), kept[..., :columns].contiguous()
 
 
 def _room_by_sequence(
-    counts: torch.Tensor, indices: torch.Tensor, own: tuple[torch.Tensor, int], other: tuple[torch.Tensor, int]
+    counts: torch.Tensor, indices: torch.Tensor, own: _Side, other: _Side
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *entries, rows, columns = indices.shape
-    rows += own[0].shape[0] - 1
+    rows += own.sequences
     return counts.new_empty(*entries, rows), indices.new_empty(*entries, rows, columns)
 
 

@@ -14,7 +14,7 @@ from parity_breaks import CPU as CASES_DEVICE
 from bench.matrix import SUITES
 from bench.record import example_score
 from multiattn import block_mask, explain, fmha, fmha_backward
-from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS
+from multiattn.block_mask import KEYS_OF_QUERIES, QUERIES_OF_KEYS, BlockSpec
 from multiattn.cuda import BACKEND, mask_bits
 from multiattn.cuda.axes import SPLIT_Q
 from multiattn.cuda.bind import bind
@@ -432,6 +432,17 @@ def test_a_kernel_of_an_illegal_config_does_not_compile():
     (_, launch) = launches_of(replace(plan_of(packed), config=replace(CONFIG, cluster=2, scheduler="static")))
     refused["in a packed batch a cluster's tiles are of several sequences"] = launch.kernel.traits
     check_refused("forward_wgmma_traits.cuh", refused)
+
+
+@on_cpu
+@pytest.mark.parametrize("blocks", [None, BlockSpec(128, 64, has_full=True)], ids=["packed", "packed blocks"])
+def test_the_most_buffers_leave_room_for_barriers(blocks):
+    problem = replace(problem_of(window=(9, 9)), batch=1, batching=Batching.packed(2), blocks=blocks)
+    problem = replace(problem, lists=((1, 1, 5), (1, 1, 5, 9)) * 4 if blocks else ())
+    config = replace(CONFIG, tile_m=128 if blocks else 192, tile_n=128 if blocks else 64, stages=16, q_slots=3)
+    (_, launch) = launches_of(replace(plan_of(problem), config=config.settled(problem, SM90)))
+    source = f'#include "forward_wgmma_traits.cuh"\ntemplate struct multiattn::SharedLayout<{launch.kernel.traits}>;\n'
+    assert run_gxx(source, "-fsyntax-only").stderr == ""
 
 
 @with_nvrtc

@@ -42,6 +42,8 @@ _ROOM_WITH_Q = {(2, False): 196, (2, True): 192, (3, False): 128, (3, True): 128
 """Registers up to which Q may fill them, by warpgroups and whether the mask is a band: ptxas then spills nothing."""
 REGISTERS_MAX: Mapping[int, int] = {1: 208, 2: 208, 3: 144}
 """By consumer warpgroups, for what `registers_at_least` counts: setmaxnreg gives a thread 232, or 160 with three."""
+_PAIR_BYTES, _TILE_BYTES = 16, (16, 32)
+"""Shared memory of a buffer's two barriers, and of a tile of queries, or of one of a packed batch."""
 _PLAIN_STORE_REGISTERS = 20
 """More that three warpgroups want under a mask to store from registers: with 128 in use ptxas 13 spills in the loops.
 
@@ -137,7 +139,13 @@ class WgmmaConfig(WgmmaFamilyConfig):
         """The config with tiles of keys that lie in one block of a block mask, and as many keys in buffers."""
         if problem.blocks is None or (tile_n := math.gcd(self.tile_n, problem.blocks.keys)) == self.tile_n:
             return self
-        return replace(self, tile_n=tile_n, stages=min(self.stages * self.tile_n // tile_n, 16))
+        most = min(16, self._stages_with_room(problem))
+        return replace(self, tile_n=tile_n, stages=min(self.stages * self.tile_n // tile_n, most))
+
+    def _stages_with_room(self, problem: Problem) -> int:
+        """Buffers of K that have room for two barriers each, and with lists 8 bytes, beside all else."""
+        room = BARRIER_BYTES - self.q_slots * (_TILE_BYTES[problem.packing is not None] + _PAIR_BYTES)
+        return (room - self.v_stages * _PAIR_BYTES) // (_PAIR_BYTES + 8 * (problem.blocks is not None))
 
     def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
         """Reasons of fields alone, or of the problem with them."""
@@ -147,7 +155,8 @@ class WgmmaConfig(WgmmaFamilyConfig):
             "one_tile, static: blocks of a cluster take their tiles together",
         )
         buffers = self.stages + self.v_stages
-        enough = 3 <= buffers <= 16, f"{buffers} buffers of K and V ({self})", "3 to 16"
+        most = min(16, self._stages_with_room(problem) + self.v_stages)
+        enough = 3 <= buffers <= most, f"{buffers} buffers of K and V ({self})", f"3 to {most}"
         teams = self.teams == 1 or self.warpgroups == 1, f"teams={self.teams} ({self})", "1, or tile_m=64"
         if wrong := failed((*limit_checks(self), together, enough, teams)):
             return wrong
