@@ -41,8 +41,9 @@ template <class T>
 DEVICE void clear_masked(KeyScores<T>& scores, const Mask<T::BAND>& mask, int first_key, int first_query, int end_query, int end_key) {
   for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
     const bool is_beyond = HAS_SCORE<typename T::Score> && first_query + column >= end_query;
-    const bool is_other = IS_CUT<typename T::Blocked> && first_key + row >= end_key;
-    if (is_beyond || is_other || !mask.visible(first_query + column, first_key + row)) value = 0.0f;
+    if (is_beyond || !mask.visible(first_query + column, first_key + row)) value = 0.0f;
+    if constexpr (IS_CUT<typename T::Blocked>)
+      if (first_key + row >= end_key) value = 0.0f;
   });
 }
 
@@ -315,7 +316,8 @@ DEVICE void backward_keys(const typename T::Params& params) {
   if (tile.is_none()) return;
   const int first_key = tile.first_row;
   const KeySequence<SequenceOf<T>> keys{params, head_kv, tile.sequence};
-  const int end_key = end_of_keys<typename T::Blocked, T::TILE_N>(params, tile.sequence, first_key);
+  int end_key = 0;  // of a tile that sequences cut
+  if constexpr (IS_CUT<typename T::Blocked>) end_key = end_of_keys<typename T::Blocked, T::TILE_N>(params, tile.sequence, first_key);
   const Mask<T::BAND> mask = mask_of<T::BAND>(params, tile.sequence);
   const Blocks tiles = mask.template queries<T::TILE_M>(first_key, T::TILE_N, count_tiles<T>(params, tile));
   const int first_head = head_kv * params.group, end_head = first_head + params.group;
@@ -336,7 +338,9 @@ DEVICE void backward_keys(const typename T::Params& params) {
   cp_async_wait<0>();
   sync_block();  // everybody's part of K, V and the first tile has landed
   for (int stage = 0; walk.head < end_head; stage = T::STAGES - 1 - stage, walk.advance()) {
-    const int first_query = first_query_in<typename T::Blocked, T::TILE_M>(tile.sequence, tile_of<T>(walk));
+    int first_query = tile_of<T>(walk) * T::TILE_M;
+    if constexpr (IS_CUT<typename T::Blocked>)
+      first_query = first_query_in<typename T::Blocked, T::TILE_M>(tile.sequence, tile_of<T>(walk));
     const int end_query = end_query_in<typename T::Blocked, T::TILE_M>(params, tile.sequence, tile_of<T>(walk));
     if constexpr (HAS_LISTS<typename T::Blocked>) walk.follow(ring.next());
     if constexpr (T::STAGES == 2) ring.load_next(1 - stage);
@@ -410,7 +414,7 @@ DEVICE void backward_keys(const typename T::Params& params) {
   const Strides& strides = role.makes_weights ? params.strides_dv : params.strides_dk;
   uint16* target = (role.makes_weights ? keys.dv() : keys.dk()) + first_row * strides.seq;
   store_gradient<T>(gradient, role, role.makes_weights ? 1.0f : params.grad_factor, role.gradient_rows(smem), target,
-                    strides.seq, end_key - first_row);
+                    strides.seq, (IS_CUT<typename T::Blocked> ? end_key : count_keys(params, tile.sequence)) - first_row);
 }
 
 }  // namespace multiattn

@@ -118,8 +118,11 @@ template <class T>
 DEVICE void load_keys(const BackwardParams& params, const KeySequence<SequenceOf<T>>& keys, SharedAddress stage, int tile,
                       int step, int end) {
   if (step < end) {
-    const int first = first_key_in<typename T::Blocked, T::TILE_N>(keys.sequence, tile);
-    const int rows = end_key_in<typename T::Blocked, T::TILE_N>(params, keys.sequence, tile) - first;
+    int first = tile * T::TILE_N, rows = count_keys(params, keys.sequence) - first;
+    if constexpr (IS_CUT<typename T::Blocked>) {
+      first = first_key_in<typename T::Blocked, T::TILE_N>(keys.sequence, tile);
+      rows = end_key_in<typename T::Blocked, T::TILE_N>(params, keys.sequence, tile) - first;
+    }
     load_tile<typename T::TileK, T::THREADS, T::ALIGNED>(stage, keys.k() + first * params.strides_k.seq,
                                                          params.strides_k.seq, rows);
     load_tile<typename T::TileV, T::THREADS, T::ALIGNED>(
@@ -146,7 +149,9 @@ DEVICE void backward_queries(const typename T::Params& params) {
   auto walk = keys_of<T>(params, mask, head, own);
 
   const SharedAddress tile_q = shared_base(), tile_do = tile_q + TileQ::BYTES, stages = tile_do + TileDO::BYTES;
-  const int rows = end_of_queries<typename T::Blocked, T::TILE_M>(params, own.sequence, first_query) - first_query;
+  int rows = count_queries(params, own.sequence) - first_query;
+  if constexpr (IS_CUT<typename T::Blocked>)
+    rows = end_of_queries<typename T::Blocked, T::TILE_M>(params, own.sequence, first_query) - first_query;
   load_tile<TileQ, T::THREADS, T::ALIGNED>(tile_q, queries.q() + first_query * params.strides_q.seq,
                                            params.strides_q.seq, rows);
   load_tile<TileDO, T::THREADS, true>(tile_do, queries.dout() + first_query * params.strides_out.seq,
@@ -167,8 +172,8 @@ DEVICE void backward_queries(const typename T::Params& params) {
   for (int step = walk.begin; step < walk.end; ++step) {
     int block = step;
     if constexpr (HAS_LISTS<typename T::Blocked>) block = walk.tile(step);
-    const int first_key = first_key_in<typename T::Blocked, T::TILE_N>(own.sequence, block);
-    const int end_key = end_key_in<typename T::Blocked, T::TILE_N>(params, own.sequence, block);
+    int first_key = block * T::TILE_N;
+    if constexpr (IS_CUT<typename T::Blocked>) first_key = first_key_in<typename T::Blocked, T::TILE_N>(own.sequence, block);
     const SharedAddress k = stages + step % T::STAGES * T::STAGE_BYTES, v = k + TileK::BYTES;
     cp_async_wait<0>();
     sync_block();  // everybody's part of the block has landed; and nobody still reads what the next load overwrites
@@ -192,12 +197,17 @@ DEVICE void backward_queries(const typename T::Params& params) {
             if (!of_head.visible(first_query + first_row + row, first_key + T::first_key() + column)) value = 0.0f;
           });
       }
-      const bool is_cut = IS_CUT<typename T::Blocked> && end_key - first_key < T::TILE_N;
-      if (is_cut || !mask.all_visible(first_query, T::TILE_M, first_key, T::TILE_N))
+      if (!mask.all_visible(first_query, T::TILE_M, first_key, T::TILE_N))
         for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
-          const int key = first_key + T::first_key() + column;
-          if ((is_cut && key >= end_key) || !mask.visible(first_query + first_row + row, key)) value = 0.0f;
+          if (!mask.visible(first_query + first_row + row, first_key + T::first_key() + column)) value = 0.0f;
         });
+      if constexpr (IS_CUT<typename T::Blocked>) {
+        const int end_key = end_key_in<typename T::Blocked, T::TILE_N>(params, own.sequence, block);
+        if (end_key < first_key + T::TILE_N)
+          for_each_element(scores, T::thread(), [&](float& value, int, int column) {
+            if (first_key + T::first_key() + column >= end_key) value = 0.0f;
+          });
+      }
     }
     Fragment ds[T::ROW_FRAGMENTS][T::KEY_FRAGMENTS];
     round_to_operand<E>(ds, scores);

@@ -118,8 +118,11 @@ class QueryRing {
     if (next_.head < end_head_) {
       const QuerySequence<SequenceOf<T>> sequence{params_, next_.head, sequence_};
       const int thread = T::thread();
-      const int tile = tile_of<T>(next_), first = first_query_in<typename T::Blocked, T::TILE_M>(sequence_, tile);
-      const int rows = end_query_in<typename T::Blocked, T::TILE_M>(params_, sequence_, tile) - first;
+      int first = tile_of<T>(next_) * T::TILE_M, rows = count_queries(params_, sequence_) - first;
+      if constexpr (IS_CUT<typename T::Blocked>) {
+        first = first_query_in<typename T::Blocked, T::TILE_M>(sequence_, tile_of<T>(next_));
+        rows = end_query_in<typename T::Blocked, T::TILE_M>(params_, sequence_, tile_of<T>(next_)) - first;
+      }
       load_tile<typename T::TileQ, T::THREADS, T::ALIGNED>(q(stage), sequence.q() + first * params_.strides_q.seq,
                                                            params_.strides_q.seq, rows, thread);
       load_tile<typename T::TileDO, T::THREADS, true>(dout(stage), sequence.dout() + first * params_.strides_out.seq,

@@ -74,7 +74,7 @@ struct Walk {
   DEVICE int seq_q() const { return count_queries(params, work.sequence); }
   // The query behind the last of the tile, or of the sequence.
   DEVICE int end_query() const { return end_of_queries<typename T::Blocked, T::TILE_M>(params, work.sequence, work.first_query); }
-  // The first key of a tile, and the one behind its last.
+  // The first key of a tile that sequences cut, and the one behind its last.
   DEVICE int first_key(int tile) const { return first_key_in<typename T::Blocked, T::TILE_N>(work.sequence, tile); }
   DEVICE int end_key(int tile) const { return end_key_in<typename T::Blocked, T::TILE_N>(params, work.sequence, tile); }
   DEVICE HeadScores<typename T::Score> head() const {
@@ -108,7 +108,9 @@ template <class T>
 DEVICE void modify_scores(Scores<T>& scores, const Walk<T>& it, int block) {
   const HeadScores<typename T::Score> head = it.head();
   const uint32 thread = recomputed(thread_index());
-  const int first_query = it.work.first_query + T::warp_row(thread), first_key = it.first_key(block) + T::warp_key(thread);
+  const int first_query = it.work.first_query + T::warp_row(thread);
+  int first_key = block * T::TILE_N + T::warp_key(thread);
+  if constexpr (IS_CUT<typename T::Blocked>) first_key = it.first_key(block) + T::warp_key(thread);
   // Columns first: what depends on the key alone is then in registers for a few scores only.
   for_each<T::KEY_FRAGMENTS, 2, T::ROW_FRAGMENTS, 4>([&](int n, int side, int m, int e) {
     float& score = scores[m][n][side].value[e];
@@ -122,7 +124,9 @@ template <class T>
 DEVICE void mask_partial(Scores<T>& scores, const Walk<T>& it, int block) {
   const HeadScores<typename T::Score> head = it.head();
   const uint32 thread = recomputed(thread_index());
-  const int first_query = it.work.first_query + T::warp_row(thread), first_key = it.first_key(block) + T::warp_key(thread);
+  const int first_query = it.work.first_query + T::warp_row(thread);
+  int first_key = block * T::TILE_N + T::warp_key(thread);
+  if constexpr (IS_CUT<typename T::Blocked>) first_key = it.first_key(block) + T::warp_key(thread);
   for_each<T::KEY_FRAGMENTS, 2, T::ROW_FRAGMENTS, 4>([&](int n, int side, int m, int e) {
     const int query = first_query + 16 * m + accumulator_row(e, thread);
     const int key = first_key + 16 * n + 8 * side + accumulator_column(e, thread);
@@ -135,13 +139,17 @@ template <class T>
 DEVICE void mask_scores(Scores<T>& scores, const Walk<T>& it, int block) {
   constexpr bool ASKS = T::BAND == Band::TWO_SIDED || HAS_LISTS<typename T::Blocked>;
   const Mask<T::BAND> mask = it.mask();
-  if constexpr (ASKS)
-    if (mask.all_visible(it.work.first_query, T::TILE_M, it.first_key(block), T::TILE_N) &&
-        (!IS_CUT<typename T::Blocked> || it.first_key(block) + T::TILE_N == it.end_key(block)))
-      return;
+  if constexpr (IS_CUT<typename T::Blocked>) {
+    const int first = it.first_key(block);
+    if (first + T::TILE_N == it.end_key(block) && mask.all_visible(it.work.first_query, T::TILE_M, first, T::TILE_N)) return;
+  } else if constexpr (ASKS) {
+    if (mask.all_visible(it.work.first_query, T::TILE_M, block * T::TILE_N, T::TILE_N)) return;
+  }
   // The bounds of a row are made for each block: registers are scarce.
   const uint32 thread = ASKS ? recomputed(thread_index()) : thread_index();
-  const int first_query = it.work.first_query + T::warp_row(thread), first_key = it.first_key(block) + T::warp_key(thread);
+  const int first_query = it.work.first_query + T::warp_row(thread);
+  int first_key = block * T::TILE_N + T::warp_key(thread);
+  if constexpr (IS_CUT<typename T::Blocked>) first_key = it.first_key(block) + T::warp_key(thread);
   for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 4>([&](int m, int n, int side, int e) {
     const int query = first_query + 16 * m + accumulator_row(e, thread), key = first_key + 16 * n + 8 * side + accumulator_column(e, thread);
     if (!mask.visible(query, key)) scores[m][n][side].value[e] = -infinity();
