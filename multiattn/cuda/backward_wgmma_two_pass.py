@@ -9,13 +9,14 @@ from typing import Any
 
 from multiattn.cuda.backward_wgmma import STATISTICS, HopperBackwardConfig, mean_columns
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, NO_FLAGS, padded
-from multiattn.cuda.naming import aggregate, aggregate_of
+from multiattn.cuda.naming import aggregate, aggregate_of, packed_tiles
 from multiattn.cuda.source import Instance, PlannedLaunch, WgmmaBackwardParams
 from multiattn.cuda.wgmma import (
     BARRIER_BYTES,
     DEPTH,
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
+    block_check,
     packed_check,
     wgmma_kernel,
     width_bytes,
@@ -126,6 +127,7 @@ class HopperKeysConfig(HopperBackwardConfig):
             (self.kept_steps <= steps, f"kept_steps={self.kept_steps} of {problem.widths}", f"up to {steps}"),
             (has_room, f"kv_in_registers of {problem.widths}", f"D up to {KEPT_TO}"),
             packed_check(problem),
+            block_check(problem, self, QUERY_TILE, self.tile_n),
         )
 
     def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
@@ -199,8 +201,8 @@ class WgmmaTwoPassConfig(HopperKeysConfig):
     def launches(self, plan: Plan) -> tuple[PlannedLaunch, ...]:
         """Statistics, dq, then dk and dv."""
         problem, packed = plan.problem, plan.problem.packing is not None
-        lists = ("multiattn::Packed",) if packed else ()
-        name = f"_two_pass{'_packed' * packed}"
+        lists, is_cut = packed_tiles(problem, cuts=True), packed and problem.blocks is not None
+        name = f"_two_pass{'_packed' * packed}{'_cut' * is_cut}"
         dq = self.dq
         config = aggregate_of(dq, "k_stages", "v_stages", "dp_late")
         sizes = f"s{dq.k_stages}_{dq.v_stages}{'_dplate' * dq.dp_late}"

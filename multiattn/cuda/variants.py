@@ -199,7 +199,7 @@ BACKWARD_VARIANTS: tuple[Variant, ...] = (
         WgmmaTwoPassConfig,
         name="wgmma_two_pass",
         summary="Hopper: as wgmma, but a kernel for dk and dv and one for dq, each gradient in registers",
-        capability=_wgmma_capability(scores=True),
+        capability=_wgmma_capability(scores=True, block_masks=64, packed_blocks=64),
         rules=WGMMA_TWO_PASS_RULES,
     ),
     _variant(

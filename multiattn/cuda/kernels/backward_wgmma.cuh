@@ -269,9 +269,7 @@ class KeyWarpgroup : private WalkPlace<T> {
   }
   DEVICE void mask(Scores& weights) const {
     if constexpr (T::LISTED) {
-#pragma unroll
-      for (int i = 0; i < T::TILE_M / 2; ++i)
-        if (this->hidden & 1u << i) weights[i] = 0.0f;
+      clear_hidden<T>(weights, this->hidden);
     } else {
       const KeyTile<T> of = tile();
       const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, of.sequence);

@@ -58,12 +58,19 @@ DEVICE void prepare_statistics(const typename T::Params& params) {
   const QuerySequence<SequenceOf<T>> queries{backward, head, tile.sequence};
   const int end = end_of_queries<typename T::Blocked, T::TILE_ROWS>(backward, tile.sequence, tile.first_row);
   const int rows = end - tile.first_row, lane = thread_index() % T::LANES;
-  static_assert(!IS_CUT<typename T::Blocked> || T::TILE_ROWS == T::TILE_M, "a tile that sequences cut is one of the walk");
+  static_assert(!IS_CUT<typename T::Blocked> || T::TILE_ROWS == T::TILE_M || !T::HAS_DQ_SUM, "a tile that sequences cut is one of the walk");
   int block = tile.first_row / T::TILE_M;
   if constexpr (IS_CUT<typename T::Blocked>) block = (tile.sequence.offset_q + tile.first_row) / T::TILE_M;
   float* const lse = statistics_of<T>(params, head, tile.number, tile.sequence, block);
   float* const delta = lse + T::TILE_M;
   const auto store = [&](int row, float of_lse, float of_delta) {
+    if constexpr (IS_CUT<typename T::Blocked> && T::TILE_ROWS > T::TILE_M) {
+      if (row >= rows) return;  // what is not there is hidden
+      float* const place = statistics_of_query<T>(params, head, tile.number, tile.sequence, tile.first_row + row);
+      store_global_4(place, of_lse);
+      store_global_4(place + T::TILE_M, of_delta);
+      return;
+    }
     const int tile_at = row / T::TILE_M * (T::STATISTICS * T::TILE_M + T::TURNS), of_tile = row % T::TILE_M;
     const int at = tile_at + statistic_place(of_tile);
     store_global_4(lse + at, of_lse);

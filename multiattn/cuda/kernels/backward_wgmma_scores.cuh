@@ -113,7 +113,15 @@ DEVICE uint32 find_hidden(const typename T::Params& params, const KeyTile<T>& of
   return hidden;
 }
 
-// 0 in place of these.
+// 0 in place of those that have a bit.
+template <class T>
+DEVICE void clear_hidden(TransposedScores<T>& weights, uint32 hidden) {
+#pragma unroll
+  for (int i = 0; i < T::TILE_M / 2; ++i)
+    if (hidden & 1u << i) weights[i] = 0.0f;
+}
+
+// 0 in place of what the mask hides.
 template <class T>
 DEVICE void mask_transposed(TransposedScores<T>& weights, const Mask<T::BAND>& mask, int first_key, int first_query) {
   hide_transposed<T>(mask, first_key, first_query, [&](int i) { weights[i] = 0.0f; });

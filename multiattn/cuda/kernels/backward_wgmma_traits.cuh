@@ -257,6 +257,14 @@ DEVICE float* statistics_of(const typename T::Params& params, int head, int numb
   return params.statistics + place * (T::STATISTICS * T::TILE_M + T::TURNS);
 }
 
+// Where the lse of a query of a tile that sequences cut is; its delta is TILE_M numbers behind.
+template <class T>
+DEVICE float* statistics_of_query(const typename T::Params& params, int head, int number, const Sequence& sequence, int query) {
+  const int block = (sequence.offset_q + query) / T::TILE_M;
+  const int row = query - first_query_in<typename T::Blocked, T::TILE_M>(sequence, block);
+  return statistics_of<T>(params, head, number, sequence, block) + statistic_place(row);
+}
+
 // ---- sums of dQ that are emptied while tiles of other heads are made, so that L2 has them when the first tile adds
 
 // The heads of keys whose sums are empty before: those of the first section, or all. Tiles empty the sums of the head so many later.

@@ -16,7 +16,7 @@ namespace multiattn {
 
 // The warpgroup of dV, or that of dK.
 template <class T, bool OF_V>
-class GradientWarpgroup : private ScoredHead<typename T::Score> {
+class GradientWarpgroup : private WalkPlace<T> {
   using E = typename T::Element;
   using Shared = TwoPassKeysShared<T>;
   // Columns of its gradient, and the depth of its products: of scores, or dP.
@@ -39,7 +39,8 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void run() {
     for (begin(); !tile_.is_none(); begin()) {
       const Blocks blocks = query_blocks<T>(params_, tile_);
-      const int steps = count_steps<T>(params_, blocks);
+      int steps = count_steps<T>(params_, blocks);
+      if constexpr (T::LISTED) steps = tile_.end_step;
 #pragma unroll
       for (float& element : gradient_) element = 0.0f;
       if constexpr (!OF_V) await_v();
@@ -80,7 +81,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
 
   DEVICE void walk(const Blocks& blocks, int steps) {
     block_ = blocks.begin;
-    if constexpr (IS_MODIFIED) this->head = tile_.head_kv * params_.backward.group % params_.backward.heads_q;
+    if constexpr (IS_MODIFIED && !T::LISTED) this->head = tile_.head_kv * params_.backward.group % params_.backward.heads_q;
     if constexpr (STORES_DS)
       ds_ = ds_image<T>(params_, tile_.head_kv * params_.backward.group, tile_.first_key / T::TILE_N, block_);
     make_products(steps_);
@@ -113,17 +114,19 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
       const int64 of_head = static_cast<int64>(backward.tiles_kv) * (2 * backward.tiles_q_own);
       ds_ += (block_ + 1 == blocks.end ? of_head - (blocks.end - 1 - blocks.begin) : 1) * DS_IMAGE_BYTES;
     }
-    if constexpr (IS_MODIFIED) this->head += block_ + 1 == blocks.end;
+    if constexpr (T::LISTED) return;
+    if constexpr (IS_MODIFIED && !T::LISTED) this->head += block_ + 1 == blocks.end;
     if (++block_ == blocks.end) block_ = blocks.begin;  // of the next head
   }
 
   // Scores to P^T, or dP to dS^T, when they are there.
   DEVICE void weigh(const Blocks& blocks) {
     bool is_full = block_ >= blocks.full_begin && block_ < blocks.full_end;
-    if constexpr (HAS_SCORE<typename T::Score>)
+    if constexpr (HAS_SCORE<typename T::Score> && !T::LISTED)
       is_full &= (block_ + 1) * T::TILE_M <= count_queries(params_.backward, tile_.sequence);
     if constexpr (OF_V) {
       const int slot = PlaceQ::of(steps_).slot;
+      if constexpr (T::LISTED) is_full = take_step(slot);
       const QueryStatistics<T> lse(Shared::lse(slot));
       wgmma_wait<0>();
       if constexpr (IS_MODIFIED)
@@ -135,6 +138,7 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
     } else {
       const auto place_q = PlaceQ::of(steps_);
       Shared::ring_q().await_full(place_q);
+      if constexpr (T::LISTED) is_full = take_step(place_q.slot);
       const QueryStatistics<T> delta(Shared::delta(place_q.slot));
       const auto place = WeightsPlace::of(steps_);
       Shared::ring_weights().await_full(place);
@@ -146,8 +150,8 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
       wgmma_wait<0>();
       Shared::ring_dout().release(PlaceDout::of(steps_).slot);
       // An overflow where the weight is 0 would be NaN. With an expression weights are of any size there: what comes of them
-      // is masked.
-      if (!HAS_SCORE<typename T::Score> && !is_full) mask();
+      // is masked. So are statistics of queries that another sequence has in the tile.
+      if (!T::MASKS_LATE && !is_full) mask();
 #pragma unroll
       for (int i = 0; i < T::QUERY_STEPS; ++i) {
         if constexpr (T::IS_CROWDED) load(i);
@@ -159,18 +163,39 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
         }
       }
       if constexpr (T::IS_CROWDED) Shared::ring_weights().release(place.slot);
-      if (HAS_SCORE<typename T::Score> && !is_full) mask();
+      if (T::MASKS_LATE && !is_full) mask();
     }
+  }
+
+  // With lists: what the step of a slot of Q is of. True if no element of it is hidden.
+  DEVICE bool take_step(int slot) {
+    this->at = ListedStep::load(Shared::step_of_q(slot));
+    if (!this->at.tile.is_masked()) return true;
+    const BackwardParams& backward = params_.backward;
+    const HeadScores<typename T::Score> head(params_.aux, count_queries(backward, tile_.sequence), count_keys(backward, tile_.sequence),
+                                             tile_.number, own_head());
+    this->hidden = find_hidden<T>(params_, tile_, head, this->at, first_key());
+    return false;
+  }
+
+  // The query head in its batch entry, and the first query, of the block that the weights are of.
+  DEVICE int own_head() const {
+    if constexpr (T::LISTED) return this->at.head_of_entry;
+    else return this->head;
+  }
+  DEVICE int first_query() const {
+    if constexpr (T::LISTED) return first_query_in<typename T::Blocked, T::TILE_M>(tile_.sequence, this->at.tile.tile());
+    else return block_ * T::TILE_M;
   }
 
   // P^T of an expression's scores. To the warpgroup of dK goes P^T times the slope; it masks what comes of that.
   DEVICE void weigh_modified(const QueryStatistics<T>& lse) {
     const BackwardParams& backward = params_.backward;
     const HeadScores<typename T::Score> head(params_.aux, count_queries(backward, tile_.sequence),
-                                             count_keys(backward, tile_.sequence), tile_.number, this->head);
+                                             count_keys(backward, tile_.sequence), tile_.number, own_head());
     const auto place = WeightsPlace::of(steps_);
     Shared::ring_weights().await_empty(place);
-    const int first_query = block_ * T::TILE_M + accumulator_column(0), first = first_key() + accumulator_row(0);
+    const int first_query = this->first_query() + accumulator_column(0), first = first_key() + accumulator_row(0);
 #pragma unroll
     for (int i = 0; i < T::QUERY_STEPS; ++i) {
       Chunk sent;
@@ -234,8 +259,12 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
   }
 
   DEVICE void mask() {
-    const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, tile_.sequence);
-    mask_transposed<T>(products_, mask, first_key(), block_ * T::TILE_M);
+    if constexpr (T::LISTED) {
+      clear_hidden<T>(products_, this->hidden);
+    } else {
+      const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, tile_.sequence);
+      mask_transposed<T>(products_, mask, first_key(), block_ * T::TILE_M);
+    }
   }
 
   // The operands of a step's gradient are used no more.
@@ -281,7 +310,10 @@ class GradientWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void write() const {
     const BackwardParams& backward = params_.backward;
     const KeySequence<SequenceOf<T>> keys{backward, tile_.head_kv, tile_.sequence};
-    const int rows = count_keys(backward, tile_.sequence) - first_key();
+    int end = count_keys(backward, tile_.sequence);
+    if constexpr (IS_CUT<typename T::Blocked>)
+      end = end_of_keys<typename T::Blocked, T::TILE_N>(backward, tile_.sequence, tile_.first_key);
+    const int rows = end - first_key();
     const int64 stride = OF_V ? backward.strides_dv.seq : backward.strides_dk.seq;
     uint16* const target = (OF_V ? keys.dv() : keys.dk()) + first_key() * stride;
     write_rows<E>(target, stride, rows, gradient_, OF_V ? 1.0f : backward.grad_factor);

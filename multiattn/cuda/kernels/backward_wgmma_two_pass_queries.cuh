@@ -52,8 +52,10 @@ DEVICE void write_dq(const typename T::Params& params, const QueryTile<T>& tile,
   const Strides& strides = strides_dq<T>(backward);
   const int64 stride = strides.seq;
   const QuerySequence<SequenceOf<T>> queries{backward, tile.head, tile.sequence};
-  write_rows<typename T::Element>(queries.dq(strides) + first * stride, stride, count_queries(backward, tile.sequence) - first, dq,
-                                  backward.grad_factor);
+  int end = count_queries(backward, tile.sequence);
+  if constexpr (IS_CUT<typename T::Blocked>)
+    end = end_of_queries<typename T::Blocked, T::BLOCK_ROWS>(backward, tile.sequence, tile.first_query);
+  write_rows<typename T::Element>(queries.dq(strides) + first * stride, stride, end - first, dq, backward.grad_factor);
 }
 
 // Tiles of Q and dO, and for each of them its blocks of K and V.
@@ -69,7 +71,8 @@ class TwoPassQueriesProducer {
     await_earlier_grids();  // tensors, statistics and the counter are touched only after this
     QueryTile<T> tile = query_tile<T>(params_, static_cast<int>(block_index()));
     while (tile.blocks != NO_TILE) {
-      load(tile);
+      if constexpr (T::LISTED) load_list(tile);
+      else load(tile);
       const int asked = atomic_add_global(params_.next_tile + 1, 1);
       tile = query_tile<T>(params_, static_cast<int>(block_count()) + asked);
     }
@@ -88,6 +91,15 @@ class TwoPassQueriesProducer {
     const int head = tile.head % params_.backward.heads_q, head_kv = head / params_.backward.group;
     uint32 step = steps_;
     if (begin < end) load_k(keys, head_kv, begin, step);
+    load_queries(tile, head);
+    for (int block = begin; block < end; ++block) {
+      load_v(keys, head_kv, block, step++);
+      if (block + 1 < end) load_k(keys, head_kv, block + 1, step);
+    }
+    steps_ = step;
+  }
+
+  DEVICE void load_queries(const QueryTile<T>& tile, int head) {
 #pragma unroll 1
     for (int group = 0; group < T::WARPGROUPS; ++group) {
       const int row = tile.first_query + group * T::TILE_M;
@@ -99,11 +111,49 @@ class TwoPassQueriesProducer {
                                        queries_of(tile));
     }
     q_.advance();
-    for (int block = begin; block < end; ++block) {
-      load_v(keys, head_kv, block, step++);
-      if (block + 1 < end) load_k(keys, head_kv, block + 1, step);
+  }
+
+  // As `load`, where a block mask lists the tiles of keys. Each is looked up a step ahead, and its word goes with its K.
+  DEVICE void load_list(QueryTile<T> tile) {
+    const int heads_q = params_.backward.heads_q, head = tile.head % heads_q, head_kv = head / params_.backward.group;
+    const auto listed = list_of(tile, tile.head / heads_q, head);
+    const auto keys = keys_of(tile);
+    tile.blocks = listed.end;
+    const auto look_up = [&](int step) { return step < listed.end ? listed.tile(params_.lists.keys, step) : 0; };
+    int block = look_up(0), next = look_up(1);
+    if (listed.end > 0) load_listed_k(tile, head_kv, block, steps_, listed.is_partial(0));
+    load_queries(tile, head);
+#pragma unroll 1
+    for (int step = 0; step < listed.end; ++step) {
+      load_v_at(keys, head_kv, first_key(tile, block), steps_++);
+      block = next;
+      next = look_up(step + 2);
+      if (step + 1 < listed.end) load_listed_k(tile, head_kv, block, steps_, listed.is_partial(step + 1));
     }
-    steps_ = step;
+  }
+
+  using Listed = ListedTiles<SPEC_OF<typename T::Blocked>.keys, T::TILE_N, SPEC_OF<typename T::Blocked>.has_full>;
+  DEVICE Listed list_of(const QueryTile<T>& tile, int batch, int head) const {
+    if constexpr (IS_CUT<typename T::Blocked>)
+      if (tile.sequence.len_kv == 0) return {0, 0, 0};  // it has no list
+    const int row = row_of_queries<typename T::Blocked>(tile.sequence, tile.number, tile.first_query);
+    return Listed::of(params_.lists.keys, batch, head, row);
+  }
+
+  static DEVICE int first_key(const QueryTile<T>& tile, int block) {
+    return first_key_in<typename T::Blocked, T::TILE_N>(tile.sequence, block);
+  }
+
+  DEVICE void load_listed_k(const QueryTile<T>& tile, int head_kv, int block, uint32 step, bool is_partial) {
+    const BackwardParams& backward = params_.backward;
+    const auto place = RingPlace<T::K_STAGES>::of(step);
+    const int first = first_key(tile, block), end = end_key_in<typename T::Blocked, T::TILE_N>(backward, tile.sequence, block);
+    const Mask<T::BAND> mask = mask_of<T::BAND>(backward, tile.sequence);
+    const bool is_cut = first + T::TILE_N > end || !mask.all_visible(tile.first_query, T::BLOCK_ROWS, first, T::TILE_N);
+    Shared::ring_k().await_empty(place);
+    store_shared_4(Shared::key_word(place.slot), TileWord::of(first, HAS_MASK<typename T::Score> && is_partial, is_cut).word);
+    store_shared_4(Shared::key_word(place.slot) + 4, end);
+    load_boxes<typename T::TileK>(Shared::k(place.slot), params_.map_k, Shared::ring_k().full(place.slot), first, head_kv, keys_of(tile));
   }
 
   template <class Rows>
@@ -116,10 +166,13 @@ class TwoPassQueriesProducer {
 
   template <class Rows>
   DEVICE void load_v(const Rows& keys, int head_kv, int block, uint32 step) {
+    load_v_at(keys, head_kv, block * T::TILE_N, step);
+  }
+  template <class Rows>
+  DEVICE void load_v_at(const Rows& keys, int head_kv, int first_key, uint32 step) {
     const auto place = RingPlace<T::V_STAGES>::of(step);
     Shared::ring_v().await_empty(place);
-    load_boxes<typename T::TileV>(Shared::v(place.slot), params_.map_v, Shared::ring_v().full(place.slot), block * T::TILE_N,
-                                  head_kv, keys);
+    load_boxes<typename T::TileV>(Shared::v(place.slot), params_.map_v, Shared::ring_v().full(place.slot), first_key, head_kv, keys);
   }
 
   const typename T::Params& params_;
@@ -127,9 +180,19 @@ class TwoPassQueriesProducer {
   uint32 steps_ = 0;  // blocks of keys before, of all tiles
 };
 
+// With lists, the tile of keys whose scores there are, by its word the first key, and a bit for each of a thread's elements that is
+// hidden.
+template <class T, bool = T::LISTED>
+struct KeysAt : ScoredHead<typename T::Score> {};
+template <class T>
+struct KeysAt<T, true> : ScoredHead<typename T::Score> {
+  TileWord at;
+  uint32 hidden;
+};
+
 // A warpgroup of queries. Its number is a constant: what depends on it takes no registers, and no time.
 template <class T, int GROUP>
-class QueryWarpgroup : private ScoredHead<typename T::Score> {
+class QueryWarpgroup : private KeysAt<T> {
   using E = typename T::Element;
   using Shared = TwoPassQueriesShared<T>;
   using PlaceK = RingPlace<T::K_STAGES>;
@@ -142,8 +205,9 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void run() {
     for (begin(); tile_.blocks != NO_TILE; begin()) {
       const int first_query = first_of_group();
-      const Blocks loaded = key_blocks<T>(params_, tile_, tile_.first_query, T::BLOCK_ROWS);
+      Blocks loaded = key_blocks<T>(params_, tile_, tile_.first_query, T::BLOCK_ROWS);
       Blocks own = key_blocks<T>(params_, tile_, first_query, T::TILE_M);
+      if constexpr (T::LISTED) own = loaded = {0, 0, 0, tile_.blocks};
       const bool has_keys = first_query < count_queries(params_.backward, tile_.sequence) && own.begin < own.end;
       if (!has_keys) own.begin = own.end = loaded.end;
 #pragma unroll
@@ -174,11 +238,17 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void read_statistics() {
     const int first = first_of_group();
     const int rows = count_queries(params_.backward, tile_.sequence) - first;
-    const float* const list = statistics_of<T>(params_, tile_.head, tile_.number, tile_.sequence, first / T::TILE_M);
+    const float* list = nullptr;
+    if constexpr (!IS_CUT<typename T::Blocked>)
+      list = statistics_of<T>(params_, tile_.head, tile_.number, tile_.sequence, first / T::TILE_M);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row_again() + accumulator_row(2 * half);
-      const float* const place = list + statistic_place(row);
+      const float* place = nullptr;
+      if constexpr (IS_CUT<typename T::Blocked>)
+        place = statistics_of_query<T>(params_, tile_.head, tile_.number, tile_.sequence, min(first + row, tile_.sequence.len_q - 1));
+      else
+        place = list + statistic_place(row);
       lse_[half] = row < rows ? load_global_4(place) : infinity();
       delta_[half] = row < rows ? load_global_4(place + T::TILE_M) : 0.0f;
     }
@@ -202,6 +272,7 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
   DEVICE void walk(const Blocks& own) {
     block_ = own.begin;
     make_scores(steps_);
+    if constexpr (T::LISTED) take_step();
     if constexpr (T::DP_LATE) {
       weigh<0>(own);
       make_dp(steps_);
@@ -228,12 +299,14 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
     if constexpr (T::DP_LATE) {
       wgmma_wait<1>();
       Shared::ring_k().release(PlaceK::of(steps_++).slot);
+      if constexpr (T::LISTED) take_step();
       weigh<0>(own);
       make_dp(steps_);
     } else {
       make_dp(steps_ + 1);
       wgmma_wait<2>();
       Shared::ring_k().release(PlaceK::of(steps_++).slot);
+      if constexpr (T::LISTED) take_step();
       weigh<1>(own);  // while dP is under way
     }
     wgmma_wait<0>();
@@ -262,7 +335,7 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
     const HeadScores<typename T::Score> head(params_.aux, count_queries(backward, tile_.sequence),
                                              count_keys(backward, tile_.sequence), tile_.number, this->head);
     const int first_query = first_of_group() + warp_row_again();
-    const int first_key = block_ * T::TILE_N + accumulator_column(0);
+    const int first_key = this->first_key() + accumulator_column(0);
 #pragma unroll
     for (int i = 0; i < T::TILE_N / 2; ++i) {
       const Position key(first_key, i / 4 * 8 + i % 2);
@@ -279,10 +352,47 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
   }
 
   // True if all queries of the warpgroup see all keys of the block.
-  DEVICE bool is_full(const Blocks& own) const { return block_ >= own.full_begin && block_ < own.full_end; }
+  DEVICE bool is_full(const Blocks& own) const {
+    if constexpr (T::LISTED) return !this->at.is_masked();
+    else return block_ >= own.full_begin && block_ < own.full_end;
+  }
+
+  DEVICE int first_key() const {
+    if constexpr (T::LISTED) return this->at.tile();
+    else return block_ * T::TILE_N;
+  }
+
+  // With lists: the tile of keys whose scores come next, and what is hidden of it. Its K is there.
+  DEVICE void take_step() {
+    const auto load = [](SharedAddress at) { return static_cast<int>(uniform(float_bits(load_shared_4(at)))); };
+    const SharedAddress word = Shared::key_word(PlaceK::of(steps_).slot);
+    this->at = {load(word)};
+    if (!this->at.is_masked()) return;
+    this->hidden = 0;
+    const BackwardParams& backward = params_.backward;
+    const int first_query = first_of_group() + warp_row_again(), first_key = this->at.tile() + accumulator_column(0);
+    if (this->at.is_cut()) {
+      const int end = load(word + 4);
+      const Mask<T::BAND> mask = mask_of<T::BAND>(backward, tile_.sequence);
+#pragma unroll
+      for (int i = 0; i < T::TILE_N / 2; ++i) {
+        const int key = first_key + i / 4 * 8 + i % 2;
+        if (key >= end || !mask.visible(first_query + accumulator_row(i % 4), key)) this->hidden |= 1u << i;
+      }
+    }
+    if constexpr (HAS_MASK<typename T::Score>) {
+      if (!this->at.is_partial()) return;
+      const HeadScores<typename T::Score> head(params_.aux, count_queries(backward, tile_.sequence),
+                                               count_keys(backward, tile_.sequence), tile_.number, tile_.head % backward.heads_q);
+#pragma unroll
+      for (int i = 0; i < T::TILE_N / 2; ++i)
+        if (!head.visible(first_query + accumulator_row(i % 4), {first_key, i / 4 * 8 + i % 2})) this->hidden |= 1u << i;
+    }
+  }
 
   // 0 in place of what the mask hides.
   DEVICE void mask(float (&values)[T::TILE_N / 2]) const {
+    if constexpr (T::LISTED) return clear_hidden(values);
     const Mask<T::BAND> mask = mask_of<T::BAND>(params_.backward, tile_.sequence);
     int first_query = first_of_group() + warp_row_again();
     if (T::IS_CROWDED) first_query = recomputed(first_query);  // or ptxas keeps what a row is compared with, and spills
@@ -291,6 +401,14 @@ class QueryWarpgroup : private ScoredHead<typename T::Score> {
       const int query = first_query + accumulator_row(i % 4);
       const int key = block_ * T::TILE_N + i / 4 * 8 + accumulator_column(i % 4);
       if (!mask.visible(query, key)) values[i] = 0.0f;
+    }
+  }
+
+  DEVICE void clear_hidden(float (&values)[T::TILE_N / 2]) const {
+    if constexpr (T::LISTED) {
+#pragma unroll
+      for (int i = 0; i < T::TILE_N / 2; ++i)
+        if (this->hidden & 1u << i) values[i] = 0.0f;
     }
   }
 

@@ -11,8 +11,8 @@ struct PassSizes {
   static constexpr int WARPGROUPS = 2, GROUP_WARPS = 4, THREADS = WARPGROUP * (WARPGROUPS + 1), CLUSTER = 1;
   static constexpr int TILE_M = 64, TILE_N = 64, BLOCK_ROWS = TILE_M * WARPGROUPS;  // of a block that owns queries
   static constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;           // of a thread; the three have 504
-  static constexpr bool LISTED = false, PAIRED = false;  // block masks are for the kernel of one pass
-  static constexpr int STAGE_BARRIERS = 0;               // between groups of stages: there is one
+  static constexpr bool PAIRED = false;                           // all warpgroups of a block have one list
+  static constexpr int GROUPS = 1, WARPGROUP_KEYS = TILE_N;
   static constexpr int TURNS = 0, STATISTICS = 2, STATISTICS_BYTES = STATISTICS * TILE_M * 4;  // lse and delta
 };
 
@@ -47,6 +47,10 @@ struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked
   using RingDS = Ring<WEIGHT_STAGES>;
   static constexpr bool ORDERED = false;
   static constexpr int SIDE_WARPS = 0;
+  static constexpr bool LISTED = HAS_LISTS<Blocked>;  // a block mask lists the tiles of queries of a tile of keys
+  static constexpr bool MASKS_LATE = HAS_SCORE<Score> || IS_CUT<Blocked>;  // what weights of any size, or statistics, come to
+  static constexpr int STAGE_BARRIERS = LISTED ? RingQ::BYTES + RingDout::BYTES + RingDS::BYTES : 0;  // before what steps are of
+  static constexpr int STEP_BYTES = LISTED ? Q_STAGES * CHUNK_BYTES : 0;
 
   // Shared memory: K, V, stages of Q, of dO, of weights, dS^T to be stored, statistics, then barriers and what the tile of keys is.
   static constexpr int V_AT = TileK::BYTES, Q_AT = V_AT + TileV::BYTES;
@@ -59,6 +63,8 @@ struct TwoPassKeysTraits : Walks<Element, F, WgmmaBackwardParams, Score, Blocked
 
   static_assert(F.head_dim % 8 == 0 && F.head_dim_v % 8 == 0 && TwoPassKeysTraits::WIDTH <= 256, "head_dim, head_dim_v: multiples of 8 up to 256");
   static_assert(Q_STAGES >= 2 && DOUT_STAGES >= 2, "q_stages, dout_stages: 2 and more");
+  static_assert(RingK::BYTES + Ring<1>::BYTES + STAGE_BARRIERS + STEP_BYTES + 48 <= 512, "barriers, and what steps are of, in 512 bytes");
+  static_assert(!LISTED || SPEC_OF<Blocked>.keys % TILE_N == 0, "a tile of keys lies in one block");
   static_assert(F.head_dim_v / 2 + 4 * KEPT_K <= 160 && F.head_dim / 2 + 4 * KEPT_V <= 160, "kept_steps: registers beside a gradient's");
 };
 
@@ -93,6 +99,7 @@ struct TwoPassQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Bloc
   // A thread's; the three warpgroups have 504.
   static constexpr int CONSUMER_REGISTERS = F.head_dim > 224 ? 240 : 232, PRODUCER_REGISTERS = F.head_dim > 224 ? 24 : 40;
   static constexpr bool IS_CROWDED = HAS_SCORE<Score> && F.head_dim > 224;           // no register to spare
+  static constexpr bool LISTED = HAS_LISTS<Blocked>;  // a block mask lists the tiles of keys of both warpgroups
   static constexpr int KEY_STEPS = TILE_N / 16, DIM_STEPS = (F.head_dim + 15) / 16, V_STEPS = (F.head_dim_v + 15) / 16;  // of a wgmma
 
   using TileQ = PanelTile<TILE_M, F.head_dim>;
@@ -110,6 +117,7 @@ struct TwoPassQueriesTraits : Walks<Element, F, WgmmaBackwardParams, Score, Bloc
 
   static_assert(F.head_dim % 8 == 0 && F.head_dim_v % 8 == 0 && TwoPassQueriesTraits::WIDTH <= 256, "head_dim, head_dim_v: multiples of 8 up to 256");
   static_assert(K_STAGES >= 2 && V_STAGES >= 1, "k_stages: 2 and more; v_stages: 1 and more");
+  static_assert(!LISTED || SPEC_OF<Blocked>.queries % BLOCK_ROWS == 0, "both warpgroups' queries lie in one block");
 };
 
 template <class T>
@@ -123,6 +131,8 @@ struct TwoPassQueriesShared {
   static DEVICE Ring<1> ring_dout(int group) { return ring_q(T::WARPGROUPS + group); }
   static DEVICE typename T::RingK ring_k() { return {ring_q(2 * T::WARPGROUPS).barriers}; }
   static DEVICE typename T::RingV ring_v() { return {ring_k().barriers + T::RingK::BYTES}; }
+  // With lists: the tile of keys that a slot of K has, and where it ends.
+  static DEVICE SharedAddress key_word(int slot) { return ring_v().barriers + T::RingV::BYTES + 8 * slot; }
   // The place of the record of a warpgroup's tile of queries.
   static DEVICE SharedAddress tile_place(int group) {
     return shared_base() + T::SMEM_BYTES - (1 + group) * QueryTile<T>::BYTES;
