@@ -343,5 +343,5 @@ def with_aux(
         fields.append(("gradients", struct_of(lowered.gradient_fields(slots) if lowered is not None else ())))
     if lists is not None:
         fields.append(("lists", lists))
-        name += "_lists"
+        name += f"_{lists.__name__}"  # several kinds may meet in one translation unit
     return structs.struct_of(name, fields)

@@ -28,8 +28,9 @@ from multiattn.cuda.variants import SPANNING, WGMMA
 from multiattn.layout import VECTOR_BYTES, Layout
 from multiattn.operands import Operands
 from multiattn.plan.arch import CPU
-from multiattn.plan.backend import DIRECTIONS, Plan, make_plan
+from multiattn.plan.backend import Plan, make_plan
 from multiattn.problem import Problem
+from multiattn.sequences import Batching
 
 _PRELOADED = "MULTIATTN_SANITIZERS_PRELOADED"
 """Set where Python runs with the sanitizers' library, as code that is built with them wants."""
@@ -47,8 +48,7 @@ def sanitized_plans() -> Iterator[Plan]:
 
     And points of the forward's ladder whose buffers are shared, on a head_dim whose last slice is not whole; and the
     kernel for Hopper with each scheduler, in a cluster, and with the output from shared memory and from registers. Its
-    forward also has a v narrower than k, and its backward a wider one, and both have block masks: each row of lists
-    names block 1, as a partial one and as a full one.
+    forward also has a v narrower than k, and its backward a wider one.
     """
     make = Problem.contiguous
     masked = make(batch=2, heads_q=2, heads_kv=1, seq_q=37, seq_kv=101, head_dim=64, dtype="fp16", causal=True)
@@ -69,14 +69,28 @@ def sanitized_plans() -> Iterator[Plan]:
     wider = make(batch=1, heads_q=1, seq_q=37, seq_kv=70, head_dim=40, head_dim_v=72, dtype="fp16", causal=True)
     yield make_plan(BACKEND, narrow, CPU, variant=WGMMA.name)
     yield make_plan(BACKEND, wider, CPU, direction="backward", variant=WGMMA.name)
-    for size, length, causal in ((64, 101, True), (128, 200, False)):
-        plain = make(batch=2, heads_q=2, heads_kv=1, seq_q=length - 11, seq_kv=length, head_dim=72, causal=causal)
-        listed = replace(plain, blocks=BlockSpec(size, size, has_full=True), lists=((2, 2, 2), (2, 2, 2, 2)) * 4)
-        for direction in DIRECTIONS:
-            yield make_plan(BACKEND, listed, CPU, direction=direction, variant=WGMMA.name)
+    yield from _listed_plans()
     for variant in BACKEND.backward.variants:
         for problem in (masked, unaligned if variant.capability.alignment < VECTOR_BYTES else padded, empty_rows):
             yield make_plan(BACKEND, problem, CPU, direction="backward", variant=variant.name)
+
+
+def _listed_plans() -> Iterator[Plan]:
+    """Block masks, also of two packed sequences of which one is empty: every list names block 1, in part and whole."""
+    for size, length, causal in ((64, 101, True), (128, 200, False)):
+        plain = Problem.contiguous(
+            batch=2, heads_q=2, heads_kv=1, seq_q=length - 11, seq_kv=length, head_dim=72, causal=causal
+        )
+        listed = replace(plain, blocks=BlockSpec(size, size, has_full=True), lists=((2, 2, 2), (2, 2, 2, 2)) * 4)
+        packed = replace(listed, batch=1, batching=Batching.packed(2), lists=((1, 2, 4), (1, 2, 4, 2)) * 4)
+        for problem in (listed, packed):
+            yield make_plan(BACKEND, problem, CPU, variant=WGMMA.name)
+            if size == 128 or problem is listed:
+                yield make_plan(BACKEND, problem, CPU, direction="backward", variant=WGMMA.name)
+            if size == 128:
+                yield make_plan(BACKEND, problem, CPU, direction="backward", variant="wgmma_two_pass")
+        yield make_plan(BACKEND, packed, CPU)
+        yield make_plan(BACKEND, packed, CPU, direction="backward", variant="two_pass")
 
 
 def operands_of(plan: Plan, missing_elements: int) -> Operands:
@@ -90,6 +104,10 @@ def operands_of(plan: Plan, missing_elements: int) -> Operands:
     assert operands.dlse is not None
     operands.lse.fill_(4.0)
     operands.dlse.fill_(4.0)
+    rows = operands.q.shape[2] - 3
+    for starts in operands.indices[:2]:  # of a packed batch
+        if starts is not None:
+            starts.copy_(torch.tensor([0, rows, rows]))
     return operands._replace(k=operands.k[: operands.k.numel() - missing_elements].clone())
 
 
