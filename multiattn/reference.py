@@ -248,6 +248,7 @@ def _differentiate_dense(
     dscores = dscores * problem.scale
 
     dq = torch.einsum("b h i j, b h j d -> b h i d", dscores, k)
+    dq = dq.masked_fill(~visible.any(-1, keepdim=True), 0.0)  # also where k is NaN
     dk = torch.einsum("b h i j, b h i d -> b h j d", dscores, q)
     dv = torch.einsum("b h i j, b h i d -> b h j d", weights, dout)
     dk, dv = (reduce(grad, "b (h group) s d -> b h s d", "sum", group=problem.group) for grad in (dk, dv))
