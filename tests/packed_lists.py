@@ -48,14 +48,19 @@ def ranges(cu_seqlens: Sequence[int], rows: int, longest: int = 2**31 - 1) -> li
 
 
 def listed(
-    cu_seqlens: Sequence[Sequence[int]], rows: Pair, tile: int, longest: Pair, *, of_keys: bool
+    cu_seqlens: Sequence[Sequence[int]], rows: Pair, tile: int, longest: Pair, *, of_keys: bool, on_axis: bool = False
 ) -> list[list[int]]:
-    """The first six of `LIST_FIELDS` of each entry, of tiles of queries or of keys, whose side comes first."""
+    """The first six of `LIST_FIELDS` of each entry, of tiles of queries or of keys, whose side comes first.
+
+    `on_axis`: tiles begin at multiples of `tile` on the packed axis, and the first of a sequence with it.
+    """
     own, other = (ranges(*it) for it in zip(cu_seqlens, rows, longest, strict=True))
     sequences = [(number, *it) for number, it in enumerate(zip(own, [*other[:-2], (0, 0), (0, 0)], strict=True))]
     entries = []
     for number, *sides in sorted(sequences, key=lambda it: (-it[2][1], it[0])):
         fields = [*sides[of_keys], *sides[not of_keys]]
-        tiles = [[number, first_row, *fields] for first_row in range(0, sides[0][1], tile)]
+        offset, length = sides[0]
+        begins = range(-(offset % tile) if on_axis and length else 0, length, tile)
+        tiles = [[number, max(first_row, 0), *fields] for first_row in begins]
         entries += tiles if of_keys else reversed(tiles)
     return entries

@@ -55,14 +55,14 @@ def by_cuda(cu_seqlens, lists, counter, rows, longest, room, tiles, parts):
     host.run(library, launch.kernel.name, params, blocks=launch.blocks, threads=launch.kernel.threads, smem_bytes=0)
 
 
-def by_triton(cu_seqlens, lists, counter, rows, longest, room, tiles, parts):
+def by_triton(cu_seqlens, lists, counter, rows, longest, room, tiles, parts, **more):
     from multiattn.triton.cpu import interpreter
     from multiattn.triton.kernels.constants import ListConstants
     from multiattn.triton.kernels.lists import list_tiles
 
     sequences = len(cu_seqlens[0]) - 1
     group = 16 if parts > 1 else 128
-    constants = ListConstants(query_tile=tiles[0], key_tile=tiles[1], last_first=True, group=group)
+    constants = ListConstants(query_tile=tiles[0], key_tile=tiles[1], last_first=True, group=group, **more)
     grid = ((sequences + 1) // group + 1) * parts * sum(map(bool, tiles))
     sizes = (sequences, *rows, *longest, *room, parts)
     interpreter.run(list_tiles, grid, *cu_seqlens, *lists, counter, *sizes, constants)
@@ -102,20 +102,28 @@ def test_lists_name_rows_that_there_are_whatever_is_given(language, wrong, longe
     check_lists(language, cu_seqlens, WRONG_ROWS, (16, 32), 2, longest)
 
 
-def check_lists(language, cu_seqlens, rows, tiles, parts, longest=(0, 0)):
+@pytest.mark.parametrize(("lengths_q", "lengths_kv", "behind", "tiles", "parts"), LISTS)
+def test_lists_for_block_masks_cut_sequences_where_blocks_do(lengths_q, lengths_kv, behind, tiles, parts):
+    rows = (sum(lengths_q) + behind, sum(lengths_kv) + behind)
+    check_lists("triton", [starts(lengths_q), starts(lengths_kv)], rows, tiles, parts, on_axis=True)
+
+
+def check_lists(language, cu_seqlens, rows, tiles, parts, longest=(0, 0), **more):
     """Each list has what a list made by hand has, as far as there is room, and nothing behind it is written."""
     packing = Batching.packed(len(cu_seqlens[0]) - 1, *longest)
     longest = packing.longest(*rows)
     room = [packing.tiles_max(count, tile) if tile else 0 for count, tile in zip(rows, tiles, strict=True)]
     lists = [torch.full((it + 9, len(LIST_FIELDS)), 7777, dtype=torch.int32) if it else None for it in room]
     counter = torch.full((1,), 5, dtype=torch.int32)
-    MAKERS[language](cu_seqlens, lists, counter, rows, longest, room, tiles, parts)
+    MAKERS[language](cu_seqlens, lists, counter, rows, longest, room, tiles, parts, **more)
     assert counter.item() == 0
     given = [it.tolist() for it in cu_seqlens]
     for side, made in enumerate(lists):
         if made is not None:
             order = slice(None, None, -1 if side else 1)
-            wanted = listed(given[order], rows[order], tiles[side], longest[order], of_keys=bool(side))[: room[side]]
+            wanted = listed(given[order], rows[order], tiles[side], longest[order], of_keys=bool(side), **more)
+            assert len(wanted) <= room[side] or not more  # what is right has room
+            wanted = wanted[: room[side]]
             if language == "cutile":  # an array's part may not begin at its end: of no rows it begins at 0
                 for entry in wanted:
                     entry[(4, 2)[side]] *= entry[(4, 2)[side] + 1] > 0

@@ -65,6 +65,7 @@ _ON_HOPPER = replace(
     arches=("cpu", *gluon_forward.ARCHES),
     packing=True,
     block_masks=0,
+    packed_blocks=0,
     arch_hint="for Hopper's wgmma and TMA, and a CPU that interprets it; other variants run elsewhere",
 )
 _HOPPER_BACKWARD = replace(_ON_HOPPER, score_gradients=False)
@@ -77,7 +78,12 @@ _FORWARD = (
         summary="decode: query heads that share keys are rows of one tile, keys divided among blocks, parts merged by "
         "a second kernel",
         capability=replace(
-            plain.CAPABILITY, head_dim_max=decode.HEAD_DIM_MAX, block_masks=0, packing=False, caches=True
+            plain.CAPABILITY,
+            head_dim_max=decode.HEAD_DIM_MAX,
+            block_masks=0,
+            packed_blocks=0,
+            packing=False,
+            caches=True,
         ),
     ),
     gluon_forward.FAMILY.variant(

@@ -72,7 +72,8 @@ def tables_of(
     if plan.problem.packing is None:
         return family.tables(launch)
     counts = plan.direction == "forward" and abi.WORKSPACE in family.areas(plan.problem, plan.config)
-    return (list_table(plan.problem, *family.tiles(plan.config), counts=counts), *family.tables(launch))
+    tiles = family.tiles(plan.problem, plan.config)
+    return (list_table(plan.problem, *tiles, counts=counts), *family.tables(launch))
 
 
 def candidates(direction: Direction, variant: Variant, problem: Problem, arch: Arch) -> Sequence[Config]:

@@ -45,7 +45,7 @@ class TritonFamily:
     """The module of each kernel by its name, below `KERNELS`."""
     tables: Callable[[TritonLaunch], tuple[KernelTable, ...]]
     """The kernels of a launch, in order, but for the one that lists tiles of a packed batch."""
-    tiles: Callable[[Any], tuple[int, int]]
+    tiles: Callable[[Problem, Any], tuple[int, int]]
     """The rows of the tiles of queries and of keys that a packed launch is given lists of; 0 for those it is not."""
     areas: Callable[[Problem, Any], Areas] = lambda problem, config: {}
     """Memory that a launch takes beside its operands, by name, without those lists; a `COUNTER` is 0 at first."""
@@ -71,7 +71,7 @@ class TritonFamily:
         """The areas of a launch, with the lists of a packed batch."""
         found = dict(self.areas(problem, config))
         if problem.packing is not None:
-            names = zip(("query_list", "key_list"), self.tiles(config), strict=True)
+            names = zip(("query_list", "key_list"), self.tiles(problem, config), strict=True)
             found |= {name: problem.layouts[name] for name, rows in names if rows}
         return found
 
@@ -106,7 +106,12 @@ def list_table(problem: Problem, query_tile: int, key_tile: int, *, counts: bool
     """
     packing = problem.packing
     assert packing is not None
-    constants = ListConstants(query_tile=query_tile, key_tile=key_tile, last_first=problem.is_banded)
+    constants = ListConstants(
+        query_tile=query_tile,
+        key_tile=key_tile,
+        last_first=problem.is_banded,
+        on_axis=problem.blocks is not None,
+    )
     query_entries = packing.tiles_max(problem.seq_q, query_tile) if query_tile else 0
     key_entries = packing.tiles_max(problem.seq_kv, key_tile) if key_tile else 0
     groups = (packing.sequences + 1) // constants.group + 1  # the rows on either side of all sequences are two more

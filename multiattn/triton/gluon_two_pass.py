@@ -151,7 +151,7 @@ FAMILY = TritonFamily(
         "gradients_of_own_keys": "gluon.backward_two_pass_keys",
     },
     tables=_tables,
-    tiles=lambda config: (config.tile_m, config.tile_n),
+    tiles=lambda problem, config: (config.tile_m, config.tile_n),
     areas=lambda problem, config: {**statistics_area(problem), **COUNTER},
     fits=why_not_fit,
     candidates=_candidates,

@@ -108,6 +108,7 @@ CAPABILITY = Capability(
     sinks=True,
     scores=True,
     block_masks=16,
+    packed_blocks=16,
     score_gradients=True,
     packing=True,
 )
@@ -251,9 +252,9 @@ def list_rows(problem: Problem, by_keys: bool) -> Parameter:
 
 
 def is_ragged_list(problem: Problem) -> bool:
-    """True if the lists of queries may name keys beyond the end."""
-    if problem.blocks is None:
-        return False
+    """True if the lists of queries may name keys beyond the end, or of another sequence."""
+    if problem.blocks is None or problem.packing is not None:
+        return problem.blocks is not None
     return problem.lists_of(KEYS_OF_QUERIES).columns * problem.blocks.keys > problem.seq_kv
 
 
@@ -333,7 +334,7 @@ FAMILY = TritonFamily(
     config=TritonConfig,
     kernels={"attention_forward": "forward"},
     tables=_tables,
-    tiles=lambda config: (config.tile_m, 0),
+    tiles=lambda problem, config: (within_blocks(config, problem).tile_m, 0),
     fits=why_not_fit,
     candidates=_candidates,
     flag=lambda problem, config: is_far(problem, within_blocks(config, problem), is_backward=False),

@@ -103,6 +103,11 @@ def why_not_fit(problem: Problem, arch: Arch, config: TritonBackwardConfig, *, o
 # ---------------------------------------------------------------- a launch
 
 
+def _tiles(problem: Problem, config: TritonBackwardConfig) -> tuple[int, int]:
+    config = within(config, problem)
+    return 0 if config.dq is None else config.dq.tile_m, config.tile_n
+
+
 def _areas(problem: Problem, config: TritonBackwardConfig) -> Areas:
     names = ("delta", "dq_sum") if config.dq is None else ("delta",)
     return {name: problem.layouts[name] for name in names}
@@ -117,7 +122,8 @@ def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
         "gradients": () if problem.score is None else problem.score.gradients,
     }
     # Keys beyond the end have to be hidden from dq alone: their own gradients are not stored.
-    has_end = problem.blocks is not None and own["one_pass"] and problem.seq_kv % config.tile_n != 0
+    is_whole = problem.packing is None and problem.seq_kv % config.tile_n == 0
+    has_end = problem.blocks is not None and own["one_pass"] and not is_whole
     keys = table_of(
         "gradients_of_keys", launch, constants_of(launch, config, ragged=has_end, **own), options_of(config)
     )
@@ -183,7 +189,7 @@ FAMILY = TritonFamily(
     config=TritonBackwardConfig,
     kernels=dict.fromkeys(("prepare_rows", "finish_dq", "gradient_of_queries", "gradients_of_keys"), "backward"),
     tables=_tables,
-    tiles=lambda config: (0 if config.dq is None else config.dq.tile_m, config.tile_n),
+    tiles=_tiles,
     areas=_areas,
     fits=why_not_fit,
     candidates=_candidates,

@@ -55,7 +55,7 @@ from multiattn.triton.table import (
 
 VARIANT = "stored"
 CAPABILITY = replace(
-    WIDE_CAPABILITY, arches=("cpu", *ASYNCHRONOUS), score_gradients=False, block_masks=0, packing=False
+    WIDE_CAPABILITY, arches=("cpu", *ASYNCHRONOUS), score_gradients=False, block_masks=0, packed_blocks=0, packing=False
 )
 _IMAGES, _SUMS = ("weights", "ds"), ("dk_sums", "dv_sums")
 """Areas: P and dS; dk and dv of one head of keys, where it has several turns."""
@@ -335,7 +335,7 @@ FAMILY = TritonFamily(
     config=TritonStoredConfig,
     kernels=_KERNELS,
     tables=_tables,
-    tiles=lambda config: (0, 0),
+    tiles=lambda problem, config: (0, 0),
     areas=_areas,
     fits=why_not_fit,
     candidates=_candidates,

@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 
 from multiattn.triton.kernels.tiles import (
+    end_of_tile,
     inside,
     listed_blocks,
+    listed_rows,
     listed_tile,
     load_own,
     load_streamed,
@@ -24,7 +26,9 @@ from multiattn.triton.kernels.tiles import (
     my_queries,
     my_tile,
     needs_mask,
+    positions,
     query_blocks,
+    row_of_lists,
     seeing_rows,
     seek,
     store_rows,
@@ -130,22 +134,23 @@ def gradient_of_queries(
         of_dq = strides.dq
     dq = seek(dq, of_dq, at, False, C.out_vector, C)
 
-    q_tile = load_own(q, strides.q, first_row, len_q, C.tile_m, C.width, C.vector, C)  # [tile_m, width.pad]
+    end_row = end_of_tile(first_row, at[0], len_q, C.tile_m, C)
+    q_tile = load_own(q, strides.q, first_row, end_row, C.tile_m, C.width, C.vector, C)  # [tile_m, width.pad]
     dout_tile = load_own(  # [tile_m, width_v.pad]
-        dout, strides.out, first_row, len_q, C.tile_m, C.width_v, C.out_vector, C
+        dout, strides.out, first_row, end_row, C.tile_m, C.width_v, C.out_vector, C
     )
     place = (batch_head, at[0], sizes.seq_q)
     row_delta = _delta_of_rows(  # [tile_m]
-        out, strides.out, dout_tile, dlse, delta, sizes.dlse_rows, place, first_row, len_q, C
+        out, strides.out, dout_tile, dlse, delta, sizes.dlse_rows, place, first_row, end_row, C
     )
     lse += batch_head.to(tl.int64) * sizes.seq_q
     if C.packed:
         lse += at[0]
-    own = (q_tile, dout_tile, lse_of_rows(lse, first_row, len_q, C), row_delta)
+    own = (q_tile, dout_tile, lse_of_rows(lse, first_row, end_row, C), row_delta)
     acc = tl.full([C.tile_m, C.width.pad], 0.0, tl.float32)
     tile = (own, kv, strides, first_row, at_kv, band, factors.score, of_score)
-    acc = walk_keys(_walk_keys, acc, tile, first_row, band, of_score, lists, False, C)
-    store_rows(dq, of_dq, acc * factors.grad, first_row, len_q, C.tile_m, C.width, C)
+    acc = walk_keys(_walk_keys, acc, tile, first_row, at[0], band, of_score, lists, False, C)
+    store_rows(dq, of_dq, acc * factors.grad, first_row, end_row, C.tile_m, C.width, C)
 
 
 @triton.jit
@@ -159,12 +164,12 @@ def _walk_keys(acc, tile, begin, end, blocks, MASKED: tl.constexpr, PARTIAL: tl.
     seq_kv = band[1]
     ahead = listed_tile(begin, end, blocks, C.key_tiles, C.tile_n, C)
     for place in tl.range(begin, end, C.key_step, num_stages=C.stages):
-        first_key = place
+        first_key, end_key = place, seq_kv
         if C.blocks is not None:
-            first_key = ahead
+            first_key, end_key = listed_rows(ahead, at_kv[0], seq_kv, C.tile_n, C)
             ahead = listed_tile(place + 1, end, blocks, C.key_tiles, C.tile_n, C)
-        k_tile = load_streamed(kv[0], strides.k, at_kv, first_key, seq_kv, C.tile_n, C.width, MASKED, C.vector, C)
-        v_tile = load_streamed(kv[1], strides.v, at_kv, first_key, seq_kv, C.tile_n, C.width_v, MASKED, C.vector, C)
+        k_tile = load_streamed(kv[0], strides.k, at_kv, first_key, end_key, C.tile_n, C.width, MASKED, C.vector, C)
+        v_tile = load_streamed(kv[1], strides.v, at_kv, first_key, end_key, C.tile_n, C.width_v, MASKED, C.vector, C)
         scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
         scores, slope = modified_and_slope(
             scores, (first_row + tl.arange(0, C.tile_m))[:, None], (first_key + tl.arange(0, C.tile_n))[None, :],
@@ -174,9 +179,9 @@ def _walk_keys(acc, tile, begin, end, blocks, MASKED: tl.constexpr, PARTIAL: tl.
         weights = tl.math.exp2(scores * score_factor - row_lse[:, None])
         dscores = weights * (dweights - row_delta[:, None]) * slope
         if MASKED:  # selected, not multiplied: a masked weight may be inf
-            if PARTIAL or not C.asks_keys or needs_mask(first_key, blocks, band, C):
+            if PARTIAL or not C.asks_keys or needs_mask(first_key, end_key, blocks, C):
                 rows = first_row + tl.arange(0, C.tile_m)
-                keys = first_key + tl.arange(0, C.tile_n)
+                keys = positions(first_key, end_key, seq_kv, C.tile_n, C)
                 visible = visible_keys(rows[:, None], keys[None, :], of_score, band, PARTIAL, C)
                 dscores = tl.where(visible, dscores, 0.0)
         acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
@@ -220,27 +225,28 @@ def gradients_of_keys(
     k = seek(k, strides.k, at_kv, False, C.vector, C)
     v = seek(v, strides.v, at_kv, False, C.vector, C)
 
-    k_tile = load_own(k, strides.k, first_key, len_kv, C.tile_n, C.width, C.vector, C)  # [tile_n, width.pad]
-    v_tile = load_own(v, strides.v, first_key, len_kv, C.tile_n, C.width_v, C.vector, C)  # [tile_n, width_v.pad]
+    end_key = end_of_tile(first_key, at_kv[0], len_kv, C.tile_n, C)
+    k_tile = load_own(k, strides.k, first_key, end_key, C.tile_n, C.width, C.vector, C)  # [tile_n, width.pad]
+    v_tile = load_own(v, strides.v, first_key, end_key, C.tile_n, C.width_v, C.vector, C)  # [tile_n, width_v.pad]
     sums = (
         tl.full([C.tile_n, C.width.pad], 0.0, tl.float32),
         tl.full([C.tile_n, C.width_v.pad], 0.0, tl.float32),
     )
     if C.packed:
         if len_q == 0:  # at least one block is walked over below, and there is no query to load for
-            _store_both(dk, dv, sums, 1.0, strides, at_kv, first_key, len_kv, C)
+            _store_both(dk, dv, sums, 1.0, strides, at_kv, first_key, end_key, C)
             return
     streamed = (q, dout, strides, lse, delta, dq_sum, sizes)
-    tile = (k_tile, v_tile, streamed, first_key, band, factors.score, (batch, aux, daux))
+    tile = (k_tile, v_tile, streamed, (first_key, end_key), band, factors.score, (batch, aux, daux))
     if C.blocks is not None:
-        row = first_key // C.blocks.keys
+        row = row_of_lists(first_key, at_kv[0], batch, len_q, C.blocks.keys, C)
         for member in range(group):
             at = (start_q, at_kv[1] * group + member)
             # Partial ones first: the other way round ptxas (12.9, D=64) waits after each wgmma of both loops.
-            blocks, end = listed_blocks(lists, batch, at[1], row, False, C.query_tiles)
+            blocks, end = listed_blocks(lists, batch, at[1], row, False, C.query_tiles, C)
             sums = _walk_queries(sums, tile, at, 0, end, blocks, C.hides_in_partial, True, C)
             if C.blocks.has_full:
-                blocks, end = listed_blocks(lists, batch, at[1], row, True, C.query_tiles)
+                blocks, end = listed_blocks(lists, batch, at[1], row, True, C.query_tiles, C)
                 sums = _walk_queries(sums, tile, at, 0, end, blocks, C.hides_in_full, False, C)
     else:
         blocks = query_blocks(first_key, band, C)
@@ -252,19 +258,19 @@ def gradients_of_keys(
             else:
                 sums = _walk_queries(sums, tile, at, begin, full_begin, blocks, True, False, C)
                 sums = _walk_queries(sums, tile, at, full_begin, full_end, blocks, False, False, C)
-    _store_both(dk, dv, sums, factors.grad, strides, at_kv, first_key, len_kv, C)
+    _store_both(dk, dv, sums, factors.grad, strides, at_kv, first_key, end_key, C)
 
 
 @triton.jit
-def _store_both(dk, dv, sums, grad_factor, strides, at_kv, first_key, len_kv, C: tl.constexpr):
+def _store_both(dk, dv, sums, grad_factor, strides, at_kv, first_key, end, C: tl.constexpr):
     """Write the sums dk, but for its factor, and dv.
 
     They are sought here, as their addresses would take registers from the loops.
     """
     dk = seek(dk, strides.dk, at_kv, False, C.out_vector, C)
     dv = seek(dv, strides.dv, at_kv, False, C.out_vector, C)
-    store_rows(dv, strides.dv, sums[1], first_key, len_kv, C.tile_n, C.width_v, C)
-    store_rows(dk, strides.dk, sums[0] * grad_factor, first_key, len_kv, C.tile_n, C.width, C)
+    store_rows(dv, strides.dv, sums[1], first_key, end, C.tile_n, C.width_v, C)
+    store_rows(dk, strides.dk, sums[0] * grad_factor, first_key, end, C.tile_n, C.width, C)
 
 
 @triton.jit
@@ -275,7 +281,7 @@ def _walk_queries(sums, tile, at, begin, end, blocks, MASKED: tl.constexpr, PART
     come from the tensor core.
     """
     dk_acc, dv_acc = sums
-    k_tile, v_tile, streamed, first_key, band, score_factor, of_program = tile
+    k_tile, v_tile, streamed, (first_key, end_key), band, score_factor, of_program = tile
     q, dout, strides, lse, delta, dq_sum, sizes = streamed
     batch, aux, daux = of_program
     of_score = (batch, at[1], aux)
@@ -290,18 +296,18 @@ def _walk_queries(sums, tile, at, begin, end, blocks, MASKED: tl.constexpr, PART
         dq_sum += sequence * C.width
     ahead = listed_tile(begin, end, blocks, C.query_tiles, C.tile_m, C)
     for place in tl.range(begin, end, C.query_step, num_stages=C.stages):
-        first_row = place
+        first_row, end_row = place, seq_q
         if C.blocks is not None:
-            first_row = ahead
+            first_row, end_row = listed_rows(ahead, at[0], seq_q, C.tile_m, C)
             ahead = listed_tile(place + 1, end, blocks, C.query_tiles, C.tile_m, C)
         q_tile = load_streamed(  # [tile_m, width.pad]
-            q, strides.q, at, first_row, seq_q, C.tile_m, C.width, True, C.vector, C
+            q, strides.q, at, first_row, end_row, C.tile_m, C.width, True, C.vector, C
         )
         dout_tile = load_streamed(  # [tile_m, width_v.pad]
-            dout, strides.dout, at, first_row, seq_q, C.tile_m, C.width_v, True, C.out_vector, C
+            dout, strides.dout, at, first_row, end_row, C.tile_m, C.width_v, True, C.out_vector, C
         )
-        rows = first_row + tl.arange(0, C.tile_m)
-        row_lse = lse_of_rows(lse + sequence, first_row, seq_q, C)  # [tile_m]
+        rows = positions(first_row, end_row, seq_q, C.tile_m, C)
+        row_lse = lse_of_rows(lse + sequence, first_row, end_row, C)  # [tile_m]
 
         raw = tl.dot(k_tile, tl.trans(q_tile))  # [tile_n, tile_m] fp32
         scores, slope = modified_and_slope(
@@ -312,8 +318,8 @@ def _walk_queries(sums, tile, at, begin, end, blocks, MASKED: tl.constexpr, PART
         weights = tl.math.exp2(scores * score_factor - row_lse[None, :])
         if MASKED:  # selected, not multiplied: a masked weight may be inf
             # No branch where operands are in registers: those of the products behind it would be held across it.
-            if not C.asks_queries or needs_mask(first_row, blocks, band, C):
-                keys = first_key + tl.arange(0, C.tile_n)
+            if not C.asks_queries or needs_mask(first_row, end_row, blocks, C):
+                keys = positions(first_key, end_key, band[1], C.tile_n, C)
                 visible = seeing_rows(rows[None, :], keys[:, None], of_score, band, PARTIAL, C)
                 weights = tl.where(visible, weights, 0.0)
         moving = weights
@@ -327,18 +333,18 @@ def _walk_queries(sums, tile, at, begin, end, blocks, MASKED: tl.constexpr, PART
         if C.has_gradients:
             C.score.load_gradients(
                 raw, weights * (dweights - row_delta[None, :]), batch, at[1], rows[None, :],
-                (first_key + tl.arange(0, C.tile_n))[:, None], band[0], band[1], aux, daux, 1,
+                positions(first_key, end_key, band[1], C.tile_n, C)[:, None], band[0], band[1], aux, daux, 1,
             )  # fmt: skip
         dscores = dscores.to(q_tile.dtype)
         dk_acc = tl.dot(dscores, q_tile, dk_acc)
         if C.one_pass:
             dq_tile = tl.dot(tl.trans(dscores), k_tile)  # [tile_m, width.pad] fp32
-            _add_to_dq(dq_sum, dq_tile, at, first_row, seq_q, C)
+            _add_to_dq(dq_sum, dq_tile, at, first_row, end_row, C)
     return dk_acc, dv_acc
 
 
 @triton.jit
-def _add_to_dq(dq_sum, dq_tile, at, first_row, seq_q, C: tl.constexpr):
+def _add_to_dq(dq_sum, dq_tile, at, first_row, end, C: tl.constexpr):
     """Add dq_tile ``[tile_m, width.pad]`` to rows of dq_sum. No order: the sums are read by a later kernel only."""
     if C.descriptor:
         dq_sum.atomic_add([at[0], at[1], first_row, 0], tl.reshape(dq_tile, [1, 1, C.tile_m, C.width.pad]))
@@ -346,7 +352,7 @@ def _add_to_dq(dq_sum, dq_tile, at, first_row, seq_q, C: tl.constexpr):
         tl.atomic_add(
             dq_sum + tl.cast(first_row, tl.int64) * C.width + tile_offsets(C.width, C.tile_m, C.width, 1, False),
             dq_tile,
-            mask=inside(first_row, seq_q, C.tile_m, C.width),
+            mask=inside(first_row, end, C.tile_m, C.width),
             sem="relaxed",
         )
 
@@ -355,13 +361,13 @@ def _add_to_dq(dq_sum, dq_tile, at, first_row, seq_q, C: tl.constexpr):
 
 
 @triton.jit
-def _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, place, first_row, seq_q, C: tl.constexpr):
+def _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, place, first_row, end, C: tl.constexpr):
     """``rowsum(dout * out) - dlse``: written, and returned as ``[tile_m]``. dout_tile is ``[tile_m, width_v.pad]``.
 
     `place` is (batch, head) as one number, the first row of the sequence, and the rows of a head.
     """
     out_tile = load_own(  # [tile_m, width_v.pad]
-        out, out_strides, first_row, seq_q, C.tile_m, C.width_v, C.out_vector, C
+        out, out_strides, first_row, end, C.tile_m, C.width_v, C.out_vector, C
     )
     rows = first_row + tl.arange(0, C.tile_m)
     at = place[0].to(tl.int64) * place[2] + rows
@@ -369,15 +375,15 @@ def _delta_of_rows(out, out_strides, dout_tile, dlse, delta, dlse_rows, place, f
         at += place[1]
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     if C.packed:
-        dlse_rows = tl.minimum(dlse_rows, seq_q)
+        dlse_rows = tl.minimum(dlse_rows, end)
     row_delta -= tl.load(dlse + at, mask=rows < dlse_rows, other=0.0)
-    tl.store(delta + at, row_delta, mask=rows < seq_q)
+    tl.store(delta + at, row_delta, mask=rows < end)
     return row_delta
 
 
 @triton.jit
-def lse_of_rows(lse, first_row, seq_q, C: tl.constexpr):
+def lse_of_rows(lse, first_row, end, C: tl.constexpr):
     """lse ``[tile_m]`` in log2 units; +inf, which leaves no weight, for a row that sees no key or does not exist."""
     rows = first_row + tl.arange(0, C.tile_m)
-    row_lse = tl.load(lse + rows, mask=rows < seq_q, other=float("inf"))
+    row_lse = tl.load(lse + rows, mask=rows < end, other=float("inf"))
     return tl.where(row_lse == float("-inf"), float("inf"), row_lse) * LOG2_E

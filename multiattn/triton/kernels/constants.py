@@ -41,6 +41,8 @@ class ListConstants:
     """Rows of a tile of keys; 0 where none are listed."""
     last_first: bool
     """The last tile of queries of a sequence is listed first: under a mask that hides keys it sees the most."""
+    on_axis: bool = False
+    """Tiles begin at multiples of their rows on the packed axis, not in a sequence."""
     group: int = 64
     """Sequences of a program, a power of two."""
 
@@ -97,6 +99,11 @@ class TileConstants:
     ragged: bool = False
     """Listed tiles may have keys beyond the end that have to be hidden."""
     out_vector = OUT_VECTOR
+
+    @property
+    def packed_blocks(self) -> bool:
+        """True if blocks are those of the packed axis: tiles begin where they do, and the first of a sequence later."""
+        return self.packed and self.blocks is not None
 
     @property
     def has_gradients(self) -> bool:

@@ -94,7 +94,7 @@ def attention_of_parts(
         keys = first_key + tl.arange(0, C.tile_n)
         of_score = (sequence, head[:, None], aux)
         scores = modified(scores, query[:, None], keys[None, :], of_score, band, C)
-        if C.masks_all or needs_mask(first_key, blocks, band, C):
+        if C.masks_all or needs_mask(first_key, band[1], blocks, C):
             visible = visible_keys(query[:, None], keys[None, :], of_score, band, False, C)
             scores = tl.where(visible, scores, float("-inf"))
 

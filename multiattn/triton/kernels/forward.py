@@ -13,12 +13,15 @@ import triton
 import triton.language as tl
 
 from multiattn.triton.kernels.tiles import (
+    end_of_tile,
+    listed_rows,
     listed_tile,
     load_own,
     load_streamed,
     modified,
     my_queries,
     needs_mask,
+    positions,
     seek,
     store_rows,
     visible_keys,
@@ -63,16 +66,18 @@ def attention_forward(
     if C.packed:
         lse += at[0]
 
-    q_tile = load_own(q, strides.q, first_row, len_q, C.tile_m, C.width, C.vector, C)  # [tile_m, width.pad]
+    end_row = end_of_tile(first_row, at[0], len_q, C.tile_m, C)
+    q_tile = load_own(q, strides.q, first_row, end_row, C.tile_m, C.width, C.vector, C)  # [tile_m, width.pad]
     q_tile = with_sign(q_tile, C)
     acc = tl.full([C.tile_m, C.width_v.pad], 0.0, tl.float32)
     row_sum = tl.full([C.tile_m], 0.0, tl.float32)
     row_max = tl.full([C.tile_m], LOWEST, tl.float32)
     tile = (q_tile, kv, strides, first_row + tl.arange(0, C.tile_m), at_kv, band, scale, of_score)
-    acc, row_sum, row_max = walk_keys(_walk, (acc, row_sum, row_max), tile, first_row, band, of_score, lists, True, C)
+    sums = (acc, row_sum, row_max)
+    acc, row_sum, row_max = walk_keys(_walk, sums, tile, first_row, at[0], band, of_score, lists, True, C)
     if sinks is not None:
         acc, row_sum, row_max = add_sink(acc, row_sum, row_max, tl.load(sinks + at[1]), C)
-    _store(out, strides.out, lse, acc, row_sum, row_max, first_row, len_q, C)
+    _store(out, strides.out, lse, acc, row_sum, row_max, first_row, end_row, C)
 
 
 @triton.jit
@@ -86,16 +91,16 @@ def _walk(sums, tile, begin, end, blocks, MASKED: tl.constexpr, PARTIAL: tl.cons
     seq_kv = band[1]
     ahead = listed_tile(begin, end, blocks, C.key_tiles, C.tile_n, C)
     for place in tl.range(begin, end, C.key_step, num_stages=C.stages):
-        first_key = place
+        first_key, end_key = place, seq_kv
         if C.blocks is not None:
-            first_key = ahead
+            first_key, end_key = listed_rows(ahead, at_kv[0], seq_kv, C.tile_n, C)
             ahead = listed_tile(place + 1, end, blocks, C.key_tiles, C.tile_n, C)
-        k_tile = load_streamed(kv[0], strides.k, at_kv, first_key, seq_kv, C.tile_n, C.width, MASKED, C.vector, C)
+        k_tile = load_streamed(kv[0], strides.k, at_kv, first_key, end_key, C.tile_n, C.width, MASKED, C.vector, C)
         scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
         scores = modified(scores, rows[:, None], (first_key + tl.arange(0, C.tile_n))[None, :], of_score, band, C)
         if MASKED:
-            if PARTIAL or not C.asks_keys or needs_mask(first_key, blocks, band, C):
-                keys = first_key + tl.arange(0, C.tile_n)
+            if PARTIAL or not C.asks_keys or needs_mask(first_key, end_key, blocks, C):
+                keys = positions(first_key, end_key, seq_kv, C.tile_n, C)
                 visible = visible_keys(rows[:, None], keys[None, :], of_score, band, PARTIAL, C)
                 scores = tl.where(visible, scores, float("-inf"))
 
@@ -106,7 +111,7 @@ def _walk(sums, tile, begin, end, blocks, MASKED: tl.constexpr, PARTIAL: tl.cons
         acc = acc * decay[:, None]
         row_max = new_max
 
-        v_tile = load_streamed(kv[1], strides.v, at_kv, first_key, seq_kv, C.tile_n, C.width_v, MASKED, C.vector, C)
+        v_tile = load_streamed(kv[1], strides.v, at_kv, first_key, end_key, C.tile_n, C.width_v, MASKED, C.vector, C)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc)
     return acc, row_sum, row_max
 
@@ -150,9 +155,9 @@ def add_sink(acc, row_sum, row_max, sink, C: tl.constexpr):
 
 
 @triton.jit
-def _store(out, out_strides, lse, acc, row_sum, row_max, first_row, seq_q, C: tl.constexpr):
+def _store(out, out_strides, lse, acc, row_sum, row_max, first_row, end, C: tl.constexpr):
     """The epilogue. A row that saw no key and no sink has row_sum 0: out is 0 / 1, lse is LOWEST + log(0) = -inf."""
-    in_range = first_row + tl.arange(0, C.tile_m) < seq_q
+    in_range = first_row + tl.arange(0, C.tile_m) < end
     lse_row = (row_max + _power(row_sum, True, C)) * C.step.ln_base  # [tile_m]
     tl.store(lse + first_row + tl.arange(0, C.tile_m), lse_row, mask=in_range)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
@@ -160,4 +165,4 @@ def _store(out, out_strides, lse, acc, row_sum, row_max, first_row, seq_q, C: tl
         out_tile = acc * (1.0 / row_sum)[:, None]  # [tile_m, width_v.pad]
     else:
         out_tile = tl.math.div_rn(acc, row_sum[:, None])
-    store_rows(out, out_strides, out_tile, first_row, seq_q, C.tile_m, C.width_v, C)
+    store_rows(out, out_strides, out_tile, first_row, end, C.tile_m, C.width_v, C)

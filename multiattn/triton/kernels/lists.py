@@ -63,13 +63,13 @@ def _list(
     mine = share // parts * C.group + lanes
     part = share % parts
     offset, length, other_offset, other_length = _find(mine, own, others, sequences)  # [group]
-    tiles = (length + TILE - 1) // TILE
+    tiles = _count(offset, length, TILE, C)
     first = tl.full([C.group], 0, tl.int32)  # entry of the first tile
     total = 0
     for begin in range(0, sequences + 2, C.group):
         theirs = begin + lanes
-        _offset, their_length, _other_offset, their_cost = _find(theirs, own, others, sequences)
-        their_tiles = (their_length + TILE - 1) // TILE
+        their_offset, their_length, _other_offset, their_cost = _find(theirs, own, others, sequences)
+        their_tiles = _count(their_offset, their_length, TILE, C)
         is_level = (their_cost[None, :] == other_length[:, None]) & (theirs[None, :] < mine[:, None])
         is_before = (their_cost[None, :] > other_length[:, None]) | is_level  # [group, group]
         first = tl.minimum(first + tl.sum(tl.where(is_before, their_tiles[None, :], 0), 1), capacity)
@@ -92,13 +92,24 @@ def _list(
             tile = tl.full([C.group], 0, tl.int32) + number
         place = first + number
         exists = (number < tiles) & (place < capacity)
-        row = tl.where(field == 1, (tile * TILE)[:, None], entry)
+        first_row = tile * TILE
+        if C.on_axis:
+            first_row = tl.maximum(first_row - offset % TILE, 0)
+        row = tl.where(field == 1, first_row[:, None], entry)
         tl.store(entries + place[:, None] * 8 + field, row, mask=exists[:, None])
     without = tl.full([C.group, 8], -1, tl.int32)
     step = (sequences + 1 + C.group) // C.group * parts * C.group  # all shares'
     for begin in range(total + share * C.group, capacity, step):
         place = begin + lanes
         tl.store(entries + place[:, None] * 8 + field, without, mask=(place < capacity)[:, None])
+
+
+@triton.jit
+def _count(offset, length, TILE: tl.constexpr, C: tl.constexpr):
+    """The tiles of sequences."""
+    if C.on_axis:
+        length = tl.where(length > 0, offset % TILE + length, 0)
+    return (length + TILE - 1) // TILE
 
 
 @triton.jit

@@ -92,6 +92,26 @@ def _my_entry(entries, tiles, heads, C: tl.constexpr):
     return first, head, number, start_q, start_kv, len_q, len_kv
 
 
+@triton.jit
+def end_of_tile(first, start, length, TILE: tl.constexpr, C: tl.constexpr):
+    """The end of the rows of an own tile that count, in the sequence that begins at `start`.
+
+    It is the end of the sequence, or of the part that a tile of the packed axis has of it.
+    """
+    if C.packed_blocks:
+        length = tl.minimum(first + TILE - (start + first) % TILE, length)
+    return length
+
+
+@triton.jit
+def positions(first, end, length, TILE: tl.constexpr, C: tl.constexpr):
+    """The rows of a tile in their sequence; those that another tile has, from `end` on, are told as behind the last."""
+    rows = first + tl.arange(0, TILE)
+    if C.packed_blocks:
+        rows = tl.where(rows < end, rows, length)
+    return rows
+
+
 # ---------------------------------------------------------------- the mask
 
 
@@ -158,18 +178,39 @@ def query_blocks(first_key, band, C: tl.constexpr):
 
 
 @triton.jit
-def listed_blocks(lists, batch, head, row, FULL: tl.constexpr, TILES: tl.constexpr):
+def row_of_lists(first, start, batch, across, SIZE: tl.constexpr, C: tl.constexpr):
+    """The row that a tile has in the lists of a block mask, by its first query or key; -1 where it sees nothing.
+
+    In a packed batch each sequence has rows of its own, for its part of the blocks of SIZE on the packed axis. `across`
+    is its length on the other side: rows around all sequences have nothing there, and no lists.
+    """
+    if C.packed_blocks:
+        row = tl.where(across > 0, (start + first) // SIZE + batch, -1)
+    else:
+        row = first // SIZE
+    return row
+
+
+@triton.jit
+def listed_blocks(lists, batch, head, row, FULL: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr):
     """The partial or full blocks that a row of blocks has in the lists of a block mask: (their list, tiles in all).
 
     A block has TILES tiles. `lists` is (stride of batch entries, of query heads, columns, counts, indices), and perhaps
     (full counts, full indices).
     """
-    place = batch.to(tl.int64) * lists[0] + head * lists[1] + row
+    place = batch.to(tl.int64) * lists[0] + head * lists[1]
+    if C.packed_blocks:
+        place += tl.maximum(row, 0)
+    else:
+        place += row
     if FULL:
         counts, indices = lists[5], lists[6]
     else:
         counts, indices = lists[3], lists[4]
-    return indices + place * lists[2], tl.load(counts + place) * TILES
+    tiles = tl.load(counts + place) * TILES
+    if C.packed_blocks:
+        tiles = tl.where(row < 0, 0, tiles)
+    return indices + place * lists[2], tiles
 
 
 @triton.jit
@@ -191,20 +232,36 @@ def listed_tile(place, end, blocks, TILES: tl.constexpr, TILE: tl.constexpr, C: 
 
 
 @triton.jit
-def walk_keys(WALK: tl.constexpr, sums, tile, first_row, band, of_score, lists, SKIPS: tl.constexpr, C: tl.constexpr):
+def listed_rows(first, start, length, TILE: tl.constexpr, C: tl.constexpr):
+    """The first row of a listed tile that its sequence has, and the end of those, in the sequence.
+
+    There may be none. The tile is one of the packed axis, if anything is packed, and may begin before the sequence.
+    """
+    end = length
+    if C.packed_blocks:
+        first -= start
+        end = tl.minimum(first + TILE, length)
+        first = tl.maximum(first, 0)
+    return first, end
+
+
+@triton.jit
+def walk_keys(
+    WALK: tl.constexpr, sums, tile, first_row, start, band, of_score, lists, SKIPS: tl.constexpr, C: tl.constexpr
+):
     """The sums of all keys that a tile of queries sees, each part of them added by ``WALK(sums, tile, begin, end,
-    blocks, MASKED, PARTIAL, C)``.
+    blocks, MASKED, PARTIAL, C)``. In a packed batch the sequence begins at `start`.
 
     SKIPS: no loop is set up where nothing needs the mask. Of an empty one Triton still sets up the pipeline, and takes
     it down.
     """
     if C.blocks is not None:
         batch, head, _aux = of_score
-        row = first_row // C.blocks.queries
+        row = row_of_lists(first_row, start, batch, band[1], C.blocks.queries, C)
         if C.blocks.has_full:
-            blocks, end = listed_blocks(lists, batch, head, row, True, C.key_tiles)
+            blocks, end = listed_blocks(lists, batch, head, row, True, C.key_tiles, C)
             sums = WALK(sums, tile, 0, end, blocks, C.hides_in_full, False, C)
-        blocks, end = listed_blocks(lists, batch, head, row, False, C.key_tiles)
+        blocks, end = listed_blocks(lists, batch, head, row, False, C.key_tiles, C)
         sums = WALK(sums, tile, 0, end, blocks, C.hides_in_partial, True, C)
     else:
         blocks = key_blocks(first_row, band, C)
@@ -219,13 +276,13 @@ def walk_keys(WALK: tl.constexpr, sums, tile, first_row, band, of_score, lists, 
 
 
 @triton.jit
-def needs_mask(first, blocks, band, C: tl.constexpr):
+def needs_mask(first, end, blocks, C: tl.constexpr):
     """True for a tile, by its first key or query, that needs the mask: the loops of a two-sided mask ask it.
 
-    So do loops over the keys of listed full blocks, where that is the mask at the end of the keys.
+    So do loops over the keys of listed full blocks, where that is the mask at the end of the keys, or of a tile's.
     """
     if C.blocks is not None:
-        needed = first + C.tile_n > band[1]
+        needed = first + C.tile_n > end
     else:
         _begin, full_begin, full_end, _end = blocks
         needed = (first < full_begin) | (first >= full_end)
