@@ -51,12 +51,12 @@ struct WideProductsShared {
   }
 };
 
-enum class Gradient { DQ, DK, DV };
+enum class WideGradient { DQ, DK, DV };
 
 // The work of a block: some rows and columns of a gradient, by a walk over blocks of 64 rows of the other side, head by head.
 template <class T>
 struct WideShare {
-  Gradient gradient;
+  WideGradient gradient;
   int head;         // of queries for dQ, else of keys; it counts among those of the launch
   int tile, part;   // of TILE_ROWS rows, of columns
   int begin, end;   // blocks of the walk
@@ -73,7 +73,7 @@ struct WideShare {
     WideShare share{};
     if (index < keys) {
       const int part = index % OF_KEYS, tile = index / OF_KEYS;
-      share.gradient = part < T::PARTS_K ? Gradient::DK : Gradient::DV;
+      share.gradient = part < T::PARTS_K ? WideGradient::DK : WideGradient::DV;
       share.part = part < T::PARTS_K ? part : part - T::PARTS_K;
       const int tiles = (backward.seq_kv + T::TILE_ROWS - 1) / T::TILE_ROWS;
       share.head = tile / tiles, share.tile = tile % tiles;
@@ -84,7 +84,7 @@ struct WideShare {
       share.end = min(seen.end, 2 * (stored.first_tile + stored.tiles));
     } else {
       const int tile = (index - keys) / T::PARTS_K;
-      share.gradient = Gradient::DQ;
+      share.gradient = WideGradient::DQ;
       share.part = (index - keys) % T::PARTS_K;
       share.head = tile / stored.tiles, share.tile = stored.first_tile + stored.tiles - 1 - tile % stored.tiles;
       share.heads = 1;
@@ -122,12 +122,12 @@ class WideProductsProducer {
     const SharedAddress target = Shared::images(place_.slot), rows = Shared::rows(place_.slot);
     Shared::ring().await_empty(place_);
     const SharedAddress barrier = Shared::ring().full(place_.slot);
-    const bool is_of_v = share.gradient == Gradient::DV;
+    const bool is_of_v = share.gradient == WideGradient::DV;
     const int panels = is_of_v ? T::TileV::PANELS : T::TileK::PANELS;
     mbarrier_arrive_expect(barrier, T::IMAGE_BYTES + panels * T::TileK::PANEL_BYTES);
     const TensorMap* map;
     int row_head;  // through the batch
-    if (share.gradient == Gradient::DQ) {
+    if (share.gradient == WideGradient::DQ) {
       for (int group = 0; group < T::WARPGROUPS; ++group)
         load_images(target + group * T::Image::BYTES, params_.lists.ds,
                     images.place(share.head, 2 * share.tile + group - first_image, block), 1, barrier);
@@ -138,7 +138,7 @@ class WideProductsProducer {
                   images.place(query_head, block - first_image, 2 * share.tile), T::WARPGROUPS, barrier);
       map = is_of_v ? &params_.map_dout : &params_.map_q, row_head = params_.lists.first_head * backward.group + query_head;
     }
-    const int heads = share.gradient == Gradient::DQ ? backward.heads_q / backward.group : backward.heads_q;
+    const int heads = share.gradient == WideGradient::DQ ? backward.heads_q / backward.group : backward.heads_q;
 #pragma unroll 1
     for (int panel = 0; panel < panels; ++panel)
       tma_load(rows + panel * T::TileK::PANEL_BYTES, *map, barrier, (share.part * panels + panel) * T::TileK::PANEL_COLUMNS,
@@ -155,11 +155,11 @@ class WideProductsProducer {
 };
 
 // 64 rows of a gradient.
-template <class T, int GROUP, Gradient OF>
+template <class T, int GROUP, WideGradient OF>
 class WideProductsWarpgroup {
   using E = typename T::Element;
   using Shared = WideProductsShared<T>;
-  static constexpr int COLUMNS = OF == Gradient::DV ? T::COLUMNS_V : T::COLUMNS_K;
+  static constexpr int COLUMNS = OF == WideGradient::DV ? T::COLUMNS_V : T::COLUMNS_K;
   using Rows = PanelTile<T::STEP_ROWS, COLUMNS>;
   using Image = typename T::Image;
 
@@ -170,7 +170,7 @@ class WideProductsWarpgroup {
 #pragma unroll
     for (float& element : sums_) element = 0.0f;
     walk(share_.steps());
-    if constexpr (OF != Gradient::DQ)
+    if constexpr (OF != WideGradient::DQ)
       if (params_.lists.turns > 1 && !add_turns()) return;
     write();
   }
@@ -193,12 +193,12 @@ class WideProductsWarpgroup {
   // sums[64, COLUMNS] += rows of dS, or of dS^T or P^T, times rows of K, Q or dO, left under way.
   DEVICE void multiply() {
     Shared::ring().await_full(place_);
-    const Descriptor a(Shared::images(place_.slot) + GROUP * Image::BYTES, OF == Gradient::DQ ? 16 : Image::PANEL_BYTES);
+    const Descriptor a(Shared::images(place_.slot) + GROUP * Image::BYTES, OF == WideGradient::DQ ? 16 : Image::PANEL_BYTES);
     const Descriptor b(Shared::rows(place_.slot), Rows::PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < T::STEP_ROWS / 16; ++i) {
-      if constexpr (OF == Gradient::DQ)
+      if constexpr (OF == WideGradient::DQ)
         wgmma_ss_k_mn<E, COLUMNS>(sums_, a.at(i * 32), b.at(i * 16 * Rows::ROW_BYTES), true);
       else
         wgmma_ss_mn<E, COLUMNS>(sums_, a.at(i * 16 * Image::ROW_BYTES), b.at(i * 16 * Rows::ROW_BYTES), true);
@@ -225,13 +225,13 @@ class WideProductsWarpgroup {
   DEVICE void write() const {
     const BackwardParams& backward = params_.backward;
     const StoredProducts& stored = params_.lists;
-    if constexpr (OF == Gradient::DQ) {
+    if constexpr (OF == WideGradient::DQ) {
       const Strides& strides = strides_dq<T>(backward);
       const QuerySequence<NoSequence> queries{backward, stored.first_head * backward.group + share_.head, {}};
       write_to(queries.dq(strides), strides.seq, backward.seq_q, T::HEAD_DIM, backward.grad_factor);
     } else {
       const KeySequence<NoSequence> keys{backward, stored.first_head + share_.head, {}};
-      if constexpr (OF == Gradient::DK)
+      if constexpr (OF == WideGradient::DK)
         write_to(keys.dk(), backward.strides_dk.seq, backward.seq_kv, T::HEAD_DIM, backward.grad_factor);
       else
         write_to(keys.dv(), backward.strides_dv.seq, backward.seq_kv, T::HEAD_DIM_V, 1.0f);
@@ -250,9 +250,9 @@ class WideProductsWarpgroup {
 
 template <class T, int GROUP>
 DEVICE void make_share(const typename T::Params& params, const WideShare<T>& share) {
-  if (share.gradient == Gradient::DQ) WideProductsWarpgroup<T, GROUP, Gradient::DQ>(params, share).run();
-  else if (share.gradient == Gradient::DK) WideProductsWarpgroup<T, GROUP, Gradient::DK>(params, share).run();
-  else WideProductsWarpgroup<T, GROUP, Gradient::DV>(params, share).run();
+  if (share.gradient == WideGradient::DQ) WideProductsWarpgroup<T, GROUP, WideGradient::DQ>(params, share).run();
+  else if (share.gradient == WideGradient::DK) WideProductsWarpgroup<T, GROUP, WideGradient::DK>(params, share).run();
+  else WideProductsWarpgroup<T, GROUP, WideGradient::DV>(params, share).run();
 }
 
 template <class T>
