@@ -104,7 +104,7 @@ def operands_of(plan: Plan, missing_elements: int) -> Operands:
     assert operands.dlse is not None
     operands.lse.fill_(4.0)
     operands.dlse.fill_(4.0)
-    rows = operands.q.shape[2] - 3
+    rows = plan.problem.seq_q - 3
     for starts in operands.indices[:2]:  # of a packed batch
         if starts is not None:
             starts.copy_(torch.tensor([0, rows, rows]))
