@@ -48,11 +48,11 @@ def ranges(cu_seqlens: Sequence[int], rows: int, longest: int = 2**31 - 1) -> li
 
 
 def listed(
-    cu_seqlens: Sequence[Sequence[int]], rows: Pair, tile: int, longest: Pair, *, of_keys: bool, on_axis: bool = False
+    cu_seqlens: Sequence[Sequence[int]], rows: Pair, tile: int, longest: Pair, *, of_keys: bool, cut: bool = False
 ) -> list[list[int]]:
     """The first six of `LIST_FIELDS` of each entry, of tiles of queries or of keys, whose side comes first.
 
-    `on_axis`: tiles begin at multiples of `tile` on the packed axis, and the first of a sequence with it.
+    `cut`: tiles end at multiples of their size of the packed axis, not of the sequence.
     """
     own, other = (ranges(*it) for it in zip(cu_seqlens, rows, longest, strict=True))
     sequences = [(number, *it) for number, it in enumerate(zip(own, [*other[:-2], (0, 0), (0, 0)], strict=True))]
@@ -60,7 +60,7 @@ def listed(
     for number, *sides in sorted(sequences, key=lambda it: (-it[2][1], it[0])):
         fields = [*sides[of_keys], *sides[not of_keys]]
         offset, length = sides[0]
-        begins = range(-(offset % tile) if on_axis and length else 0, length, tile)
-        tiles = [[number, max(first_row, 0), *fields] for first_row in begins]
+        starts = (max(row, 0) for row in range(-(offset % tile) if cut and length else 0, length, tile))
+        tiles = [[number, first_row, *fields] for first_row in starts]
         entries += tiles if of_keys else reversed(tiles)
     return entries

@@ -22,6 +22,7 @@ from multiattn.plan.backend import get, make_plan
 from multiattn.plan.schedule import most_multiprocessors
 from multiattn.problem import problem_of
 from multiattn.sequences import Batching
+from multiattn.varlen import Lengths, packed_call
 
 pytest.importorskip("cuda.tile")
 
@@ -203,6 +204,13 @@ def scored(head_dim=16, **score):
     return problem_of(*with_score(Operands(q, k, k), Options(None, None, 0.3), **named))
 
 
+def packed_blocks(head_dim, **options):
+    """Two sequences, of which neither begins nor ends with a block."""
+    q, k = (torch.empty(length, 2, head_dim, dtype=torch.bfloat16) for length in (SEQ_Q, SEQ_KV))
+    starts = (torch.tensor([0, 20, length], dtype=torch.int32) for length in (SEQ_Q, SEQ_KV))
+    return problem_of(*packed_call(q, k, k, {"block_mask": BLOCKS, **options}, Lengths(*starts, SEQ_Q, SEQ_KV)))
+
+
 def relative(s, b, h, q, kv):
     """An index that is computed, and clamped by the table's ends."""
     return s + TABLE[q - kv + 20, h]
@@ -220,6 +228,7 @@ ROWS = {
     ),
     "blocks": ("forward", "full", lambda: scored(64, block_mask=BLOCKS)),
     "blocks, gradients": ("backward", "two_pass", lambda: scored(128, block_mask=BLOCKS)),
+    "packed blocks": ("forward", "full", lambda: packed_blocks(64)),
     "gradients of a table": ("backward", "atomic", lambda: scored(score_mod=relative)),
     "gradients of a bias": ("backward", "two_pass", lambda: scored(bias=BIAS)),
     "gradients of a wide bias": ("backward", "atomic", lambda: scored(64, bias=BIAS)),

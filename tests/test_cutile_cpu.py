@@ -30,6 +30,13 @@ def add_to_tile(x, y, target: ConstInt):
 
 
 @ct.kernel
+def from_element(x, y, first: ConstInt):
+    view = x.tiled_view((8,), padding_mode=ct.PaddingMode.ZERO, traversal_steps=(1,))
+    ct.store(y, (0,), view.load((first,)))
+    view.atomic_store_add((first,), ct.ones((8,), dtype=ct.float32))
+
+
+@ct.kernel
 def neighbour(x):
     ct.store(x, (ct.bid(0),), ct.load(x, ((ct.bid(0) + 1) % 2,), (8,)))
 
@@ -90,6 +97,15 @@ def test_atomic_additions_of_tiles_are_clipped_and_no_race():
     assert (memory[13:] == 0).all()
     with pytest.raises(OutOfBoundsError, match="wholly outside"):
         run(add_to_tile, 3, x, memory[:13], 2)
+
+
+def test_tiles_of_a_view_begin_where_its_steps_say():
+    x, y = torch.arange(13, dtype=torch.float32), torch.zeros(8)
+    run(from_element, 1, x, y, 7)
+    assert y.tolist() == [7, 8, 9, 10, 11, 12, 0, 0]
+    assert x.tolist() == [*range(7), *range(8, 14)]
+    with pytest.raises(OutOfBoundsError, match="wholly outside"):
+        run(from_element, 1, x, y, 13)
 
 
 RACES = {

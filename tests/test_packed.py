@@ -43,32 +43,32 @@ def plan_of(problem, backend=CUDA, **options):
 # ---------------------------------------------------------------- lists of tiles
 
 
-def by_cuda(cu_seqlens, lists, counter, rows, longest, room, tiles, parts):
+def by_cuda(cu_seqlens, lists, counter, rows, longest, room, tiles, parts, *, cut):
     packing, names = Batching.packed(len(cu_seqlens[0]) - 1), ("rows", "longest", "tiles", "tile")
     numbers = zip(names, (rows, longest, room, tiles), strict=True)
     fields = {f"{name}_{side}": it for name, both in numbers for side, it in zip(("q", "kv"), both, strict=True)}
     fields |= {f"cu_seqlens_{side}": it.data_ptr() for side, it in zip(("q", "kv"), cu_seqlens, strict=True)}
     fields |= {name: it.data_ptr() for name, it in zip(TILE_LISTS, lists, strict=True) if it is not None}
-    launch = list_launch(packing)
+    launch = list_launch(packing, cut=cut)
     params = host.aligned(bytes(ListParams(**fields, next_tile=counter.data_ptr(), sequences=packing.sequences)))
     library = host.load(host.build([launch.kernel]))
     host.run(library, launch.kernel.name, params, blocks=launch.blocks, threads=launch.kernel.threads, smem_bytes=0)
 
 
-def by_triton(cu_seqlens, lists, counter, rows, longest, room, tiles, parts, **more):
+def by_triton(cu_seqlens, lists, counter, rows, longest, room, tiles, parts, *, cut):
     from multiattn.triton.cpu import interpreter
     from multiattn.triton.kernels.constants import ListConstants
     from multiattn.triton.kernels.lists import list_tiles
 
     sequences = len(cu_seqlens[0]) - 1
     group = 16 if parts > 1 else 128
-    constants = ListConstants(query_tile=tiles[0], key_tile=tiles[1], last_first=True, group=group, **more)
+    constants = ListConstants(query_tile=tiles[0], key_tile=tiles[1], last_first=True, cut=cut, group=group)
     grid = ((sequences + 1) // group + 1) * parts * sum(map(bool, tiles))
     sizes = (sequences, *rows, *longest, *room, parts)
     interpreter.run(list_tiles, grid, *cu_seqlens, *lists, counter, *sizes, constants)
 
 
-def by_cutile(cu_seqlens, lists, counter, rows, longest, room, tiles, parts):
+def by_cutile(cu_seqlens, lists, counter, rows, longest, room, tiles, parts, *, cut):
     import cuda.tile as ct
 
     from multiattn.cutile import cpu
@@ -76,7 +76,9 @@ def by_cutile(cu_seqlens, lists, counter, rows, longest, room, tiles, parts):
     from multiattn.cutile.kernels.packed import list_tiles_kernel
 
     group = 16 if parts > 1 else 32
-    constants = ListTilesConstants(query_tile=tiles[0], key_tile=tiles[1], last_first=True, group=group, compared=group)
+    constants = ListTilesConstants(
+        query_tile=tiles[0], key_tile=tiles[1], last_first=True, cut=cut, group=group, compared=group
+    )
     grid = (parts, len(cu_seqlens[0]) // group + 1, sum(map(bool, tiles)))
     given = tuple(it for it in lists if it is not None)
     cpu.launch(grid, ct.kernel(list_tiles_kernel(constants)), (tuple(cu_seqlens), given, (*rows, *room, *longest)))
@@ -88,10 +90,11 @@ each_language = pytest.mark.parametrize("language", [pytest.param("cuda", marks=
 
 
 @each_language
+@pytest.mark.parametrize("cut", [False, True], ids=["of sequences", "cut by sequences"])
 @pytest.mark.parametrize(("lengths_q", "lengths_kv", "behind", "tiles", "parts"), LISTS)
-def test_lists_have_every_tile_the_costly_ones_first(language, lengths_q, lengths_kv, behind, tiles, parts):
+def test_lists_have_every_tile_the_costly_ones_first(language, lengths_q, lengths_kv, behind, tiles, parts, cut):
     rows = (sum(lengths_q) + behind, sum(lengths_kv) + behind)
-    check_lists(language, [starts(lengths_q), starts(lengths_kv)], rows, tiles, parts)
+    check_lists(language, [starts(lengths_q), starts(lengths_kv)], rows, tiles, parts, cut=cut)
 
 
 @each_language
@@ -99,30 +102,24 @@ def test_lists_have_every_tile_the_costly_ones_first(language, lengths_q, length
 @pytest.mark.parametrize("wrong", WRONG)
 def test_lists_name_rows_that_there_are_whatever_is_given(language, wrong, longest):
     cu_seqlens = [torch.tensor(it, dtype=torch.int32) for it in WRONG[wrong]]
-    check_lists(language, cu_seqlens, WRONG_ROWS, (16, 32), 2, longest)
+    for cut in (False, True):
+        check_lists(language, cu_seqlens, WRONG_ROWS, (16, 32), 2, longest, cut=cut)
 
 
-@pytest.mark.parametrize(("lengths_q", "lengths_kv", "behind", "tiles", "parts"), LISTS)
-def test_lists_for_block_masks_cut_sequences_where_blocks_do(lengths_q, lengths_kv, behind, tiles, parts):
-    rows = (sum(lengths_q) + behind, sum(lengths_kv) + behind)
-    check_lists("triton", [starts(lengths_q), starts(lengths_kv)], rows, tiles, parts, on_axis=True)
-
-
-def check_lists(language, cu_seqlens, rows, tiles, parts, longest=(0, 0), **more):
+def check_lists(language, cu_seqlens, rows, tiles, parts, longest=(0, 0), *, cut):
     """Each list has what a list made by hand has, as far as there is room, and nothing behind it is written."""
     packing = Batching.packed(len(cu_seqlens[0]) - 1, *longest)
     longest = packing.longest(*rows)
     room = [packing.tiles_max(count, tile) if tile else 0 for count, tile in zip(rows, tiles, strict=True)]
     lists = [torch.full((it + 9, len(LIST_FIELDS)), 7777, dtype=torch.int32) if it else None for it in room]
     counter = torch.full((1,), 5, dtype=torch.int32)
-    MAKERS[language](cu_seqlens, lists, counter, rows, longest, room, tiles, parts, **more)
+    MAKERS[language](cu_seqlens, lists, counter, rows, longest, room, tiles, parts, cut=cut)
     assert counter.item() == 0
     given = [it.tolist() for it in cu_seqlens]
     for side, made in enumerate(lists):
         if made is not None:
             order = slice(None, None, -1 if side else 1)
-            wanted = listed(given[order], rows[order], tiles[side], longest[order], of_keys=bool(side), **more)
-            assert len(wanted) <= room[side] or not more  # what is right has room
+            wanted = listed(given[order], rows[order], tiles[side], longest[order], of_keys=bool(side), cut=cut)
             wanted = wanted[: room[side]]
             if language == "cutile":  # an array's part may not begin at its end: of no rows it begins at 0
                 for entry in wanted:

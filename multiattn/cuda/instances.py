@@ -18,7 +18,7 @@ def launches_of(plan: Plan) -> tuple[PlannedLaunch, ...]:
     packing, launches = plan.problem.packing, config_of(plan).launches(plan)
     if packing is None:
         return launches
-    return list_launch(packing, overlaps=launches[0].kernel.overlaps, cuts=plan.problem.blocks is not None), *launches
+    return list_launch(packing, overlaps=launches[0].kernel.overlaps, cut=plan.problem.blocks is not None), *launches
 
 
 def kernels_of(plan: Plan) -> tuple[Instance, ...]:
@@ -26,16 +26,16 @@ def kernels_of(plan: Plan) -> tuple[Instance, ...]:
     return tuple(dict.fromkeys(launch.kernel for launch in launches_of(plan)))
 
 
-def list_launch(packing: Batching, *, overlaps: bool = False, cuts: bool = False) -> PlannedLaunch:
+def list_launch(packing: Batching, *, overlaps: bool = False, cut: bool = False) -> PlannedLaunch:
     """The kernel that lists the tiles of a packed batch; there is one for all problems.
 
-    With `overlaps` it is for a kernel that does so itself: there is one more for these. With `cuts` sequences cut the
+    With `overlaps` it is for a kernel that does so itself: there is one more for these. With `cut` sequences cut the
     tiles of the packed axis, as they do where a block mask is.
     """
     config: dict[str, int | bool] = {"threads": _LIST_THREADS, "overlaps": overlaps}
-    config |= {"cuts": True} if cuts else {}
+    config |= {"cut": True} if cut else {}
     kernel = Instance(
-        name=f"list_tiles{'_overlapping' * overlaps}{'_cut' * cuts}",
+        name=f"list_tiles{'_overlapping' * overlaps}{'_cut' * cut}",
         header="list_tiles.cuh",
         entry="list_tiles",
         traits=f"multiattn::ListTraits<{aggregate('ListConfig', **config)}>",

@@ -143,16 +143,15 @@ class Assumptions:
         return (self.array("sinks"),)
 
     def lists(self, names: Sequence[str], tiles: str) -> tuple[ArrayArgument, ...]:
-        """The lists `names` of a block mask, or `tiles` of a packed batch, or none; there are never both.
+        """The list `tiles` of a packed batch, then the lists `names` of a block mask, as far as there are any.
 
         A block mask has counts ``[B, Hq, rows]`` and indices ``[B, Hq, rows, columns]``. Where it is the same for all
         batch entries or heads, these have a stride of 0.
         """
         problem = self.problem
-        if problem.packing is not None:
-            return (self.captured(tiles),)
+        own = (self.captured(tiles),) if problem.packing is not None else ()
         if problem.blocks is None:
-            return ()
+            return own
         listed = problem.lists_of(names)
         *_, rows, columns = problem.layouts[listed.indices].shape
         strides = (listed.stride_batch, listed.stride_head, 1)
@@ -163,4 +162,4 @@ class Assumptions:
         self.exactly(blocks=f"{problem.blocks.queries}x{problem.blocks.keys}", full_lists=problem.blocks.has_full)
         names_of = (listed.counts, listed.indices, listed.full_counts, listed.full_indices)
         pairs = zip(names_of, (counts, indices) * 2, strict=True)
-        return tuple(self.captured(name, layout) for name, layout in pairs if name is not None)
+        return (*own, *(self.captured(name, layout) for name, layout in pairs if name is not None))

@@ -117,9 +117,11 @@ def keeps_maxima(problem: Problem, config: CutileConfig) -> bool:
 
     A full block is one of which every row of the tile sees all keys, so it is a good guess in fp16, too. A tile without
     one, as the first of a sequence, is done with exact maxima; where the window is so narrow that many tiles have none,
-    all are. So it is with a block mask, of blocks that it says are full, unless there is a band as well.
+    all are. So it is with a block mask, of blocks that it says are full, unless there is a band as well. In a packed
+    batch a full block may have no key of the sequence.
     """
-    if problem.blocks is not None and (problem.is_banded or not problem.blocks.has_full):
+    is_packed = problem.packing is not None
+    if (blocks := problem.blocks) is not None and (problem.is_banded or is_packed or not blocks.has_full):
         return False
     if problem.has_score or not problem.is_two_sided:
         return config.lazy_max and not problem.has_score
@@ -413,7 +415,7 @@ def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
 
 FAMILY = Family(
     config=CutileConfig,
-    capability=replace(launches.EVERYWHERE, head_dim_max=launches.HEAD_DIM_MAX),
+    capability=replace(launches.EVERYWHERE, head_dim_max=launches.HEAD_DIM_MAX, packed_blocks=launches.SMALLEST_TILE),
     launches=describe,
     fits=why_not,
     candidates=candidates,

@@ -309,7 +309,9 @@ def tile_lists(plan: Plan, *, query_tile: int = 0, key_tile: int = 0) -> tuple[K
     if packing is None:
         return ()
     assumed = Assumptions(problem=problem, constants={"dtype": problem.dtype})
-    constants = ListTilesConstants(query_tile=query_tile, key_tile=key_tile, last_first=problem.is_banded)
+    constants = ListTilesConstants(
+        query_tile=query_tile, key_tile=key_tile, last_first=problem.is_banded, cut=problem.blocks is not None
+    )
     wanted = [name for name, tile in zip(TILE_LISTS, (query_tile, key_tile), strict=True) if tile]
     rows = (problem.seq_q, problem.seq_kv)
     room = [packing.tiles_max(it, tile) if tile else 0 for it, tile in zip(rows, (query_tile, key_tile), strict=True)]

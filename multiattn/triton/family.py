@@ -110,7 +110,7 @@ def list_table(problem: Problem, query_tile: int, key_tile: int, *, counts: bool
         query_tile=query_tile,
         key_tile=key_tile,
         last_first=problem.is_banded,
-        on_axis=problem.blocks is not None,
+        cut=problem.blocks is not None,
     )
     query_entries = packing.tiles_max(problem.seq_q, query_tile) if query_tile else 0
     key_entries = packing.tiles_max(problem.seq_kv, key_tile) if key_tile else 0

@@ -16,13 +16,13 @@ namespace multiattn {
 struct ListConfig {
   int threads;
   bool overlaps;  // it begins while the grid before it ends, and lets the next one do so
-  bool cuts = false;  // tiles are those of the packed axis, as blocks of a block mask are, and sequences cut them
+  bool cut = false;  // tiles are those of the packed axis, as blocks of a block mask are, and sequences cut them
 };
 
 template <ListConfig C>
 struct ListTraits {
   static constexpr int THREADS = C.threads;
-  static constexpr bool OVERLAPS = C.overlaps, CUTS = C.cuts;
+  static constexpr bool OVERLAPS = C.overlaps, CUTS = C.cut;
   static constexpr int SMEM_BYTES = 0;
   static_assert(THREADS % WARP == 0, "whole warps");
 };

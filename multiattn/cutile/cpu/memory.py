@@ -103,9 +103,9 @@ class Array:
             raise OutOfBoundsError(f"slice [{begin}, {end}) of an axis of {size}")
         return Array(self.data.narrow(axis, begin, end - begin), self.ledger)
 
-    def tiled_view(self, tile_shape: Any) -> TiledView:
-        """The array in tiles; overlapping tiles and padding are not modelled."""
-        return TiledView(self, tile_shape)
+    def tiled_view(self, tile_shape: Any, **options: Any) -> TiledView:
+        """The array in tiles, which overlap where steps are smaller than they are."""
+        return TiledView(self, tile_shape, **options)
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(f"Array.{name} has no rule in the interpreter")
@@ -114,14 +114,21 @@ class Array:
 class TiledView:
     """An array in tiles, as `Array.tiled_view` gives it."""
 
-    def __init__(self, array: Array, shape: Any) -> None:
+    def __init__(self, array: Array, shape: Any, *, padding_mode: Any = None, traversal_steps: Any = None) -> None:
         self.array = array
         self.tile_shape = tile_shape(shape)
+        self.padding_mode = padding_mode or ct.PaddingMode.UNDETERMINED
+        self.steps = traversal_steps or self.tile_shape
+
+    def load(self, index: Any, *, latency: int | None = None, allow_tma: bool | None = None) -> Tile:
+        """A tile, padded beyond the ends."""
+        window = _window(self.array, index, self.tile_shape, steps=self.steps)
+        return _padded(self.array, window, self.tile_shape, self.padding_mode, latency)
 
     def atomic_store_add(self, index: Any, update: Any) -> None:
         """Add to the part of a tile that is inside the array."""
         array = self.array
-        window = _window(array, index, self.tile_shape)
+        window = _window(array, index, self.tile_shape, steps=self.steps)
         array.ledger.check(torch.where(window.owner == _ADDED, 0, window.owner), "updates")
         array.ledger.own(window.owner, _ADDED)
         change = as_tile(update, array.dtype).data.to(array.data.dtype).expand(self.tile_shape)
@@ -140,13 +147,13 @@ class _Window:
     inside: tuple[slice, ...]
 
 
-def _window(array: Array, index: Any, shape: tuple[int, ...], order: Sequence[int] | None = None) -> _Window:
+def _window(array: Array, index: Any, shape: tuple[int, ...], order: Any = None, *, steps: Any = None) -> _Window:
     indices = index if isinstance(index, tuple | list) else (index,)
     same_rank = len(indices) == len(shape) == array.ndim
     require(same_rank, f"index {indices}, tile {shape} and array {array.shape} differ in rank")
     axes = tuple(order or range(array.ndim))
     limits = [array.shape[axis] for axis in axes]
-    starts = [int(i) * extent for i, extent in zip(indices, shape, strict=True)]
+    starts = [int(i) * step for i, step in zip(indices, steps or shape, strict=True)]
     extents = [min(extent, limit - start) for extent, limit, start in zip(shape, limits, starts, strict=True)]
     if any(start < 0 or extent <= 0 for start, extent in zip(starts, extents, strict=True)):
         raise OutOfBoundsError(f"tile {tuple(map(int, indices))} of {shape} lies wholly outside the array {limits}")
@@ -168,9 +175,14 @@ def _load(
     latency: int | None = None,
     allow_tma: bool | None = None,
 ) -> Tile:
-    require(latency is None or 1 <= latency <= 10, f"latency {latency} is not in 1..10")
     extents = tile_shape(shape) if shape != () else (1,) * array.ndim
-    window = _window(array, index, extents, order)
+    tile = _padded(array, _window(array, index, extents, order), extents, padding_mode, latency)
+    return tile if shape != () else Tile(tile.data.reshape(()), array.dtype)
+
+
+def _padded(array: Array, window: _Window, extents: tuple[int, ...], padding_mode: Any, latency: int | None) -> Tile:
+    """The tile of a window of an array, as it is loaded."""
+    require(latency is None or 1 <= latency <= 10, f"latency {latency} is not in 1..10")
     if array.ledger.is_written:
         array.ledger.check(window.owner, "loads")
     require(padding_mode in (ct.PaddingMode.UNDETERMINED, ct.PaddingMode.ZERO), f"{padding_mode} has no rule here")
@@ -178,7 +190,7 @@ def _load(
     padding = 0 if padding_mode == ct.PaddingMode.ZERO else undetermined
     data = torch.full(extents, padding, dtype=array.data.dtype)
     data[window.inside] = window.data
-    return Tile(data if shape != () else data.reshape(()), array.dtype)
+    return Tile(data, array.dtype)
 
 
 def _store(array: Array, index: Any, tile: Any, *, allow_tma: bool | None = None) -> None:

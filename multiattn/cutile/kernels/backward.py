@@ -137,7 +137,7 @@ def row_delta(const: Any, out: Any, dout: Any, dlse: Any, delta: Any, index: Any
 def add_keys(const: Any, place: Any, given: Any, mine: Any, acc: Any, block: Any, masked: ConstBool) -> Any:
     """Take one block of keys into a tile of dq."""
     none = ct.full((const.tile_m, const.tile_n), 0.0, dtype=ct.float32)
-    index = (place.batch, place.head_kv, walk.inside(const, block, place.seq_kv, const.tile_n))
+    index = (place.batch, place.head_kv, walk.inside(const, place, block, True))
     keys = wide.load(const, const.qk, given.k, index, const.tile_n, const.latency)
     values = wide.load(const, const.vo, given.v, index, const.tile_n, const.latency)
     s = wide.multiply(const.qk, mine.q, keys, none)  # [tile_m, tile_n]
@@ -258,7 +258,7 @@ def add_queries(
     if given.ds is not None:
         slot = slot_of(given.q, place, given.ds_first)
     none = ct.full((const.tile_n, const.tile_m), 0.0, dtype=ct.float32)
-    rows = (place.batch, place.head, walk.inside(const, place.tile, place.seq_q, const.tile_m))
+    rows = (place.batch, place.head, walk.inside(const, place, place.tile, False))
     columns = (place.batch, place.head, column_tile(const, place, rows[2]))
     m = load_lse(const, given.lse, columns)[None, :]
     d = load_column(const, given.delta, columns)[None, :]

@@ -44,8 +44,20 @@ class Widths:
         return self.tile_d, self.tail_d, self.last_d
 
 
+class PackedBlocks:
+    """What kernels that may have a packed batch and a block mask know of both."""
+
+    packed: bool
+    blocks: BlockTiles | None
+
+    @property
+    def cut(self) -> bool:
+        """Tiles are those of the packed axis, cut at the ends of sequences, so that none is in two blocks."""
+        return self.packed and self.blocks is not None
+
+
 @dataclass(frozen=True, kw_only=True)
-class ForwardConstants:
+class ForwardConstants(PackedBlocks):
     """The forward kernel's constants. Flags are those of its rung, ways to run those of its config."""
 
     tile_m: int
@@ -96,7 +108,7 @@ class ForwardConstants:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardConstants:
+class BackwardConstants(PackedBlocks):
     """Constants of a backward kernel with products."""
 
     tile_m: int
@@ -153,6 +165,7 @@ class RowConstants:
     latency = 2
     tma = True
     tma_columns = False
+    cut = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +217,8 @@ class ListTilesConstants:
     """Rows of a tile of keys; 0 for no list of them."""
     last_first: bool
     """The last tiles of queries, which see most keys, come first."""
+    cut: bool = False
+    """As `PackedBlocks.cut`."""
     group: int = 32
     """Sequences that a block lists."""
     compared: int = 64
@@ -247,6 +262,7 @@ class SplitKeysConstants:
     masked = True
     blocks = None
     packed = False
+    cut = False
     ragged_queries = False
     exp2 = True
     flush_to_zero = True

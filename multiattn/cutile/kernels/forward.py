@@ -377,7 +377,7 @@ def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any, si
     if place.query is None:
         log_sum = log_sum.reshape((1, 1, const.tile_m))
         # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end of lse.
-        ct.store(lse, (place.batch, place.head, place.tile), log_sum, allow_tma=False)
+        ct.store(lse, (place.batch, place.head, tiles.own_tile(const, place)), log_sum, allow_tma=False)
     else:
         store_lse(const, place, lse, log_sum)
 
@@ -406,21 +406,22 @@ def forward_tile(
 
 @ct.function
 def forward_sequence(
-    const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, scale: Any
+    const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, listed: Any, scale: Any
 ) -> None:
     """`forward_tile` of a sequence of a packed batch."""
-    q, out, lse = packed.queries_of(place, q), packed.queries_of(place, out), packed.queries_of(place, lse)
+    own = packed.own_part(const, place, False)
+    q, out, lse = packed.queries_of(own, q), packed.queries_of(own, out), packed.queries_of(own, lse)
     if const.lazy_max and place.seq_kv == 0:  # there is no block of keys to take maxima of
         sink = load_sink(const, place, sinks)
         rows = no_rows(const)
         store_rows(const, place, out, lse, rows, row_sum(rows.l), sink)
     else:
         k, v = packed.keys_of(place, k), packed.keys_of(place, v)
-        forward_tile(const, place, q, k, v, out, lse, sinks, (), scale)
+        forward_tile(const, place, q, k, v, out, lse, sinks, listed, scale)
 
 
 def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
-    """out and lse of attention; arguments as in `forward_tile`, but of a packed batch `listed` has the tiles."""
+    """out and lse of attention; arguments as in `forward_tile`, but in a packed batch `listed` begins with tiles."""
 
     def forward(
         q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, sinks: Tuple32, captured: Tuple32,
@@ -430,7 +431,7 @@ def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
         if const.packed:
             place = packed.find_place(const, q, k, listed[0], const.tile_m, reach, order, aux, False)
             if place.sequence.number >= 0:
-                forward_sequence(const, place, q, k, v, out, lse, sinks, scale)
+                forward_sequence(const, place, q, k, v, out, lse, sinks, listed[1:], scale)
         elif const.static_grid:
             total = ct.cdiv(q.shape[2], const.tile_m) * q.shape[1] * q.shape[0]
             # Divided once: else each of the three roles that warps take would divide for each tile, and its next load

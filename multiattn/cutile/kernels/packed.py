@@ -6,13 +6,13 @@ there the next one begins, and a store leaves them. TMA does both: a block makes
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cuda.tile as ct
 
 from multiattn.cutile.kernels.constants import ListTilesConstants
-from multiattn.cutile.kernels.tiles import ConstBool, Place, Reach, Tuple32, head_of_share, quotient, shared_head
+from multiattn.cutile.kernels.tiles import ConstBool, Place, Reach, Tuple32, head_of_share, quotient, shared_head, span
 
 FIELDS = 8
 """Numbers of an entry."""
@@ -53,17 +53,36 @@ def find_place(
     sequence = Sequence(
         number=field(entries, entry, 0), offset_q=field(entries, entry, 2), offset_kv=field(entries, entry, 4)
     )
+    row = field(entries, entry, 1)
+    if const.cut:
+        row = row + (sequence.offset_kv if owns_keys else sequence.offset_q)
     return Place(
         batch=0,
         head=head,
         head_kv=head_kv,
-        tile=field(entries, entry, 1) // own,
+        tile=row // own,
         seq_q=field(entries, entry, 3),
         seq_kv=field(entries, entry, 5),
         reach=reach,
         aux=aux,
         sequence=sequence,
     )
+
+
+@ct.function
+def own_part(const: Any, place: Any, owns_keys: ConstBool) -> Any:
+    """The place, with `cut` of the rows of its tile in place of those of its sequence: so no other is loaded or stored.
+
+    Tiles of these start with the first row.
+    """
+    if const.cut:
+        part = place.sequence
+        first, end = span(const, place, place.tile, owns_keys)
+        if owns_keys:
+            place = replace(place, sequence=replace(part, offset_kv=part.offset_kv + first), seq_kv=end - first)
+        else:
+            place = replace(place, sequence=replace(part, offset_q=part.offset_q + first), seq_q=end - first)
+    return place
 
 
 @ct.function
@@ -120,6 +139,15 @@ def starts_and_lengths(numbers: Any, own: Any, others: Any) -> Any:
 
 
 @ct.function
+def count_tiles(const: Any, first: Any, length: Any, tile: Any) -> Any:
+    """How many tiles sequences have; with `cut` parts of those of the packed axis."""
+    tiles = (length + (tile - 1)) // tile
+    if const.cut:
+        tiles = ct.where(length > 0, (first + length + (tile - 1)) // tile - first // tile, 0)
+    return tiles
+
+
+@ct.function
 def list_one(const: Any, own: Any, others: Any, entries: Any, tile: Any, room: Any, of_keys: ConstBool) -> None:
     """List a group of sequences: every n-th tile of each, of n blocks of the group, and a part of the entries left.
 
@@ -131,13 +159,13 @@ def list_one(const: Any, own: Any, others: Any, entries: Any, tile: Any, room: A
     part, parts = ct.bid(0), ct.num_blocks(0)
     mine = ct.bid(1) * const.group + lanes
     first, length, other_first, other_length = starts_and_lengths(mine, own, others)
-    tiles = (length + (tile - 1)) // tile
+    tiles = count_tiles(const, first, length, tile)
     place = ct.full((const.group,), 0, dtype=ct.int32)
     total = 0
     for begin in range(0, own.starts.shape[0] + 1, const.compared):
         theirs = begin + ct.arange(const.compared, dtype=ct.int32)
-        _, their_length, _, their_cost = starts_and_lengths(theirs, own, others)
-        their_tiles = (their_length + (tile - 1)) // tile
+        their_first, their_length, _, their_cost = starts_and_lengths(theirs, own, others)
+        their_tiles = count_tiles(const, their_first, their_length, tile)
         is_level = (their_cost[None, :] == other_length[:, None]) & (theirs[None, :] < mine[:, None])
         is_before = (their_cost[None, :] > other_length[:, None]) | is_level
         place = ct.minimum(place + ct.sum(ct.where(is_before, their_tiles[None, :], 0), axis=1), room)
@@ -156,7 +184,10 @@ def list_one(const: Any, own: Any, others: Any, entries: Any, tile: Any, room: A
         its_tile = tiles * 0 + number
         if const.last_first and not of_keys:
             its_tile = tiles - 1 - number
-        row = ct.where(column == 1, (its_tile * tile)[:, None], entry)
+        first_row = its_tile * tile
+        if const.cut:
+            first_row = ct.maximum(first_row - first % tile, 0)
+        row = ct.where(column == 1, first_row[:, None], entry)
         exists = (number < tiles) & (place + number < room)
         ct.scatter(entries, ((place + number)[:, None], column), row, mask=exists[:, None])
     share = ct.bid(1) * parts + part

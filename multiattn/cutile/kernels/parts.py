@@ -12,7 +12,7 @@ from typing import Any
 import cuda.tile as ct
 
 from multiattn.cutile.kernels import keys, rows, walk
-from multiattn.cutile.kernels.tiles import ZERO, ConstBool, ConstInt, load_part
+from multiattn.cutile.kernels.tiles import ZERO, ConstBool, ConstInt, load_part, own_tile
 
 APPROX = ct.RoundingMode.APPROX
 FIRST, TAIL, LAST = range(3)
@@ -66,7 +66,7 @@ def column(wide: Any, part: ConstInt) -> Any:
 def load_q_part(const: Any, place: Any, q: Any, part: ConstInt) -> Any:
     """A part of the tile's queries ``[tile_m, width]``, with the sign of the scale."""
     if place.query is None:
-        index = (place.batch, place.head, place.tile, column(const.qk, part))
+        index = (place.batch, place.head, own_tile(const, place), column(const.qk, part))
         tile = load_part(const, q, index, const.tile_m, width(const.qk, part), None)
     else:
         tile = rows.load(place, q, column(const.qk, part), width(const.qk, part), const.qk.head_dim)
@@ -93,8 +93,7 @@ def load_q(const: Any, place: Any, q: Any) -> Any:
 @ct.function
 def load_rows(const: Any, place: Any, array: Any, wide: Any, block: Any, latency: Any, part: ConstInt) -> Any:
     """A part of a block of keys or values, ``[tile_n, width]``."""
-    loaded = walk.inside(const, block, place.seq_kv, const.tile_n)
-    index = (place.batch, place.head_kv, loaded, column(wide, part))
+    index = (place.batch, place.head_kv, walk.inside(const, place, block, True), column(wide, part))
     return load_part(const, array, index, const.tile_n, width(wide, part), latency)
 
 
@@ -128,12 +127,12 @@ def load_k(const: Any, place: Any, k: Any, block: Any, part: ConstInt) -> Any:
     if const.paged and const.page_rows != const.tile_n:
         # Scores of what is behind the last key are masked.
         return ct.transpose(load_anywhere(const, place, k, const.qk, block, 0, False, const.k_latency, part))
-    if not const.k_transposed:
+    if const.cut or not const.k_transposed:
         return ct.transpose(load_rows(const, place, k, const.qk, block, const.k_latency, part))
     if const.paged:
         entry, loaded = block.entry, block.row
     else:
-        entry, loaded = place.batch, walk.inside(const, block, place.seq_kv, const.tile_n)
+        entry, loaded = place.batch, walk.inside(const, place, block, True)
     tile = ct.load(
         k,
         (entry, place.head_kv, column(const.qk, part), loaded),
@@ -251,7 +250,8 @@ def store_part(const: Any, place: Any, out: Any, acc: Any, l: Any, part: ConstIn
         o = ct.truediv(acc, l)
     if place.query is None:
         o = o.astype(out.dtype).reshape((1, 1, const.tile_m, width(const.vo, part)))
-        ct.store(out, (place.batch, place.head, place.tile, column(const.vo, part)), o, allow_tma=const.tma)
+        index = (place.batch, place.head, own_tile(const, place), column(const.vo, part))
+        ct.store(out, index, o, allow_tma=const.tma)
     else:
         rows.store(place, out, column(const.vo, part), width(const.vo, part), const.vo.head_dim, o)
 

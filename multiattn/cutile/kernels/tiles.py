@@ -231,9 +231,42 @@ def place_in_grid(const: Any, q: Any, k: Any, reach: Any, order: Any, aux: Any) 
 
 @ct.function
 def load_part(const: Any, array: Any, index: Any, rows: Any, columns: Any, latency: Any) -> Any:
-    """A tile of one head's rows, ``[rows, columns]``, with zeros beyond the ends."""
-    tile = ct.load(array, index, (1, 1, rows, columns), padding_mode=ZERO, latency=latency, allow_tma=const.tma)
+    """A tile of one head's rows, ``[rows, columns]``, with zeros beyond the ends. With `cut` its index has a row."""
+    shape = (1, 1, rows, columns)
+    if const.cut:
+        tile = view_of(const, array, shape, (1, 1, 1, columns)).load(index, latency=latency, allow_tma=const.tma)
+    else:
+        tile = ct.load(array, index, shape, padding_mode=ZERO, latency=latency, allow_tma=const.tma)
     return tile.reshape((rows, columns))
+
+
+@ct.function
+def view_of(const: Any, array: Any, shape: Any, steps: Any) -> Any:
+    """An array in tiles; with `cut` they begin at any row, in `steps` that are the shape but for that."""
+    return array.tiled_view(shape, padding_mode=ZERO, traversal_steps=steps) if const.cut else array.tiled_view(shape)
+
+
+# ---------------------------------------------------------------- rows of tiles
+
+
+@ct.function
+def own_tile(const: Any, place: Any) -> Any:
+    """The tile that a block owns, in arrays that it has. With `cut` these are of that tile alone."""
+    tile = place.tile
+    if const.cut:
+        tile = 0
+    return tile
+
+
+@ct.function
+def span(const: Any, place: Any, tile: Any, of_keys: ConstBool) -> Any:
+    """The first row of a tile of queries or of keys in its sequence, and where rows end; with `cut` the tile's own."""
+    size, end = (const.tile_n, place.seq_kv) if of_keys else (const.tile_m, place.seq_q)
+    first = tile * size
+    if const.cut:
+        first = first - (place.sequence.offset_kv if of_keys else place.sequence.offset_q)
+        first, end = max(first, 0), min(first + size, end)
+    return first, end
 
 
 # ---------------------------------------------------------------- the mask
@@ -241,12 +274,19 @@ def load_part(const: Any, array: Any, index: Any, rows: Any, columns: Any, laten
 
 @ct.function
 def positions(const: Any, place: Any, block: Any) -> Any:
-    """Positions of the queries ``[tile_m, 1]``, and of a block's keys ``[1, tile_n]``."""
+    """Positions of the queries ``[tile_m, 1]``, and of a block's keys ``[1, tile_n]``.
+
+    With `cut` rows of a tile that are another's have positions behind the sequence.
+    """
     if place.query is None:
-        row = place.tile * const.tile_m + ct.arange(const.tile_m, dtype=ct.int32)[:, None]
+        first_row, end_of_rows = span(const, place, place.tile, False)
+        row = first_row + ct.arange(const.tile_m, dtype=ct.int32)[:, None]
     else:
         row = place.query
-    col = block * const.tile_n + ct.arange(const.tile_n, dtype=ct.int32)[None, :]
+    first_col, end_of_cols = span(const, place, block, True)
+    col = first_col + ct.arange(const.tile_n, dtype=ct.int32)[None, :]
+    if const.cut:
+        row, col = ct.where(row < end_of_rows, row, place.seq_q), ct.where(col < end_of_cols, col, place.seq_kv)
     return row, col
 
 
@@ -315,14 +355,16 @@ def both(one: Any, other: Any) -> Any:
 @ct.function
 def is_query(const: Any, place: Any) -> Any:
     """The rows of a tile of queries that there are, bool ``[1, tile_m]``."""
-    return (place.tile * const.tile_m + ct.arange(const.tile_m, dtype=ct.int32) < place.seq_q)[None, :]
+    first, end = span(const, place, place.tile, False)
+    return (first + ct.arange(const.tile_m, dtype=ct.int32) < end)[None, :]
 
 
 @ct.function
 def is_key(const: Any, place: Any, block: Any) -> Any:
     """The rows of a block of keys that there are, bool ``[tile_n, 1]``; of a cache with a window, that any row sees."""
-    key = block * const.tile_n + ct.arange(const.tile_n, dtype=ct.int32)
-    there = key < place.seq_kv
+    first, end = span(const, place, block, True)
+    key = first + ct.arange(const.tile_n, dtype=ct.int32)
+    there = key < end
     if place.first_key is not None:
         there = there & (key >= place.first_key)
     return there[:, None]

@@ -9,7 +9,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels.tiles import carry_of
+from multiattn.cutile.kernels.tiles import ConstBool, carry_of, span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,16 +177,31 @@ def masked_block(const: Any, place: Any, blocks: Any, number: Any) -> Any:
 
 
 @ct.function
-def count_tiles(const: Any, place: Any, counts: Any) -> Any:
-    """Tiles that the row of blocks of a place's tile lists."""
+def list_row(const: Any, place: Any) -> Any:
+    """The row of lists that a place's tile has. Of a packed batch each sequence has its own, behind one another's."""
     row = place.tile // const.blocks.own
-    return ct.gather(counts, (place.batch, place.head, row), check_bounds=False) * const.blocks.walked
+    if const.cut:
+        row = row + place.sequence.number
+    return row
+
+
+@ct.function
+def count_tiles(const: Any, place: Any, counts: Any) -> Any:
+    """Tiles that the row of blocks of a place's tile lists; none where a sequence has no queries or no keys.
+
+    So has one that is not the caller's but the rows around all: it has no lists.
+    """
+    mask = None
+    if const.cut:
+        mask = min(place.seq_q, place.seq_kv) > 0
+    index = (place.batch, place.head, list_row(const, place))
+    return ct.gather(counts, index, mask=mask, check_bounds=False) * const.blocks.walked
 
 
 @ct.function
 def listed_tile(const: Any, place: Any, indices: Any, number: Any) -> Any:
     """The tile of a number, of those that the row lists."""
-    row, entry = place.tile // const.blocks.own, number // const.blocks.walked
+    row, entry = list_row(const, place), number // const.blocks.walked
     block = ct.gather(indices, (place.batch, place.head, row, entry), check_bounds=False)
     return block * const.blocks.walked + number % const.blocks.walked
 
@@ -230,8 +245,14 @@ def any_tile(const: Any, place: Any, number: Any, full: Any) -> Any:
 
 
 @ct.function
-def inside(const: Any, tile: Any, length: Any, size: Any) -> Any:
-    """The tile to load in place of one that a list may have: where the last block is ragged some have nothing."""
+def inside(const: Any, place: Any, tile: Any, of_keys: ConstBool) -> Any:
+    """The tile to load in place of one that a list may have: where the last block is ragged some have nothing.
+
+    With `cut` it is the row that the tile begins at.
+    """
+    length, size = (place.seq_kv, const.tile_n) if of_keys else (place.seq_q, const.tile_m)
+    if const.cut:
+        tile, size = span(const, place, tile, of_keys)[0], 1
     if const.blocks is not None:
         tile = max(0, min(tile, ct.cdiv(length, size) - 1))
     return tile

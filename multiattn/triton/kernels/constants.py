@@ -41,7 +41,7 @@ class ListConstants:
     """Rows of a tile of keys; 0 where none are listed."""
     last_first: bool
     """The last tile of queries of a sequence is listed first: under a mask that hides keys it sees the most."""
-    on_axis: bool = False
+    cut: bool = False
     """Tiles begin at multiples of their rows on the packed axis, not in a sequence."""
     group: int = 64
     """Sequences of a program, a power of two."""

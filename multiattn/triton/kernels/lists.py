@@ -93,7 +93,7 @@ def _list(
         place = first + number
         exists = (number < tiles) & (place < capacity)
         first_row = tile * TILE
-        if C.on_axis:
+        if C.cut:
             first_row = tl.maximum(first_row - offset % TILE, 0)
         row = tl.where(field == 1, first_row[:, None], entry)
         tl.store(entries + place[:, None] * 8 + field, row, mask=exists[:, None])
@@ -107,7 +107,7 @@ def _list(
 @triton.jit
 def _count(offset, length, TILE: tl.constexpr, C: tl.constexpr):
     """The tiles of sequences."""
-    if C.on_axis:
+    if C.cut:
         length = tl.where(length > 0, offset % TILE + length, 0)
     return (length + TILE - 1) // TILE
 
