@@ -229,11 +229,15 @@ ROWS = {
     "blocks": ("forward", "full", lambda: scored(64, block_mask=BLOCKS)),
     "blocks, gradients": ("backward", "two_pass", lambda: scored(128, block_mask=BLOCKS)),
     "packed blocks": ("forward", "full", lambda: packed_blocks(64)),
+    "packed blocks, gradients": ("backward", "atomic", lambda: packed_blocks(128, causal=True)),
     "gradients of a table": ("backward", "atomic", lambda: scored(score_mod=relative)),
     "gradients of a bias": ("backward", "two_pass", lambda: scored(bias=BIAS)),
     "gradients of a wide bias": ("backward", "atomic", lambda: scored(64, bias=BIAS)),
 }  # fmt: skip
-AT_NIGHT = {"many, a window", "many, a window, gradients", "blocks, gradients", "gradients of a wide bias"}
+AT_NIGHT = {
+    "many, a window", "many, a window, gradients", "blocks, gradients", "packed blocks, gradients",
+    "gradients of a wide bias",
+}  # fmt: skip
 """Others have their arguments, one at a time."""
 
 

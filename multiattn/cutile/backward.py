@@ -45,6 +45,7 @@ from multiattn.plan.schedule import (
 from multiattn.plan.support import Capability, Reason
 from multiattn.plan.waves import Side, Walk
 from multiattn.problem import Problem
+from multiattn.sequences import Batching
 
 COLUMN_UNIT = 4
 """Rows of fp32 numbers, of a multiple of which TMA reads parts. A kernel that owns keys reads lse and delta of other
@@ -230,8 +231,8 @@ def divided_areas(problem: Problem, config: OnePassConfig) -> Mapping[str, Layou
     unit = column_unit(problem, launches.cut_of(problem, config))
     if unit:
         rows = -(-problem.seq_q // unit) * unit
-        if problem.packing is not None:  # each sequence begins at a multiple of the unit
-            rows = (problem.seq_q // unit + 1 + problem.packing.sequences) * unit
+        if (packing := packing_by_units(problem)) is not None:
+            rows = (problem.seq_q // unit + 1 + packing.sequences) * unit
         shape: tuple[int, ...] = (problem.batch, problem.heads_q, rows)
         found |= dict.fromkeys(COLUMNS, Layout(shape, row_major(shape), torch.float32))
     if config.parts > 1:
@@ -245,15 +246,23 @@ COLUMN_TILE = 128
 COLUMNS, SHARES = ("lse_columns", "delta_columns"), ("dk_shares", "dv_shares")
 
 
+def packing_by_units(problem: Problem) -> Batching | None:
+    """The packing of a problem whose sequences each have columns from a multiple of the unit on.
+
+    With a block mask there is none: kernels then load columns from any row on, and these lie as queries do.
+    """
+    return problem.packing if problem.blocks is None else None
+
+
 def column_unit(problem: Problem, config: OnePassConfig) -> int:
     """Rows of a tile of the kernel that copies columns; 0 where those of the problem do.
 
-    Of a packed batch each sequence's begin at a multiple of it. There a tile of dq must have all the rows of a tile of
-    queries.
+    Where each sequence's begin at a multiple of it a tile of dq must have all the rows of a tile of queries.
     """
-    if problem.packing is not None:
+    if packing_by_units(problem) is not None:
         return config.listed_rows if config.listed_rows >= config.tile_m else 0
-    return COLUMN_TILE if config.own_columns or problem.seq_q % COLUMN_UNIT else 0
+    has_own = config.own_columns or problem.packing is not None or problem.seq_q % COLUMN_UNIT
+    return COLUMN_TILE if has_own else 0
 
 
 # ---------------------------------------------------------------- what fits
@@ -346,8 +355,9 @@ def one_pass(call: Asked) -> tuple[KernelLaunch, ...]:
     config: OnePassConfig = launches.cut_of(problem, call.config)
     rows = RoundConstants(tile_m=ROW_TILE, qk=launches.widths_of(problem)["qk"])
     areas = divided_areas(problem, config)
+    query_tile = 0 if packing_by_units(problem) is None else column_unit(problem, config)
     return (
-        *launches.tile_lists(plan, query_tile=column_unit(problem, config), key_tile=config.tile_n),
+        *launches.tile_lists(plan, query_tile=query_tile, key_tile=config.tile_n),
         _of_rows(call, "row_deltas"),
         *_of_columns(plan, config, areas),
         *_of_keys(plan, "all_grads", config, areas),
@@ -380,9 +390,9 @@ def stored(call: Asked) -> tuple[KernelLaunch, ...]:
     return (*found, *_sums(plan, config, areas))
 
 
-def _row_tiles(problem: Problem) -> int:
+def _row_tiles(problem: Problem, rows: int = ROW_TILE) -> int:
     """Tiles of the kernels that have rows only, also of a packed batch."""
-    return -(-problem.seq_q // ROW_TILE) * problem.heads_q * problem.batch
+    return -(-problem.seq_q // rows) * problem.heads_q * problem.batch
 
 
 def _of_rows(call: Asked, kernel: str) -> KernelLaunch:
@@ -398,8 +408,9 @@ def _of_columns(plan: Plan, config: OnePassConfig, areas: Mapping[str, Layout]) 
     if COLUMNS[0] not in areas:
         return []
     unit = column_unit(problem, config)
-    constants = ColumnConstants(tile_m=unit, packed=problem.packing is not None)
-    return [_launch(plan, "copy_columns", query_tiles(problem, unit), constants, areas=areas)]
+    by_sequence = packing_by_units(problem) is not None
+    tiles = query_tiles(problem, unit) if by_sequence else _row_tiles(problem, unit)
+    return [_launch(plan, "copy_columns", tiles, ColumnConstants(tile_m=unit, packed=by_sequence), areas=areas)]
 
 
 def _of_keys(plan: Plan, kernel: str, config: OnePassConfig, areas: Mapping[str, Layout]) -> list[KernelLaunch]:
@@ -434,7 +445,7 @@ def _constants_of_keys(plan: Plan, kernel: str, config: OnePassConfig) -> Backwa
         stagger=getattr(config, "stagger", 0) * (not problem.is_banded),
         shares=config.parts,
         own_columns=unit > 0,
-        column_unit=unit if problem.packing is not None else 0,
+        column_unit=0 if packing_by_units(problem) is None else unit,
     )
 
 

@@ -358,7 +358,12 @@ FAMILY = Family(
     summary="decode: query heads that share keys are rows of one tile, keys divided among blocks, parts merged after",
     config=SplitKeysConfig,
     capability=replace(
-        launches.EVERYWHERE, head_dim_max=launches.HEAD_DIM_MAX, block_masks=0, packing=False, caches=True
+        launches.EVERYWHERE,
+        head_dim_max=launches.HEAD_DIM_MAX,
+        block_masks=0,
+        packed_blocks=0,
+        packing=False,
+        caches=True,
     ),
     launches=describe,
     fits=why_not,

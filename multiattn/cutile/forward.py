@@ -415,7 +415,7 @@ def _heads_together(problem: Problem, way: CutileConfig) -> dict[int, None]:
 
 FAMILY = Family(
     config=CutileConfig,
-    capability=replace(launches.EVERYWHERE, head_dim_max=launches.HEAD_DIM_MAX, packed_blocks=launches.SMALLEST_TILE),
+    capability=replace(launches.EVERYWHERE, head_dim_max=launches.HEAD_DIM_MAX),
     launches=describe,
     fits=why_not,
     candidates=candidates,

@@ -57,6 +57,7 @@ EVERYWHERE = Capability(
     sinks=True,
     scores=True,
     block_masks=SMALLEST_TILE,
+    packed_blocks=SMALLEST_TILE,
     score_gradients=True,
     packing=True,
 )

@@ -95,9 +95,11 @@ class KeyGradSums:
 @ct.function
 def load_column(const: Any, array: Any, index: Any) -> Any:
     """A tile of queries' part of an fp32 array ``[B, Hq, Sq]``: ``[tile_m]``, with zeros beyond the end."""
-    tile = ct.load(
-        array, index, (1, 1, const.tile_m), padding_mode=ZERO, latency=const.latency, allow_tma=const.tma_columns
-    )
+    shape, tma = (1, 1, const.tile_m), const.tma_columns
+    if const.cut:
+        tile = tiles.view_of(const, array, shape, (1, 1, 1)).load(index, latency=const.latency, allow_tma=tma)
+    else:
+        tile = ct.load(array, index, shape, padding_mode=ZERO, latency=const.latency, allow_tma=tma)
     return tile.reshape((const.tile_m,))
 
 
@@ -105,9 +107,12 @@ def load_column(const: Any, array: Any, index: Any) -> Any:
 def column_tile(const: Any, place: Any, tile: Any) -> Any:
     """The tile of columns of a tile of queries. Of our own each sequence begins at a multiple of `column_unit`.
 
-    That is behind the rows of all sequences before it: each has a unit more than its rows need.
+    That is behind the rows of all sequences before it: each has a unit more than its rows need. With `cut` columns lie
+    as queries do, and the tile is a row.
     """
-    if const.column_unit > 0:
+    if const.cut:
+        tile = place.sequence.offset_q + tile
+    elif const.column_unit > 0:
         first = place.sequence.offset_q // const.column_unit + place.sequence.number
         tile = tile + first * (const.column_unit // const.tile_m)
     return tile
@@ -156,7 +161,7 @@ def add_keys(const: Any, place: Any, given: Any, mine: Any, acc: Any, block: Any
 @ct.function
 def query_grads_tile(const: Any, place: Any, given: Any) -> None:
     """A tile of dq and of delta."""
-    rows = (place.batch, place.head, place.tile)
+    rows = (place.batch, place.head, tiles.own_tile(const, place))
     queries = wide.load(const, const.qk, given.q, rows, const.tile_m, 2)
     douts = wide.load(const, const.vo, given.dout, rows, const.tile_m, 2)
     d = row_delta(const, given.out, douts, given.dlse, given.delta, rows)[:, None]
@@ -184,7 +189,7 @@ def store_query_grads(const: Any, dq: Any, rows: Any, acc: Any, grad_factor: Any
 def of_sequence(const: Any, place: Any, given: Any) -> Any:
     """The arrays of a sequence of a packed batch, as far as the kernel has them. Columns of our own stay whole."""
     lse, delta = given.lse, given.delta
-    if const.column_unit == 0:
+    if not const.own_columns:
         lse, delta = packed.queries_of(place, lse), packed.queries_of(place, delta)
     return replace(
         given,
@@ -262,6 +267,9 @@ def add_queries(
     columns = (place.batch, place.head, column_tile(const, place, rows[2]))
     m = load_lse(const, given.lse, columns)[None, :]
     d = load_column(const, given.delta, columns)[None, :]
+    if const.cut:  # others weigh nothing: those of the next block, and of the next sequence, whose columns follow
+        is_own = tiles.is_query(const, place)
+        m, d = ct.where(is_own, m, math.inf), ct.where(is_own, d, 0.0)
     queries = wide.load(const, const.qk, given.q, rows, const.tile_m, const.latency)
     douts = wide.load(const, const.vo, given.dout, rows, const.tile_m, const.latency)
     raw = wide.multiply(const.qk, keys, queries, none)  # [tile_n, tile_m]
@@ -347,15 +355,21 @@ def add_listed(const: Any, mine: Any, group: Any, keys: Any, values: Any, given:
 
 
 @ct.function
+def dq_part(const: Any, dq_sum: Any, columns: ConstInt) -> Any:
+    """A part of the sum of dq, in tiles."""
+    return tiles.view_of(const, dq_sum, (1, 1, const.tile_m, columns), (1, 1, 1, columns))
+
+
+@ct.function
 def key_grads_tile(const: Any, mine: Any, given: Any) -> None:
     """A tile of dk and of dv, summed over the queries of the group's heads."""
     q, k, dk, dv = given.q, given.k, given.dk, given.dv
     dq_view = None
     if given.dq_sum is not None:
-        dq_view = given.dq_sum.tiled_view((1, 1, const.tile_m, const.qk.tile_d))
+        dq_view = dq_part(const, given.dq_sum, const.qk.tile_d)
         if const.qk.tail_d > 0:
-            dq_view = Parts(first=dq_view, tail=given.dq_sum.tiled_view((1, 1, const.tile_m, const.qk.tail_d)))
-    index = (mine.batch, mine.head_kv, mine.tile)
+            dq_view = Parts(first=dq_view, tail=dq_part(const, given.dq_sum, const.qk.tail_d))
+    index = (mine.batch, mine.head_kv, tiles.own_tile(const, mine))
     keys = wide.load_keys(const, const.qk, k, index, mine.seq_kv)
     values = wide.load_keys(const, const.vo, given.v, index, mine.seq_kv)
     group = q.shape[1] // tiles.heads_of_keys(const, k)
@@ -364,7 +378,7 @@ def key_grads_tile(const: Any, mine: Any, given: Any) -> None:
         sums = add_listed(const, mine, group, keys, values, given, dq_view, sums)
     else:
         sums = add_seen(const, mine, group, keys, values, given, dq_view, sums)
-    own = (mine.batch, mine.head, mine.tile)
+    own = (mine.batch, mine.head, index[2])
     dk_rows = wide.rounded(const.qk, sums.dk, given.grad_factor, dk)
     dv_rows = wide.rounded(const.vo, sums.dv, None, dv)
     wide.store(const, const.qk, dk, own, dk_rows, const.tile_n)
@@ -377,7 +391,8 @@ def key_grads_block(const: Any, given: Any, reach: Any, order: Any, aux: Any, li
     if const.packed:
         mine = packed.find_place(const, given.q, given.k, listed[0], const.tile_n, reach, order, aux, True)
         if mine.sequence.number >= 0:
-            key_grads_tile(const, mine, of_sequence(const, mine, given))
+            given = of_sequence(const, packed.own_part(const, mine, True), given)
+            key_grads_tile(const, replace(mine, lists=listed[1:]), given)
     else:
         mine = replace(find_key_tile(const, given.q, given.k, reach, order, aux), lists=listed)
         key_grads_tile(const, mine, given)
@@ -429,7 +444,8 @@ def query_grads_kernel(const: QueryGradsConstants) -> Callable[..., None]:
         if const.packed:
             place = packed.find_place(const, q, k, listed[0], const.tile_m, reach, order, aux, False)
             if place.sequence.number >= 0:
-                query_grads_tile(const, place, of_sequence(const, place, given))
+                given = of_sequence(const, packed.own_part(const, place, False), given)
+                query_grads_tile(const, replace(place, lists=listed[1:]), given)
         else:
             query_grads_tile(const, replace(tiles.find_place(const, q, k, reach, order, aux), lists=listed), given)
 
