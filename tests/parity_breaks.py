@@ -68,6 +68,11 @@ def of_head_before(blocks: BlockLists) -> BlockLists:
     return blocks._replace(tensors=tuple(it.roll(1, dims=1) for it in blocks.tensors))
 
 
+def of_row_before(blocks: BlockLists) -> BlockLists:
+    """Each row with the lists of the one before it: of a packed batch it may be another sequence's."""
+    return blocks._replace(tensors=tuple(it.roll(1, dims=2) for it in blocks.tensors))
+
+
 def first_entries(blocks: BlockLists) -> BlockLists:
     """Lists with the first partial block of each row, and no full one."""
     return changed_lists(blocks, kv_num_blocks=lambda it: it.clamp(max=1), full_kv_num_blocks=torch.zeros_like)

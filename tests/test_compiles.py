@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from multiattn.blocks import block_mask
 from multiattn.cuda.instances import kernels_of as cuda_kernels_of
 from multiattn.cuda.source import translation_unit
 from multiattn.cutile.families import launches_of
@@ -120,16 +121,23 @@ def test_problems_share_the_kernels_of_their_rules(backend, direction, head_dim,
 # ---------------------------------------------------------------- packed batches and caches
 
 
-def packed_problem(made, head_dim, *, has_scores, window):
-    """A batch of any number of sequences, with rows behind the last; `has_scores` is with slopes and a bias."""
+SCORE = ("softcap", "alibi_slopes", "bias", "score_mod", "block_mask")
+
+
+def packed_problem(made, head_dim, *, has, window):
+    """A batch of any number of sequences, with rows behind the last; it `has` scores of all kinds, or a block mask."""
     sequences, rows = made.randrange(2, 300), [made.randrange(300, 1 << 15) for _ in range(2)]
     starts = torch.zeros(sequences + 1, dtype=torch.int32)
     lengths = Lengths(starts, starts, *(made.randrange(2, 900) for _ in range(2)))
     q, k = (torch.empty(it, heads, head_dim, dtype=torch.bfloat16) for it, heads in zip(rows, (4, 2), strict=True))
-    slopes = torch.empty(sequences, 4, requires_grad=True) if has_scores else None
-    bias = torch.empty(1, 1, lengths.max_seqlen_q, lengths.max_seqlen_kv, requires_grad=True) if has_scores else None
+    asked = dict.fromkeys(SCORE)
+    if has == "scores":
+        asked |= {"softcap": 20.0, "alibi_slopes": torch.empty(sequences, 4, requires_grad=True)}
+        asked["bias"] = torch.empty(1, 1, lengths.max_seqlen_q, lengths.max_seqlen_kv, requires_grad=True)
+    elif has == "blocks":
+        asked["block_mask"] = block_mask(lambda b, h, i, j: i >= j, 1, made.choice((1, 4)), *rows, device="cpu")
     given = pack(q, k, k, lengths), Options(*window, None), lengths
-    return problem_of(*with_packing(*given, 20.0 if has_scores else None, slopes, bias, None))
+    return problem_of(*with_packing(*given, *asked.values()))
 
 
 OF_PACKED = (
@@ -142,13 +150,15 @@ OF_PACKED = (
 )
 
 
-@pytest.mark.parametrize("has_scores", [False, True], ids=["plain", "scores"])
+@pytest.mark.parametrize("has", ["nothing", "scores", "blocks"])
 @pytest.mark.parametrize("backend", ["cuda", "cutile", "triton"])
 @pytest.mark.parametrize(("direction", "variant", "head_dim", "window"), OF_PACKED)
-def test_packed_batches_of_any_lengths_run_the_same_code(backend, direction, variant, head_dim, window, has_scores):
+def test_packed_batches_of_any_lengths_run_the_same_code(backend, direction, variant, head_dim, window, has):
+    if (has, variant, backend) == ("blocks", "atomic", "cuda"):
+        variant = None  # it takes none
     made, found = random.Random(0), set()
-    for _ in range(10 if has_scores else 40):
-        problem = packed_problem(made, head_dim, has_scores=has_scores, window=window)
+    for _ in range(40 if has == "nothing" else 10):
+        problem = packed_problem(made, head_dim, has=has, window=window)
         plan = make_plan(get(backend), problem, SM90, direction=direction, variant=variant, probe=False)
         found.add(tuple(kernels_of(plan).items()))
     assert len(found) == 1
@@ -178,9 +188,6 @@ def test_no_code_depends_on_lengths_capacities_or_parts(backend, page, is_packed
 
 
 # ---------------------------------------------------------------- what a call asks for
-
-
-SCORE = ("softcap", "alibi_slopes", "bias", "score_mod", "block_mask")
 
 
 def asked(batch=2, heads=(4, 2), head_dim=64, window=(None, None), sinks=None, **score):

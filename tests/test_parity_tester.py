@@ -22,6 +22,7 @@ from parity_breaks import (
     first_entries,
     moved_bounds,
     of_head_before,
+    of_row_before,
     one_less,
     other,
     then,
@@ -189,20 +190,23 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "bias of the wrong batch entry": (moved(0), "bias_bhqk bias_bqk bias_bk bias_bhk"),
     "blocks ignored": (
         other(score=None, blocks=None),
-        "blocks_causal blocks_document blocks_prefix_lm blocks_sliding_window blocks_block_diagonal blocks_per_head",
+        "blocks_causal blocks_document blocks_prefix_lm blocks_sliding_window blocks_block_diagonal blocks_per_head "
+        "varlen_blocks_uneven",
     ),
     "partial blocks seen whole": (
         with_mask(lambda mask: None),
         "blocks_causal blocks_document blocks_natten_2d blocks_of_256x256_d40 blocks_softcap blocks_sinks "
-        + LISTED,
+        "varlen_blocks_uneven varlen_blocks_nan_neighbours varlen_blocks_window " + LISTED,
     ),
     "full blocks left out": (with_lists("full_kv_num_blocks", torch.zeros_like), "blocks_causal blocks_noop"),
     "the last partial block left out": (
         with_lists("kv_num_blocks", one_less),
-        "blocks_causal blocks_document blocks_prefix_lm blocks_broadcast blocks_of_192x96_d96 " + LISTED,
+        "blocks_causal blocks_document blocks_prefix_lm blocks_broadcast blocks_of_192x96_d96 varlen_blocks_uneven "
+        + LISTED,
     ),
     "the last full block left out": (
-        with_lists("full_kv_num_blocks", one_less), "blocks_of_64_full_cut blocks_of_128_full_cut " + LISTED,
+        with_lists("full_kv_num_blocks", one_less),
+        "blocks_of_64_full_cut blocks_of_128_full_cut varlen_blocks_apart varlen_blocks_nan_neighbours " + LISTED,
     ),
     "lists of the head before": (
         lambda case, inputs: attend(case, inputs, blocks=of_head_before(inputs.blocks)), LISTED,
@@ -211,11 +215,15 @@ BROKEN: dict[str, tuple[Break, str]] = {
         lambda case, inputs: merge(
             *attend(case, inputs), *attend(case, inputs, blocks=first_entries(inputs.blocks)),
         ),
-        "blocks_causal blocks_document blocks_block_diagonal " + LISTED,
+        "blocks_causal blocks_document blocks_block_diagonal varlen_blocks_uneven " + LISTED,
     ),
     "blocks of the row before": (
         with_lists("kv_indices", lambda indices: indices.roll(1, dims=-2)),
-        "blocks_causal blocks_sliding_window blocks_block_diagonal blocks_of_32x32_d128",
+        "blocks_causal blocks_sliding_window blocks_block_diagonal blocks_of_32x32_d128 varlen_blocks_uneven",
+    ),
+    "lists of the sequence before": (
+        lambda case, inputs: attend(case, inputs, blocks=of_row_before(inputs.blocks)),
+        "varlen_blocks_uneven varlen_blocks_apart varlen_blocks_nan_neighbours varlen_blocks_window",
     ),
     "last key dropped": (
         with_keys(lambda tensor: tensor[:, :, :-1]),
