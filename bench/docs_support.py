@@ -105,7 +105,10 @@ def _features(backend: str, direction: Direction) -> dict[str, str]:
     """Yes, no or a word for each thing that a problem may have."""
     usual = _usual(backend, direction)
     capabilities = [it.capability for it in usual]
-    blocks = [it.block_masks for it in capabilities if it.block_masks]
+    blocks, packed = (
+        [size for size in its if size]
+        for its in zip(*((it.block_masks, it.packed_blocks) for it in capabilities), strict=True)
+    )
     able = {
         "windows": any("two_sided" in it.masks for it in capabilities),
         "sinks": any(it.sinks for it in capabilities),
@@ -118,5 +121,6 @@ def _features(backend: str, direction: Direction) -> dict[str, str]:
     words = {
         "dtypes": ", ".join(dict.fromkeys(dtype for it in capabilities for dtype in it.dtypes)),
         "block masks, of multiples of": str(min(blocks)) if blocks else "no",
+        "in packed batches, too": str(min(packed)) if packed else "no",
     }
     return {**words, **{title: "yes" if it else "no" for title, it in able.items()}}
