@@ -154,9 +154,12 @@ def of_sequences(lists: BlockLists, starts: Sequence[torch.Tensor], *, has_gradi
     named: dict[str, torch.Tensor] = {}
     for names, own, other in ((KEYS_OF_QUERIES, queries, keys), (QUERIES_OF_KEYS, keys, queries)):
         make = _by_sequence if has_gradient or own is queries else _room_by_sequence
-        for counts, indices in (names[:2], names[2:]):
-            if counts in lists.spec.names:
-                named[counts], named[indices] = make(lists.named[counts], lists.named[indices], own, other)
+        present = [
+            it for it in names if it in lists.spec.names
+        ]  # of partial and of full blocks: as one, for few launches
+        counts, indices = (torch.stack([lists.named[it] for it in present[at::2]]) for at in (0, 1))
+        for at, made in enumerate(make(counts, indices, own, other)):
+            named |= zip(present[at::2], made, strict=True)
     return BlockLists.among(named, lists.spec)
 
 
@@ -203,7 +206,7 @@ def _in_parts(lists: BlockLists) -> BlockLists:
 def _by_sequence(
     counts: torch.Tensor, indices: torch.Tensor, own: _Side, other: _Side
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One kind of lists in one direction, with rows of each sequence and its own blocks alone, in their order."""
+    """Lists of one direction, of any kinds, with rows of each sequence and its own blocks alone, in their order."""
     if not own.sequences:
         return counts, indices
     rows, columns = indices.shape[-2:]
