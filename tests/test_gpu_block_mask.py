@@ -100,3 +100,32 @@ def test_lists_are_those_of_create_block_mask_and_of_exact_masks_nothing_waits()
         for name in LISTS:
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
     check_no_wait(lambda: block_mask(window, 1, 1, 1000, 1000, device="cuda"))
+
+
+@pytest.mark.parametrize("has_gradient", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_graph_serves_the_sequences_and_lists_of_every_step(backend, has_gradient):
+    """Over the packed axis: where sequences begin changes, and what a router lists for blocks that they cut."""
+    rows = BLOCKS * SIZE
+    q, k, v = (it[0].transpose(0, 1).contiguous().requires_grad_(has_gradient) for it in draw(rows))
+    starts = torch.tensor([0, 300, 301, rows], device="cuda", dtype=torch.int32)
+    counts = torch.full((1, 4, BLOCKS), BLOCKS, device="cuda", dtype=torch.int32)
+    indices = torch.arange(BLOCKS, device="cuda", dtype=torch.int32).expand(1, 4, BLOCKS, BLOCKS).contiguous()
+    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=SIZE, compute_q_blocks=False)
+    asked = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": rows, "max_seqlen_kv": rows}
+    asked |= {"block_mask": mask, "causal": True}
+    skip_refused(q, k, v, backend=backend, **asked)
+
+    def step(backend=backend):
+        out = multiattn.fmha_varlen(q, k, v, backend=backend, **asked)
+        return out, *(torch.autograd.grad(out, (q, k, v), torch.ones_like(out)) if has_gradient else ())
+
+    check_no_wait(step)
+    graph, results = captured(step)
+    for at in range(20):
+        torch.manual_seed(at)
+        starts[1:3].copy_(torch.randint(0, rows, (2,)).sort().values)
+        counts.copy_(torch.randint(0, BLOCKS + 1, counts.shape))
+        indices.copy_(torch.rand(indices.shape).argsort(-1))
+        graph.replay()
+        torch.testing.assert_close(results, step("reference"), atol=5e-2, rtol=5e-2)
