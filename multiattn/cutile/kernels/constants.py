@@ -45,7 +45,7 @@ class Widths:
 
 
 class PackedBlocks:
-    """What kernels that may have a packed batch and a block mask know of both."""
+    """A packed batch and a block mask, as constants of kernels that may have both."""
 
     packed: bool
     blocks: BlockTiles | None

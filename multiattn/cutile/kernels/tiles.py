@@ -48,7 +48,7 @@ class Place:
     sees_all: Any = None
     """True where the block of keys at hand is full, although it is masked as partial ones are."""
     sequence: Any = None
-    """The `packed.Sequence` of a packed batch: `batch` is then 0, and all else is within the sequence."""
+    """The `packed.Sequence` of a packed batch: `batch` is then 0, and all else but tiles with `cut` is within it."""
     query: Any = None
     """The query of each row ``[tile_m, 1]``, where a tile's rows are of several heads: `head` is such a tile, too."""
     group: Any = None
