@@ -185,7 +185,7 @@ class _Side(NamedTuple):
 
 
 def _in_parts(lists: BlockLists) -> BlockLists:
-    """The same mask in blocks of up to `BLOCK` queries and keys."""
+    """Lists of the mask in blocks of up to `BLOCK` queries and keys."""
     queries, keys = (size if size <= BLOCK else math.gcd(size, BLOCK) for size in lists.spec[:2])
     parts = {"kv": (lists.spec.queries // queries, lists.spec.keys // keys)}
     if parts["kv"] == (1, 1):

@@ -71,7 +71,7 @@ class Capability:
     block_masks: int = 0
     """A block mask may be given, in blocks of multiples of this; 0: none."""
     packed_blocks: int = 0
-    """The same in a packed batch."""
+    """As `block_masks`, in a packed batch."""
     zero_strides: bool = True
     """A dimension may be broadcast (stride 0, as `expand` makes it)."""
     sinks: bool = _has_code_for("sinks", lambda it: "one for each head" if it.has_sinks else None)

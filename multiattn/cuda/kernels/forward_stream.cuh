@@ -130,7 +130,7 @@ class Stream {
     cp_async_commit();
   }
 
-  // Of a tile that sequences cut.
+  // For a tile that sequences cut.
   DEVICE int first_key(int tile) const { return first_key_in<typename T::Blocked, T::TILE_N>(tensors_.work.sequence, tile); }
 
   DEVICE void load_k(int block, int piece, int tile) {

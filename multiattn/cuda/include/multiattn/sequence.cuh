@@ -9,7 +9,7 @@ namespace multiattn {
 
 // In the place of a block mask among a kernel's constants: its tiles are those that the lists of a packed batch name.
 struct Packed {};
-// The same for kernels that know of no block mask, beside those of one: its tiles are those of the packed axis.
+// In its place for kernels that know of no block mask, beside those of one: its tiles are those of the packed axis.
 struct CutTiles {};
 template <>
 constexpr bool IS_CUT<CutTiles> = true;
@@ -211,7 +211,7 @@ DEVICE int end_query_in(const Params& params, const Of& sequence, int tile) {
   else return count_queries(params, sequence);
 }
 
-// The same of a tile that a block owns, by its first row.
+// Where a tile that a block owns ends, by its first row.
 template <class Blocked, int TILE, class Params, class Of>
 DEVICE int end_of_queries(const Params& params, const Of& sequence, int first) {
   if constexpr (IS_CUT<Blocked>) return end_query_in<Blocked, TILE>(params, sequence, (sequence.offset_q + first) / TILE);
