@@ -90,7 +90,7 @@ _FORWARD = (
         gluon_forward.VARIANT,
         rules=rules_of(gluon_forward.VARIANT),
         summary="Gluon for Hopper: a warp that loads by TMA, warpgroups that compute by wgmma",
-        capability=replace(_ON_HOPPER, block_masks=64),
+        capability=replace(_ON_HOPPER, block_masks=64, packed_blocks=64),
     ),
     gluon_twin.FAMILY.variant(
         gluon_twin.VARIANT,

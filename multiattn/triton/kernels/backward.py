@@ -26,7 +26,7 @@ from multiattn.triton.kernels.tiles import (
     my_queries,
     my_tile,
     needs_mask,
-    positions,
+    own_positions,
     query_blocks,
     row_of_lists,
     seeing_rows,
@@ -181,7 +181,9 @@ def _walk_keys(acc, tile, begin, end, blocks, MASKED: tl.constexpr, PARTIAL: tl.
         if MASKED:  # selected, not multiplied: a masked weight may be inf
             if PARTIAL or not C.asks_keys or needs_mask(first_key, end_key, blocks, C):
                 rows = first_row + tl.arange(0, C.tile_m)
-                keys = positions(first_key, end_key, seq_kv, C.tile_n, C)
+                keys = first_key + tl.arange(0, C.tile_n)
+                if C.packed_blocks:
+                    keys = own_positions(keys, end_key, seq_kv)
                 visible = visible_keys(rows[:, None], keys[None, :], of_score, band, PARTIAL, C)
                 dscores = tl.where(visible, dscores, 0.0)
         acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
@@ -239,7 +241,9 @@ def gradients_of_keys(
     streamed = (q, dout, strides, lse, delta, dq_sum, sizes)
     tile = (k_tile, v_tile, streamed, (first_key, end_key), band, factors.score, (batch, aux, daux))
     if C.blocks is not None:
-        row = row_of_lists(first_key, at_kv[0], batch, len_q, C.blocks.keys, C)
+        row = first_key // C.blocks.keys
+        if C.packed:
+            row = row_of_lists(first_key, at_kv[0], batch, len_q, C.blocks.keys)
         for member in range(group):
             at = (start_q, at_kv[1] * group + member)
             # Partial ones first: the other way round ptxas (12.9, D=64) waits after each wgmma of both loops.
@@ -306,7 +310,9 @@ def _walk_queries(sums, tile, at, begin, end, blocks, MASKED: tl.constexpr, PART
         dout_tile = load_streamed(  # [tile_m, width_v.pad]
             dout, strides.dout, at, first_row, end_row, C.tile_m, C.width_v, True, C.out_vector, C
         )
-        rows = positions(first_row, end_row, seq_q, C.tile_m, C)
+        rows = first_row + tl.arange(0, C.tile_m)
+        if C.packed_blocks:
+            rows = own_positions(rows, end_row, seq_q)
         row_lse = lse_of_rows(lse + sequence, first_row, end_row, C)  # [tile_m]
 
         raw = tl.dot(k_tile, tl.trans(q_tile))  # [tile_n, tile_m] fp32
@@ -319,7 +325,9 @@ def _walk_queries(sums, tile, at, begin, end, blocks, MASKED: tl.constexpr, PART
         if MASKED:  # selected, not multiplied: a masked weight may be inf
             # No branch where operands are in registers: those of the products behind it would be held across it.
             if not C.asks_queries or needs_mask(first_row, end_row, blocks, C):
-                keys = positions(first_key, end_key, band[1], C.tile_n, C)
+                keys = first_key + tl.arange(0, C.tile_n)
+                if C.packed_blocks:
+                    keys = own_positions(keys, end_key, band[1])
                 visible = seeing_rows(rows[None, :], keys[:, None], of_score, band, PARTIAL, C)
                 weights = tl.where(visible, weights, 0.0)
         moving = weights
@@ -331,9 +339,12 @@ def _walk_queries(sums, tile, at, begin, end, blocks, MASKED: tl.constexpr, PART
         row_delta = tl.load(delta + sequence + rows, mask=rows < seq_q, other=0.0)  # [tile_m]
         dscores = moving * (dweights - row_delta[None, :])  # 0 where a weight is: the rest is finite
         if C.has_gradients:
+            keys = first_key + tl.arange(0, C.tile_n)
+            if C.packed_blocks:
+                keys = own_positions(keys, end_key, band[1])
             C.score.load_gradients(
-                raw, weights * (dweights - row_delta[None, :]), batch, at[1], rows[None, :],
-                positions(first_key, end_key, band[1], C.tile_n, C)[:, None], band[0], band[1], aux, daux, 1,
+                raw, weights * (dweights - row_delta[None, :]), batch, at[1], rows[None, :], keys[:, None], band[0],
+                band[1], aux, daux, 1,
             )  # fmt: skip
         dscores = dscores.to(q_tile.dtype)
         dk_acc = tl.dot(dscores, q_tile, dk_acc)

@@ -21,7 +21,7 @@ from multiattn.triton.kernels.tiles import (
     modified,
     my_queries,
     needs_mask,
-    positions,
+    own_positions,
     seek,
     store_rows,
     visible_keys,
@@ -100,7 +100,9 @@ def _walk(sums, tile, begin, end, blocks, MASKED: tl.constexpr, PARTIAL: tl.cons
         scores = modified(scores, rows[:, None], (first_key + tl.arange(0, C.tile_n))[None, :], of_score, band, C)
         if MASKED:
             if PARTIAL or not C.asks_keys or needs_mask(first_key, end_key, blocks, C):
-                keys = positions(first_key, end_key, seq_kv, C.tile_n, C)
+                keys = first_key + tl.arange(0, C.tile_n)
+                if C.packed_blocks:
+                    keys = own_positions(keys, end_key, seq_kv)
                 visible = visible_keys(rows[:, None], keys[None, :], of_score, band, PARTIAL, C)
                 scores = tl.where(visible, scores, float("-inf"))
 

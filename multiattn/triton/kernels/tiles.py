@@ -104,12 +104,9 @@ def end_of_tile(first, start, length, TILE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def positions(first, end, length, TILE: tl.constexpr, C: tl.constexpr):
-    """The rows of a tile in their sequence; those that another tile has, from `end` on, are told as behind the last."""
-    rows = first + tl.arange(0, TILE)
-    if C.packed_blocks:
-        rows = tl.where(rows < end, rows, length)
-    return rows
+def own_positions(rows, end, length):
+    """Rows of a tile in their sequence; those that another tile has, from `end` on, are told as behind the last."""
+    return tl.where(rows < end, rows, length)
 
 
 # ---------------------------------------------------------------- the mask
@@ -178,17 +175,13 @@ def query_blocks(first_key, band, C: tl.constexpr):
 
 
 @triton.jit
-def row_of_lists(first, start, batch, across, SIZE: tl.constexpr, C: tl.constexpr):
-    """The row that a tile has in the lists of a block mask, by its first query or key; -1 where it sees nothing.
+def row_of_lists(first, start, batch, across, SIZE: tl.constexpr):
+    """The row that a tile of a packed batch has in the lists of a block mask, by its first query or key; -1 for none.
 
-    In a packed batch each sequence has rows of its own, for its part of the blocks of SIZE on the packed axis. `across`
-    is its length on the other side: rows around all sequences have nothing there, and no lists.
+    Each sequence has rows of its own, for its part of the blocks of SIZE on the packed axis. `across` is its length on
+    the other side: rows around all sequences have nothing there, and no lists.
     """
-    if C.packed_blocks:
-        row = tl.where(across > 0, (start + first) // SIZE + batch, -1)
-    else:
-        row = first // SIZE
-    return row
+    return tl.where(across > 0, (start + first) // SIZE + batch, -1)
 
 
 @triton.jit
@@ -207,10 +200,11 @@ def listed_blocks(lists, batch, head, row, FULL: tl.constexpr, TILES: tl.constex
         counts, indices = lists[5], lists[6]
     else:
         counts, indices = lists[3], lists[4]
+    blocks = indices + place * lists[2]
     tiles = tl.load(counts + place) * TILES
     if C.packed_blocks:
         tiles = tl.where(row < 0, 0, tiles)
-    return indices + place * lists[2], tiles
+    return blocks, tiles
 
 
 @triton.jit
@@ -257,7 +251,9 @@ def walk_keys(
     """
     if C.blocks is not None:
         batch, head, _aux = of_score
-        row = row_of_lists(first_row, start, batch, band[1], C.blocks.queries, C)
+        row = first_row // C.blocks.queries
+        if C.packed:
+            row = row_of_lists(first_row, start, batch, band[1], C.blocks.queries)
         if C.blocks.has_full:
             blocks, end = listed_blocks(lists, batch, head, row, True, C.key_tiles, C)
             sums = WALK(sums, tile, 0, end, blocks, C.hides_in_full, False, C)

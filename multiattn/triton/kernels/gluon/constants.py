@@ -51,6 +51,11 @@ class HopperConstants:
     """Blocks walk over the tiles of the blocks that a block mask lists."""
 
     @property
+    def packed_blocks(self) -> bool:
+        """True if blocks are those of the packed axis: see `TileConstants.packed_blocks`."""
+        return self.packed and self.blocks is not None
+
+    @property
     def hides_in_full(self) -> bool:
         """True if pairs of a full block may be hidden, by a band or by the end of the keys."""
         return self.is_banded or self.ragged
@@ -146,9 +151,14 @@ class GluonConstants(HopperConstants):
 
     @property
     def words(self) -> int:
-        """Words of a slot of Q: which tile it has, whether each warpgroup found it spoiled, and its sequence or how
-        many listed tiles are free."""
-        return self.sequence_words + (SEQUENCE_WORDS if self.packed else 0 if self.blocks is None else 1)
+        """Words of a slot of Q: which tile it has, whether each warpgroup found it spoiled, its sequence, and how many
+        listed tiles are free."""
+        return self.free_word + (0 if self.blocks is None else 1)
+
+    @property
+    def free_word(self) -> int:
+        """The word of the number of free tiles."""
+        return self.sequence_words + (SEQUENCE_WORDS if self.packed else 0)
 
     @property
     def sequence_words(self) -> int:

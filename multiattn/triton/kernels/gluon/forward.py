@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from multiattn.triton.kernels.gluon import producer, ring
+from multiattn.triton.kernels.gluon.listed import first_of_listed
 from multiattn.triton.kernels.gluon.producer import ForwardShared, produce
 from multiattn.triton.kernels.gluon.schedule import LaunchSizes
 from multiattn.triton.kernels.gluon.scores import (
@@ -157,9 +158,10 @@ def _read_listed(place, shared, HIDES: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _load_early(block, listed, of_score, tile, C: gl.constexpr):
     """`of_score` with what an expression has of a block, or of the tile of a word of a list."""
+    first_key = block * C.tile_n
     if C.blocks is not None:
-        block = listed // 4
-    return score_block(tile.first_query, block * C.tile_n, of_score, tile.sizes, C)
+        first_key = first_of_listed(listed, C)
+    return score_block(tile.first_query, first_key, of_score, tile.sizes, C)
 
 
 @gluon.jit
@@ -405,7 +407,7 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, aux, scale, sizes, sh
             of_score = score_tile(first_query, of_score, own, C)
         free = 0
         if C.blocks is not None:
-            free = ring.read_word(words, at + C.sequence_words)
+            free = ring.read_word(words, at + C.free_word)
         tile = ForwardTile(queries, first_query, scale, of_score, own, free)
         row_max, row_sum, out, place, turn = _attend(
             tile, q_place, place, turn, tile_begin, tile_end, exact_tile, shared, warpgroup, C
@@ -415,7 +417,10 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, aux, scale, sizes, sh
         if C.packed:  # read again what else would be in registers all along
             offset_q = ring.read_word(words, at + C.sequence_words)
             at_q = (offset_q, ring.read_word(words, at + C.sequence_words + 1))
-            first_query = ring.read_word(words, at + producer.FIRST_QUERY) + 64 * warpgroup
+            first_query = ring.read_word(words, at + producer.FIRST_QUERY)
+            if C.packed_blocks:
+                at_q = producer.own_rows(first_query, at_q, C)
+            first_query += 64 * warpgroup
             head = ring.read_word(words, at + producer.HEAD)
         sink = 0.0
         if C.has_sinks:

@@ -3,7 +3,9 @@
 The lists of a row have full blocks and partial ones, each of some tiles. Full blocks come before partial ones, the last
 of the list first, without tiles that nobody sees. *Free* tiles need no mask: those of full blocks that the end of a
 sequence and a band leave whole. In the forward they come before all others. Beside each tile in a ring is its *word*:
-``4 * tile``, and 2 where an end or a band cuts it, and 1 where it is of a partial block.
+``4 * tile``, and 2 where an end or a band cuts it, and 1 where it is of a partial block. In a packed batch, where tiles
+are those of the packed axis, a word has the end of the tile in its sequence in place of its number: it may begin
+before.
 """
 
 from __future__ import annotations
@@ -114,3 +116,19 @@ def find_listed(step, block, listed, seen, C: gl.constexpr):
         if C.free_first:
             is_there = is_there & (is_partial | (is_cut == (step >= listed.full_tiles)))
     return tile, word, is_there
+
+
+@gluon.jit
+def end_of_listed(tile, offset, C: gl.constexpr):
+    """The end of a tile of the packed axis, in the sequence that begins at `offset`; its keys may end before."""
+    return (tile + 1) * C.tile_n - offset
+
+
+@gluon.jit
+def first_of_listed(word, C: gl.constexpr):
+    """The first key of the tile of a word."""
+    if C.packed:
+        first = gl.maximum(word // 4 - C.tile_n, 0)
+    else:
+        first = word // 4 * C.tile_n
+    return first

@@ -10,13 +10,20 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from multiattn.triton.kernels.gluon import ring
 from multiattn.triton.kernels.gluon.constants import TILE_WORDS
-from multiattn.triton.kernels.gluon.listed import count_tiles, find_listed, load_block, read_lists, steps_of
+from multiattn.triton.kernels.gluon.listed import (
+    count_tiles,
+    end_of_listed,
+    find_listed,
+    load_block,
+    read_lists,
+    steps_of,
+)
 from multiattn.triton.kernels.gluon.schedule import LaunchSizes, in_turn, listed_tile, read_entry, tile_after
-from multiattn.triton.kernels.gluon.scores import range_of_blocks, seen_by_tile
-from multiattn.triton.kernels.gluon.tiles import load_tile, send_tile
+from multiattn.triton.kernels.gluon.scores import range_of_blocks, seen_by_tile, seen_on_axis
+from multiattn.triton.kernels.gluon.tiles import await_slot, load_tile, send_tile
 
 # Words of shared memory for each slot of Q: what its tile is, and from SPOILED on one for each warpgroup. Behind them,
-# in a packed batch, where its sequence is: first query, queries, keys; or, of a block mask, how many tiles are free.
+# in a packed batch, where its sequence is: first query, queries, keys; and, of a block mask, how many tiles are free.
 FIRST_QUERY, HEAD, BATCH, END, EXACT, TILE, SPOILED = (gl.constexpr(i) for i in range(TILE_WORDS + 1))
 
 
@@ -41,8 +48,9 @@ def find_queries(tile, entries, sizes, C: gl.constexpr):
     """The tile that is begun as number `tile`: batch entry or sequence, head, first query, `at` of queries and keys.
 
     The last tile of a head ends where its queries do, rounded up to those of a warpgroup: the one that is not whole is
-    the first, which begins before query 0 and under a mask sees the fewest keys. A sequence without keys is told as 0:
-    no tensor has an entry for the number of the rows behind all sequences.
+    the first, which begins before query 0 and under a mask sees the fewest keys. With a block mask tiles begin as the
+    list says, and their last rows may be those of another. A sequence without keys is told as 0: no tensor has an entry
+    for the number of the rows behind all sequences.
     """
     first_head, within, side_by_side = in_turn(tile, sizes, C)
     number = within // side_by_side
@@ -50,6 +58,8 @@ def find_queries(tile, entries, sizes, C: gl.constexpr):
         sequence, first_row, at_q, at_kv = read_entry(entries, number)
         len_q = at_q[1]
         first_query = first_row + (len_q + 63) // 64 * 64 - (len_q + C.tile_m - 1) // C.tile_m * C.tile_m
+        if C.blocks is not None:
+            first_query = first_row
         batch = gl.where(at_kv[1] > 0, sequence, 0)
         head = first_head + within % side_by_side
     else:
@@ -61,6 +71,13 @@ def find_queries(tile, entries, sizes, C: gl.constexpr):
         head = any_head % sizes.heads_q
         at_q, at_kv = batch, batch
     return batch, head, first_query, at_q, at_kv
+
+
+@gluon.jit
+def own_rows(first_query, at, C: gl.constexpr):
+    """`at` of a sequence, with the end of the rows that a tile of the packed axis has of it."""
+    offset, length = at
+    return offset, gl.minimum(first_query + C.tile_m - (offset + first_query) % C.tile_m, length)
 
 
 @gluon.jit
@@ -131,33 +148,56 @@ def _send(tile, exact, q_place, place, maps, entries, sizes, shared, C: gl.const
 
 
 @gluon.jit
-def _send_listed(tile, exact, q_place, place, maps, lists, sizes, shared, C: gl.constexpr):
+def _send_keys(maps, at, head, tile, ring_kv, place, buffers, C: gl.constexpr):
+    """A listed tile of keys; of the packed axis as far as its sequence has it, and zeros behind that."""
+    if C.packed:
+        end = end_of_listed(tile, at[0], C)
+        slot, full = await_slot(maps, ring_kv, place, buffers, C)
+        within = (at[0], gl.minimum(end, at[1]))
+        load_tile(maps, within, head, gl.maximum(end - C.tile_n, 0), full, buffers, slot, C)
+    else:
+        send_tile(maps, at, head, tile, ring_kv, place, buffers, C)
+
+
+@gluon.jit
+def _send_listed(tile, exact, q_place, place, maps, entries, lists, sizes, shared, C: gl.constexpr):
     """All of a tile that walks over listed blocks: Q, then K of each tile of keys with V of the one before it."""
     q_maps, k_maps, v_maps = maps
     ring_kv, buffers = shared.ring_kv, shared.kv_buffers
-    batch, head, first_query, at_q, at_kv = find_queries(tile, None, sizes, C)
+    batch, head, first_query, at_q, at_kv = find_queries(tile, entries, sizes, C)
     head_kv = head // sizes.group
-    listed = read_lists(lists, batch, head, first_query // C.blocks.queries, C)
-    seen = seen_by_tile(first_query, sizes, C)
+    if C.packed:  # a sequence has rows of its own, for its part of the blocks of the packed axis
+        sizes = LaunchSizes(at_q[1], at_kv[1], *sizes[2:])
+        listed = read_lists(lists, batch, head, (at_q[0] + first_query) // C.blocks.queries + batch, C)
+        seen = seen_on_axis(first_query, at_kv[0], sizes, C)
+    else:
+        listed = read_lists(lists, batch, head, first_query // C.blocks.queries, C)
+        seen = seen_by_tile(first_query, sizes, C)
     block = load_block(0, listed, C)
     total, free = count_tiles(listed, seen, C)
-    fields, more = (first_query, head, batch, total, exact, tile), (gl.where(exact > 0, 0, free),)
-    _send_queries(q_place, fields, more, at_q, q_maps, sizes, shared, C)
+    fields, free = (first_query, head, batch, total, exact, tile), gl.where(exact > 0, 0, free)
+    if C.packed:
+        at_own, more = own_rows(first_query, at_q, C), (at_q[0], at_q[1], at_kv[1], free)
+        _send_queries(q_place, fields, more, at_own, q_maps, sizes, shared, C)
+    else:
+        _send_queries(q_place, fields, (free,), at_q, q_maps, sizes, shared, C)
     before = -1
     for step in range(steps_of(listed, C)):
         keys, word, is_there = find_listed(step, block, listed, seen, C)
         block = load_block(step + 1, listed, C)
         if is_there:
             ring.await_empty(ring_kv, place)
+            if C.packed:
+                word += 4 * (end_of_listed(keys, at_kv[0], C) - keys)
             ring.write_word(shared.listed, place % C.stages, word)
-            send_tile(k_maps, at_kv, head_kv, keys, ring_kv, place, buffers, C)
+            _send_keys(k_maps, at_kv, head_kv, keys, ring_kv, place, buffers, C)
             place += 1
             if before >= 0:
-                send_tile(v_maps, at_kv, head_kv, before, ring_kv, place, buffers, C)
+                _send_keys(v_maps, at_kv, head_kv, before, ring_kv, place, buffers, C)
                 place += 1
             before = keys
     if before >= 0:
-        send_tile(v_maps, at_kv, head_kv, before, ring_kv, place, buffers, C)
+        _send_keys(v_maps, at_kv, head_kv, before, ring_kv, place, buffers, C)
         place += 1
     return place
 
@@ -188,7 +228,7 @@ def produce(maps, entries, counter, lists, sizes, shared, C: gl.constexpr):
             if C.blocks is None:
                 place = _send(sent, exact, q_place, place, maps, entries, sizes, shared, C)
             else:
-                place = _send_listed(sent, exact, q_place, place, maps, lists, sizes, shared, C)
+                place = _send_listed(sent, exact, q_place, place, maps, entries, lists, sizes, shared, C)
             q_place += 1
             if exact == 0:
                 tile = tile_after(tile, counter, total, C)

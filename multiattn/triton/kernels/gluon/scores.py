@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from multiattn.triton.kernels.gluon.listed import first_of_listed
+
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
@@ -118,6 +120,21 @@ def seen_by_tile(first_query, sizes, C: gl.constexpr):
     return SeenBlocks(begin, full_begin, full_end, end)
 
 
+@gluon.jit
+def seen_on_axis(first_query, offset, sizes, C: gl.constexpr):
+    """`seen_by_tile` in tiles of the packed axis, of a sequence whose keys begin at `offset` there."""
+    begin, full_begin = 0, 0
+    if C.is_two_sided:
+        begin = gl.maximum(begin_of_keys(first_query, sizes, C), 0)
+        last_begin = begin_of_keys(gl.minimum(first_query + C.tile_m, sizes.seq_q) - 1, sizes, C)
+        full_begin = gl.maximum(last_begin, 0)
+    full_end = end_before(first_query + 1, sizes, C)
+    end = end_before(gl.minimum(first_query + C.tile_m, sizes.seq_q), sizes, C)
+    end = gl.where(end > 0, (offset + end + C.tile_n - 1) // C.tile_n, 0)
+    full_begin = (offset + full_begin + C.tile_n - 1) // C.tile_n
+    return SeenBlocks((offset + begin) // C.tile_n, full_begin, (offset + full_end) // C.tile_n, end)
+
+
 MINUS_INF, ZERO = gl.constexpr("0fFF800000"), gl.constexpr("0f00000000")
 """Numbers in PTX."""
 
@@ -141,8 +158,11 @@ def keep_where(values, TEST: gl.constexpr, number, HIDDEN: gl.constexpr):
 
 
 @gluon.jit
-def mask_scores(scores, first_query, first_key, sizes, AT_BEGIN: gl.constexpr, AT_END: gl.constexpr, C: gl.constexpr):
-    """Scores, -inf where a query does not see a key: before its first key, behind its last, or both.
+def mask_scores(
+    scores, first_query, first_key, end_key, sizes, AT_BEGIN: gl.constexpr, AT_END: gl.constexpr, C: gl.constexpr
+):
+    """Scores, -inf where a query does not see a key: before its first key, behind its last, or both. Nor does it see
+    one from `end_key` on, which another tile of the packed axis has.
 
     One comparison each: of both, how far a key is from the first one, unsigned, with the number that the query sees,
     which has at least one key before ``min(end, seq_kv)``. With gl.where, whose conditions are packed, twice as slow.
@@ -155,6 +175,8 @@ def mask_scores(scores, first_query, first_key, sizes, AT_BEGIN: gl.constexpr, A
         begin = begin_of_keys(queries, sizes, C)  # [64]
     end = end_of_keys(queries, sizes, C)
     keys = first_key + gl.arange(0, C.tile_n, C.column)  # [tile_n]
+    if C.packed_blocks:
+        keys = gl.where(keys < end_key, keys, sizes.seq_kv)
     passed = keys[None, :] - begin[:, None]  # [64, tile_n]
     if AT_BEGIN and AT_END:
         scores = keep_within(scores, passed, (end - begin)[:, None], MINUS_INF)
@@ -267,13 +289,13 @@ def finish_scores(scores, block, of_score, tile, AT_BEGIN: gl.constexpr, AT_END:
     """Products as scores, which have their sign, what modifies them, and the mask."""
     scores = take_sign(scores, C)
     scores = modify(scores, tile.first_query, block * C.tile_n, of_score, tile.sizes, C)
-    return mask_scores(scores, tile.first_query, block * C.tile_n, tile.sizes, AT_BEGIN, AT_END, C)
+    return mask_scores(scores, tile.first_query, block * C.tile_n, 0, tile.sizes, AT_BEGIN, AT_END, C)
 
 
 @gluon.jit
 def finish_listed(scores, listed, of_score, tile, HIDES: gl.constexpr, C: gl.constexpr):
     """`finish_scores` of a listed tile, by its word; unless HIDES all queries see all of it."""
-    first_key = listed // 4 * C.tile_n
+    first_key = first_of_listed(listed, C)
     scores = take_sign(scores, C)
     scores = modify(scores, tile.first_query, first_key, of_score, tile.sizes, C)
     if HIDES:
@@ -281,7 +303,8 @@ def finish_listed(scores, listed, of_score, tile, HIDES: gl.constexpr, C: gl.con
             if listed % 2 == 1:
                 scores = hide_in_partial(scores, tile.first_query, first_key, of_score, tile.sizes, C)
         at_end: gl.constexpr = C.is_banded or C.ragged
-        scores = mask_scores(scores, tile.first_query, first_key, tile.sizes, C.is_two_sided, at_end, C)
+        first_query, sizes = tile.first_query, tile.sizes
+        scores = mask_scores(scores, first_query, first_key, listed // 4, sizes, C.is_two_sided, at_end, C)
     return scores
 
 

@@ -94,13 +94,21 @@ def store_tile(maps, at, head, row, buffers, slot, C: gl.constexpr):
 @gluon.jit
 def send_tile(maps, at, head, block, ring_of, place, buffers, C: gl.constexpr):
     """A block of rows into the slot of a place of its ring, as soon as nobody needs what is there."""
+    rows: gl.constexpr = buffers[0].shape[-2]
+    slot, full = await_slot(maps, ring_of, place, buffers, C)
+    load_tile(maps, at, head, block * rows, full, buffers, slot, C)
+
+
+@gluon.jit
+def await_slot(maps, ring_of, place, buffers, C: gl.constexpr):
+    """The slot of a place, once nobody needs what is there, and its barrier, which expects a tile."""
     slot = place % ring_of.full.shape[0]
     rows: gl.constexpr = buffers[0].shape[-2]
     ring.await_empty(ring_of, place)
     full = ring_of.full.index(slot)
     columns: gl.constexpr = C.wide + C.narrow if len(maps) > 1 else C.wide
     mbarrier.expect(full, 2 * rows * columns)
-    load_tile(maps, at, head, block * rows, full, buffers, slot, C)
+    return slot, full
 
 
 # ---------------------------------------------------------------- products, left under way
