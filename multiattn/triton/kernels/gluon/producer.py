@@ -186,9 +186,9 @@ def _send_listed(tile, exact, q_place, place, maps, entries, lists, sizes, share
         keys, word, is_there = find_listed(step, block, listed, seen, C)
         block = load_block(step + 1, listed, C)
         if is_there:
-            ring.await_empty(ring_kv, place)
             if C.packed:
                 word += 4 * (end_of_listed(keys, at_kv[0], C) - keys)
+            ring.await_empty(ring_kv, place)
             ring.write_word(shared.listed, place % C.stages, word)
             _send_keys(k_maps, at_kv, head_kv, keys, ring_kv, place, buffers, C)
             place += 1
