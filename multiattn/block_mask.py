@@ -210,6 +210,8 @@ def _by_sequence(
     if not own.sequences:
         return counts, indices
     rows, columns = indices.shape[-2:]
+    if not rows:  # nobody asks for one
+        return _room_by_sequence(counts, indices, own, other)
     places = torch.arange(rows + own.sequences, device=counts.device)
     last_places = own.last_blocks + places[: own.sequences]
     sequence = torch.searchsorted(last_places, places).clamp(max=own.sequences - 1)

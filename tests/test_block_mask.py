@@ -252,6 +252,7 @@ PACKED = {
     "blocks that sequences share": ((16, 16), [5, 40, 0, 1, 60], [5, 40, 0, 1, 60], {}),
     "other lengths of keys": ((32, 16), [20, 0, 33, 7], [11, 30, 64, 0], {"causal": True}),
     "blocks of several tiles": ((256, 160), [100, 190], [300, 90], {"window": (70, 30)}),
+    "no keys at all": ((16, 16), [9, 20], [0, 0], {}),
     "positions of each sequence": ((16, 48), [9, 50], [70, 21], {"score_mod": lambda s, b, h, i, j: s + i - j + 3 * b}),
 }
 
@@ -280,7 +281,7 @@ def test_a_packed_mask_is_over_the_axis_and_of_each_sequence(name):
     size, queries, keys, options = PACKED[name]
     starts = [torch.tensor([0, *it], dtype=torch.int32).cumsum(0, dtype=torch.int32) for it in (queries, keys)]
     made = torch.Generator().manual_seed(0)
-    rows_q, rows_kv = int(starts[0][-1]) + 7, int(starts[1][-1]) + 4
+    rows_q, rows_kv = int(starts[0][-1]) + 7, int(starts[1][-1]) + 4 * any(keys)
     q, k, v, dout = (
         torch.randn(rows, 2, 8, dtype=torch.float64, generator=made) for rows in (rows_q, rows_kv, rows_kv, rows_q)
     )
@@ -291,7 +292,7 @@ def test_a_packed_mask_is_over_the_axis_and_of_each_sequence(name):
         kind = blocks[h, i // size[0], j // size[1]]
         return ((kind == 2) | ((kind == 1) & scattered[i, j])) & (b == 0)
 
-    mask = create_block_mask(mask_mod, 1, 2, rows_q, rows_kv, device="cpu", BLOCK_SIZE=size)
+    mask = block_mask(mask_mod, 1, 2, rows_q, rows_kv, device="cpu", block_size=size)
     q, k, v = (it.requires_grad_() for it in (q, k, v))
     lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), starts, strict=True))
     lengths |= {"max_seqlen_q": max(queries), "max_seqlen_kv": max(keys)}
