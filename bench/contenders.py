@@ -20,6 +20,7 @@ from bench.features import hide_others, ids_of
 from bench.matrix import Cell, Direction, InputError, Tensors
 from bench.results import NO_GPU
 from multiattn import kvcache
+from multiattn.block_mask import in_sequences, of_sequences, read_block_mask
 from multiattn.layout import Strides
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import Arch
@@ -333,6 +334,8 @@ def truth_of(cell: Cell, tensors: Tensors, *, last_entry: bool = False) -> Truth
     changes = {name: it for name, it in cell.arguments(tensors).items() if name in ("softcap", "alibi_slopes")}
     score = bind_score(device=q.device, score_mod=hides, **changes)
     asked: dict[str, Any] = {"window": cell.band.window, "sinks": sinks[0] if sinks else None, "score": score}
+    if cell.lists is not None:
+        asked |= _lists_of(cell, q, k)
     if cell.is_packed:
         asked["packed"] = Packed((cell.cu_seqlens(q.device),) * 2, Batching("packed"))
     chunk = None
@@ -342,6 +345,16 @@ def truth_of(cell: Cell, tensors: Tensors, *, last_entry: bool = False) -> Truth
         forward=Truth.of(q, k, v, **asked) if cell.direction != "bwd" else None,
         backward=GradTruth.of(q, k, v, dout, **asked, chunk=chunk) if cell.direction != "fwd" else None,
     )
+
+
+def _lists_of(cell: Cell, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
+    """The lists of a cell's block mask, and the score that says what its partial blocks hide."""
+    mask = cell.arguments((q, k, k))["block_mask"]
+    lists, mask_mod = read_block_mask(mask, q, k)
+    if cell.is_packed:
+        starts = (cell.cu_seqlens(q.device),) * 2
+        lists, mask_mod = of_sequences(lists, starts), in_sequences(mask_mod, starts)
+    return {"blocks": lists, "score": bind_score(device=q.device, mask_mod=mask_mod)}
 
 
 def check(results: Results, truths: Truths, who: object, *, strict: bool = True) -> float:

@@ -10,17 +10,26 @@ from typing import Any, Literal, get_args
 
 import torch
 
-Feature = Literal[
-    "none", "sinks", "softcap30", "alibi", "documents16", "packed_equal", "packed_mixed", "packed_one_long"
-]
-"""More than a band in a cell: a sink for each head, scores capped at 30, ALiBi, 16 documents in each sequence, or a
-packed batch of sequences: as `packed_lengths` has them."""
+Scores = Literal["none", "sinks", "softcap30", "alibi", "documents16"]
+Packed = Literal["packed_equal", "packed_mixed", "packed_one_long"]
+Lists = Literal[
+    "blocks128_tenth", "blocks128_half", "blocks128_top16", "blocks64_tenth", "blocks64_half", "prefix2k", "video",
+    "packed_blocks2k",
+]  # fmt: skip
+Feature = Literal[Scores, Packed, Lists]
+"""More than a band in a cell: a sink for each head, scores capped at 30, ALiBi, 16 documents in each sequence; a
+packed batch of sequences, as `packed_lengths` has them; or a block mask, as `bench.block_lists` makes it."""
 
-FEATURES: tuple[Feature, ...] = get_args(Feature)
+PACKED: tuple[Packed, ...] = get_args(Packed)
+LISTS: tuple[Lists, ...] = get_args(Lists)
+WITHOUT_LISTS: tuple[Feature, ...] = (*get_args(Scores), *PACKED)
+FEATURES: tuple[Feature, ...] = (*WITHOUT_LISTS, *LISTS)
 
 SOFTCAP = 30.0
 """Grok-1's."""
 DOCUMENTS = 16
+BLOCK_SEQUENCES = 8
+"""Packed sequences under a block mask, as MagiAttention's benchmark has them."""
 SHORT = 60
 """Short sequences beside a long one."""
 BLOCK = 128
@@ -40,8 +49,11 @@ def draw_lengths(seq: int) -> tuple[int, ...]:
 def packed_lengths(feature: Feature, tokens: int) -> tuple[int, ...]:
     """Lengths of the sequences of a packed batch of so many tokens.
 
-    `DOCUMENTS` equal ones; lengths drawn log-uniform from 64 to 8192; one of three quarters and 60 short ones.
+    `DOCUMENTS` equal ones, or 8 with a block mask; lengths drawn log-uniform from 64 to 8192; one of three quarters and
+    60 short ones.
     """
+    if feature == "packed_blocks2k":
+        return (tokens // BLOCK_SEQUENCES,) * BLOCK_SEQUENCES
     if feature == "packed_equal":
         return *(tokens // DOCUMENTS,) * (DOCUMENTS - 1), tokens - tokens // DOCUMENTS * (DOCUMENTS - 1)
     if feature == "packed_one_long":

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 import multiattn
-from bench import features
+from bench import block_lists, features
 from multiattn.inspect.options import HIDDEN, TOKENS, HeadDims
 from multiattn.layout import DTYPES, flops_per_pair
 from multiattn.mask import CAUSAL, FULL, Band
@@ -68,6 +68,9 @@ class Cell:
             raise ValueError(f"window: got {self.window}; allowed None, or 1 and more of a causal cell")
         if self.feature not in features.FEATURES:
             raise ValueError(f"feature: got {self.feature!r}; allowed {', '.join(features.FEATURES)}")
+        if self.lists is not None and (self.causal or self.seq % (step := block_lists.multiple(self.lists))):
+            told = f"seq={self.seq} causal={self.causal} with {self.feature}"
+            raise ValueError(f"lists: got {told}; allowed multiples of {step}, not causal")
         if self.has_documents and self.seq < features.DOCUMENTS:
             raise ValueError(f"seq: got {self.seq}; allowed {features.DOCUMENTS} and more, of as many documents")
 
@@ -124,6 +127,11 @@ class Cell:
         return self.feature == "documents16" or self.is_packed
 
     @property
+    def lists(self) -> features.Lists | None:
+        """The block mask that the cell has beside its band, or for its packed batch; None for none."""
+        return next((it for it in features.LISTS if it == self.feature), None)
+
+    @property
     def is_packed(self) -> bool:
         """True for sequences packed one after another: the documents."""
         return self.feature.startswith("packed")
@@ -138,6 +146,8 @@ class Cell:
     @property
     def visible_pairs(self) -> int:
         """(query, key) pairs that count, of one head of one batch entry."""
+        if self.lists is not None:
+            return block_lists.count_pairs(self.lists, self.seq)
         return sum(self.band.count_pairs(length, length) for length in self.document_lengths)
 
     @property
@@ -175,8 +185,9 @@ class Cell:
         if self.is_packed:
             cu_seqlens, longest = self.cu_seqlens(device), max(self.document_lengths)
             named = {f"cu_seqlens_{side}": cu_seqlens for side in ("q", "kv")}
+            named |= {} if self.lists is None else {"block_mask": _listed(self, device)}
             return {"causal": self.causal, **named, "max_seqlen_q": longest, "max_seqlen_kv": longest}
-        if self.has_documents:  # whose mask has the band, too
+        if self.has_documents or self.lists is not None:  # whose mask has the band, too
             return {"causal": False, "block_mask": self.block_mask(device)}
         found: dict[str, Any] = {"causal": self.causal}
         if self.window is not None:
@@ -206,6 +217,8 @@ class Cell:
 
     def block_mask(self, device: torch.device) -> Any:
         """Flex's BlockMask; None where no key is hidden."""
+        if self.lists is not None:
+            return _listed(self, device, for_flex=self.is_packed)
         return _block_mask(self, device) if self.band.hides_keys or self.has_documents else None
 
     def mask_mod(self, device: torch.device | str) -> features.Mod | None:
@@ -266,6 +279,14 @@ def _block_mask(cell: Cell, device: torch.device) -> Any:
     mod = cell.mask_mod(device)
     assert mod is not None
     return multiattn.block_mask(mod, None, None, cell.seq, cell.seq, device=device, block_size=features.BLOCK)
+
+
+@functools.lru_cache(maxsize=2)
+def _listed(cell: Cell, device: torch.device, *, for_flex: bool = False) -> Any:
+    """The block mask of the suite `lists`; for Flex it keeps packed sequences apart."""
+    assert cell.lists is not None
+    ids = features.ids_of(cell.document_lengths, device) if for_flex else None
+    return block_lists.make(cell.lists, cell.seq, cell.heads, device, ids)
 
 
 _PLAIN = Cell(batch=1, heads=16, seq=4096, head_dim=128, dtype="bf16", causal=False, layout="bshd")
@@ -338,6 +359,20 @@ def _packed() -> tuple[Cell, ...]:
     )
 
 
+def _lists() -> tuple[Cell, ...]:
+    """Block masks of sparse training, documents, prefixes, videos and packed sequences, forward and then backward."""
+    random: tuple[features.Feature, ...] = ("blocks128_tenth", "blocks128_half", "blocks64_tenth", "blocks64_half")
+    plain = (
+        *(_sized(128, 40960, feature=it) for it in random),
+        _sized(128, 40960, feature="blocks128_top16", heads=64, heads_kv=4),
+        *(_sized(head_dim, 32768, feature="documents16", causal=True, heads=16) for head_dim in (128, 64)),
+        *(_sized(head_dim, 16384, feature="prefix2k", heads=16) for head_dim in (128, 64)),
+        *(_sized(head_dim, 24576, feature="video", heads=16) for head_dim in (128, 64)),
+        _sized(128, 32768, feature="packed_blocks2k", heads=64, heads_kv=8),
+    )
+    return tuple(replace(cell, direction=direction) for direction in ("fwd", "bwd") for cell in plain)
+
+
 def _mla() -> tuple[Cell, ...]:
     """Multi-head latent attention as DeepSeek V3 and its like train and prefill it, forward and then backward."""
     return tuple(
@@ -380,6 +415,7 @@ SUITES: Mapping[str, tuple[Cell, ...]] = {
     "backward": _BACKWARD,
     "features": _features(),
     "packed": _packed(),
+    "lists": _lists(),
     "mla": _mla(),
     "wide": _wide(),
     "floors": tuple(it for it in (*_STANDARD, *_BACKWARD) if it.head_dim == 128 and it.seq == 4096),

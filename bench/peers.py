@@ -20,7 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.contenders import Contender, Ours, RefusedError, Results, alike, differentiate, named, require_grad
-from bench.features import FEATURES, SOFTCAP, Feature, ids_of, slopes_of
+from bench.features import FEATURES, PACKED, SOFTCAP, WITHOUT_LISTS, Feature, ids_of, slopes_of
 from bench.matrix import Cell, Tensors
 from bench.results import NO_GPU
 from multiattn.mask import KINDS, Kind
@@ -229,9 +229,6 @@ def _varlen(function: Callable[..., Any], cell: Cell, tensors: Tensors) -> Call:
     return call
 
 
-PACKED: tuple[Feature, ...] = ("packed_equal", "packed_mixed", "packed_one_long")
-
-
 def _flash_options(cell: Cell, tensors: Tensors) -> tuple[dict[str, Any], str]:
     """The arguments that have the same names in 2, 3 and 4; only 2 has ALiBi among them."""
     found: dict[str, Any] = {"causal": cell.causal}
@@ -319,7 +316,7 @@ PEERS: tuple[Peer, ...] = (
         "fa4",
         "flash_attn.cute",
         "pip install flash-attn-4",
-        features=FEATURES,
+        features=WITHOUT_LISTS,
         options_of=_options_of_4,
         values=True,
     ),
