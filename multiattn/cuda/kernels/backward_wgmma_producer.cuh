@@ -165,7 +165,7 @@ class BackwardProducer {
   DEVICE void load(const KeyTile<T>& tile) {
     const int heads_kv = params_.backward.heads_q / params_.backward.group, head_kv = tile.head_kv % heads_kv;
     load_boxes<typename T::TileK>(Shared::k(k_.slot), params_.map_k, Shared::ring_k().full(k_.slot), tile.first_key, head_kv,
-                       keys_of(tile));
+                       own_keys<T, T::TILE_N>(tile, tile.first_key));
     k_.advance();
     if constexpr (T::LISTED) return load_list(tile, head_kv);
     const Blocks blocks = query_blocks<T>(params_, tile);
@@ -227,7 +227,8 @@ class BackwardProducer {
     if (left > 0) load_listed_q(tile, {head, next}, list.is_partial(step), place());
     if constexpr (GROUP == 0) {
       Shared::ring_v().await_empty(v_);
-      load_boxes<typename T::TileV>(Shared::v(), params_.map_v, Shared::ring_v().full(0), tile.first_key, head_kv, keys_of(tile));
+      load_boxes<typename T::TileV>(Shared::v(), params_.map_v, Shared::ring_v().full(0), tile.first_key, head_kv,
+                                    own_keys<T, T::TILE_N>(tile, tile.first_key));
       v_.advance();
     }
 #pragma unroll 1
@@ -260,7 +261,7 @@ class BackwardProducer {
     const SharedAddress barrier = Shared::ring_q().full(q_.slot);
     const int block = query_block<T>(params_, tile, at.block);
     load_boxes<typename T::TileQ>(Shared::q(q_.slot), params_.map_q, barrier, first_row(tile, block), query_head(tile, at),
-                      queries_of(tile), T::STATISTICS_BYTES);
+                      queries_in<T, T::TILE_M>(tile, block), T::STATISTICS_BYTES);
     const int head = tile.head_kv * params_.backward.group + at.head;
     // A block of a list may have tiles beyond the last query, or before the first: they are hidden, whatever their statistics.
     int known = T::LISTED ? min(block, params_.backward.tiles_q - 1) : block;
@@ -276,7 +277,8 @@ class BackwardProducer {
   DEVICE void load_dout(const KeyTile<T>& tile, const QueryStep& at) {
     Shared::ring_dout().await_empty(dout_);
     load_boxes<typename T::TileDout>(Shared::dout(dout_.slot), params_.map_dout, Shared::ring_dout().full(dout_.slot),
-                      first_row(tile, query_block<T>(params_, tile, at.block)), query_head(tile, at), queries_of(tile));
+                      first_row(tile, query_block<T>(params_, tile, at.block)), query_head(tile, at),
+                      queries_in<T, T::TILE_M>(tile, at.block));
     dout_.advance();
   }
 

@@ -105,10 +105,10 @@ class TwoPassQueriesProducer {
       const int row = tile.first_query + group * T::TILE_M;
       Shared::ring_q(group).await_empty(q_);
       store_tile<T>(Shared::tile_place(group), tile);
-      load_boxes<typename T::TileQ>(Shared::q(group), params_.map_q, Shared::ring_q(group).full(0), row, head, queries_of(tile));
+      const auto rows = own_queries<T, T::BLOCK_ROWS>(tile, tile.first_query);
+      load_boxes<typename T::TileQ>(Shared::q(group), params_.map_q, Shared::ring_q(group).full(0), row, head, rows);
       Shared::ring_dout(group).await_empty(q_);
-      load_boxes<typename T::TileDout>(Shared::dout(group), params_.map_dout, Shared::ring_dout(group).full(0), row, head,
-                                       queries_of(tile));
+      load_boxes<typename T::TileDout>(Shared::dout(group), params_.map_dout, Shared::ring_dout(group).full(0), row, head, rows);
     }
     q_.advance();
   }
@@ -117,7 +117,6 @@ class TwoPassQueriesProducer {
   DEVICE void load_list(QueryTile<T> tile) {
     const int heads_q = params_.backward.heads_q, head = tile.head % heads_q, head_kv = head / params_.backward.group;
     const auto listed = list_of(tile, tile.head / heads_q, head);
-    const auto keys = keys_of(tile);
     tile.blocks = listed.end;
     const auto look_up = [&](int step) { return step < listed.end ? listed.tile(params_.lists.keys, step) : 0; };
     int block = look_up(0), next = look_up(1);
@@ -125,7 +124,7 @@ class TwoPassQueriesProducer {
     load_queries(tile, head);
 #pragma unroll 1
     for (int step = 0; step < listed.end; ++step) {
-      load_v_at(keys, head_kv, first_key(tile, block), steps_++);
+      load_v_at(keys_in<T, T::TILE_N>(tile, block), head_kv, first_key(tile, block), steps_++);
       block = next;
       next = look_up(step + 2);
       if (step + 1 < listed.end) load_listed_k(tile, head_kv, block, steps_, listed.is_partial(step + 1));
@@ -153,7 +152,8 @@ class TwoPassQueriesProducer {
     Shared::ring_k().await_empty(place);
     store_shared_4(Shared::key_word(place.slot), TileWord::of(first, HAS_MASK<typename T::Score> && is_partial, is_cut).word);
     store_shared_4(Shared::key_word(place.slot) + 4, end);
-    load_boxes<typename T::TileK>(Shared::k(place.slot), params_.map_k, Shared::ring_k().full(place.slot), first, head_kv, keys_of(tile));
+    load_boxes<typename T::TileK>(Shared::k(place.slot), params_.map_k, Shared::ring_k().full(place.slot), first, head_kv,
+                                  keys_in<T, T::TILE_N>(tile, block));
   }
 
   template <class Rows>

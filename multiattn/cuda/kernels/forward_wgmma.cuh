@@ -28,12 +28,12 @@ struct HiddenScores<T, true> {
   bool has_bits;
 };
 
-// Where sequences cut tiles of keys, the key behind the last of one.
+// Where sequences cut tiles of keys, those of one.
 template <class T, bool = IS_CUT<typename T::Blocked>>
 struct CutKeys {};
 template <class T>
 struct CutKeys<T, true> {
-  int end_key;
+  TileRows keys;
 };
 
 template <class T, int TEAM = 0>
@@ -278,7 +278,10 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
   }
 
   // The first key of a block; of a list it is a word of its tile.
-  static DEVICE int first_key(int block) { return (T::LISTED ? TileWord{block}.tile() : block) * KEYS_OF_BLOCK<T>; }
+  DEVICE int first_key(int block) const {
+    if constexpr (IS_CUT<typename T::Blocked>) return this->keys.first;
+    else return (T::LISTED ? TileWord{block}.tile() : block) * T::TILE_N;
+  }
 
   // From scores to the log2 domain.
   DEVICE float scale_log2() const { return HAS_SCORE<typename T::Score> ? 1.0f : params_.forward.scale_log2; }
@@ -286,12 +289,12 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
   template <Part PART>
   DEVICE void mask_block(const Rows& rows, int block) {
     const auto queries = rows.queries();
-    const int first_key = Consumer::first_key(block);
+    const int first_key = this->first_key(block);
     if constexpr (T::LISTED) {
       const TileWord word{block};
       if (word.is_cut()) mask_scores<T>(scores_, mask_, queries, first_key);
       if constexpr (IS_CUT<typename T::Blocked>)
-        if (word.is_cut()) hide_from<T>(scores_, this->end_key - first_key);
+        if (word.is_cut()) hide_from<T>(scores_, this->keys.end - first_key);
       if (has_bits_of(word)) hide_by_bits();
       if constexpr (HAS_MASK<typename T::Score> && !ALL_BITS<typename T::Blocked>)
         if (word.is_partial() && !has_bits_of(word)) mask_partial<T>(scores_, rows.heads(params_, mask_), queries, first_key);
@@ -381,7 +384,10 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
   DEVICE TileWord take_tile(const Rows& rows, int slot) {
     const auto load = [](SharedAddress at) { return static_cast<int>(uniform(float_bits(load_shared_4(at)))); };
     const TileWord word{load(Shared::key_word(slot))};
-    if constexpr (IS_CUT<typename T::Blocked>) this->end_key = load(Shared::key_word(slot) + 4);
+    if constexpr (IS_CUT<typename T::Blocked>) {
+      const auto& of = rows.tile.sequence;
+      this->keys = rows_of_tile<T::TILE_N>(word.tile(), of.offset_kv, of.len_kv);
+    }
     if constexpr (HAS_BITS<typename T::Blocked>) {
       using Bits = typename HiddenScores<T>::Bits;
       const int place = load(Shared::key_word(slot) + 4);

@@ -83,18 +83,16 @@ DEVICE void load_queries(SharedAddress target, const TensorMap& map, SharedAddre
   }
 }
 
-// The first key of a block is its number times so many; where sequences cut tiles it is its number.
-template <class T>
-constexpr int KEYS_OF_BLOCK = IS_CUT<typename T::Blocked> ? 1 : T::TILE_N;
-
 // K or V of a block of keys into the next of its slots that is empty. No lambda with a type of its own: NVRTC 13.0 takes that
 // for a function of the host.
 template <class T, class Slots, class Place>
 DEVICE void load_keys(Place& place, const TensorMap& map, const QueryTile<T>& tile, int head_kv, int block) {
   const auto ring = Slots::ring();
   ring.await_empty(place);
-  load_panels<typename Slots::Tile, T::CLUSTER>(Slots::at(place.slot), map, ring.full(place.slot), block * KEYS_OF_BLOCK<T>, head_kv,
-                                                keys_of(tile));
+  int first_key = block * T::TILE_N;
+  if constexpr (IS_CUT<typename T::Blocked>) first_key = first_key_in<typename T::Blocked, T::TILE_N>(tile.sequence, block);
+  load_panels<typename Slots::Tile, T::CLUSTER>(Slots::at(place.slot), map, ring.full(place.slot), first_key, head_kv,
+                                                keys_in<T, T::TILE_N>(tile, block));
   place.advance();
 }
 
@@ -214,7 +212,7 @@ class ListedProducer {
     own.blocks = listed.end;
     const auto look_up = [&](int step) { return step < listed.end ? word_of(listed, own, step) : 0; };
     int word = look_up(0), next = look_up(1);
-    if (listed.end > 0) load_k(own, word, place_of(listed, own, 0));
+    if (listed.end > 0) load_k(own, word, place_of(listed, 0));
     Shared::ring_q().await_empty(q_);
     store_tile<T>(Shared::tile_place(q_.slot), own);
     load_queries<T>(Shared::q(q_.slot), params_.map_q, Shared::ring_q().full(q_.slot), own);
@@ -222,7 +220,7 @@ class ListedProducer {
 #pragma unroll 1  // a producer has few registers
     for (int step = 1; step < listed.end; ++step) {
       const int after_next = look_up(step + 1);
-      load_k(own, next, place_of(listed, own, step));
+      load_k(own, next, place_of(listed, step));
       load_v(own, word);
       word = next;
       next = after_next;
@@ -238,31 +236,27 @@ class ListedProducer {
     return Listed::of(params_.lists.keys, batch, own.head, row);
   }
 
-  // The word of a step's tile. Of those that sequences cut it has the first key.
+  // The word of a step's tile.
   DEVICE int word_of(const Listed& listed, const QueryTile<T>& own, int step) const {
     const int tile = listed.tile(params_.lists.keys, step);
     const bool is_partial = HAS_MASK<typename T::Score> && listed.is_partial(step);
     const int first_key = first_key_in<typename T::Blocked, T::TILE_N>(own.sequence, tile);
     bool is_cut = !mask_.all_visible(own.first_query, T::TILE_M, first_key, T::TILE_N);
-    if constexpr (IS_CUT<typename T::Blocked>) is_cut |= end_key(own, tile) < first_key + T::TILE_N;
-    return TileWord::of(IS_CUT<typename T::Blocked> ? first_key : tile, is_partial, is_cut).word;
+    if constexpr (IS_CUT<typename T::Blocked>)
+      is_cut |= end_key_in<typename T::Blocked, T::TILE_N>(params_.forward, own.sequence, tile) < first_key + T::TILE_N;
+    return TileWord::of(tile, is_partial, is_cut).word;
   }
 
-  // The place of the bits of a step's block, or the key behind its last where sequences cut tiles.
-  DEVICE int place_of(const Listed& listed, const QueryTile<T>& own, int step) const {
+  // The place of the bits of a step's block.
+  DEVICE int place_of(const Listed& listed, int step) const {
     if constexpr (HAS_BITS<typename T::Blocked>) return listed.place_of_bits(params_.lists.bit_columns, step);
-    if constexpr (IS_CUT<typename T::Blocked>)
-      return end_key(own, listed.tile(params_.lists.keys, step));
     return NO_BITS;
-  }
-  DEVICE int end_key(const QueryTile<T>& own, int tile) const {
-    return end_key_in<typename T::Blocked, T::TILE_N>(params_.forward, own.sequence, tile);
   }
 
   DEVICE void load_k(const QueryTile<T>& tile, int word, int place) {
     Shared::K::ring().await_empty(kv_.k());
     store_shared_4(Shared::key_word(kv_.k().slot), static_cast<uint32>(word));
-    if constexpr (HAS_BITS<typename T::Blocked> || IS_CUT<typename T::Blocked>)
+    if constexpr (HAS_BITS<typename T::Blocked>)
       store_shared_4(Shared::key_word(kv_.k().slot) + 4, static_cast<uint32>(place));
     load_keys<T, typename Shared::K>(kv_.k(), params_.map_k, tile, tile.head / params_.forward.group, TileWord{word}.tile());
   }

@@ -156,7 +156,7 @@ struct SharedLayout {
   static DEVICE SharedAddress tile_place(int slot) {
     return shared_base() + RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * slot;
   }
-  // With lists: the tile of keys that a slot of K has, and the place of its bits, or where it ends.
+  // With lists: the tile of keys that a slot of K has, and the place of its bits.
   static DEVICE SharedAddress key_word(int slot) { return tile_place(T::Q_SLOTS) + 8 * slot; }
   static_assert(RING_V_AT + RingV::BYTES + QueryTile<T>::BYTES * T::Q_SLOTS + 8 * T::STAGES * T::LISTED <= AT + T::TEAM_BYTES,
                 "barriers, tiles of queries and of keys in 512 bytes");

@@ -32,6 +32,38 @@ DEVICE auto keys_of(const Tile& tile) {
     return BatchEntry{tile.number};
 }
 
+// Where those of one tile are that sequences cut: what is behind its last is another's, and is zeros. The tile is one of the packed
+// axis.
+template <class T, int TILE, class Tile>
+DEVICE auto queries_in(const Tile& tile, int number) {
+  if constexpr (IS_CUT<typename T::Blocked>) {
+    const int end = rows_of_tile<TILE>(number, tile.sequence.offset_q, tile.sequence.len_q).end;
+    return RaggedRows{tile.sequence.offset_q + end, end};
+  } else {
+    return queries_of(tile);
+  }
+}
+template <class T, int TILE, class Tile>
+DEVICE auto keys_in(const Tile& tile, int number) {
+  if constexpr (IS_CUT<typename T::Blocked>) {
+    const int end = rows_of_tile<TILE>(number, tile.sequence.offset_kv, tile.sequence.len_kv).end;
+    return RaggedRows{tile.sequence.offset_kv + end, end};
+  } else {
+    return keys_of(tile);
+  }
+}
+// And of the tile that a block owns, by its first row.
+template <class T, int TILE, class Tile>
+DEVICE auto own_queries(const Tile& tile, int first) {
+  if constexpr (IS_CUT<typename T::Blocked>) return queries_in<T, TILE>(tile, (tile.sequence.offset_q + first) / TILE);
+  else return queries_of(tile);
+}
+template <class T, int TILE, class Tile>
+DEVICE auto own_keys(const Tile& tile, int first) {
+  if constexpr (IS_CUT<typename T::Blocked>) return keys_in<T, TILE>(tile, (tile.sequence.offset_kv + first) / TILE);
+  else return keys_of(tile);
+}
+
 constexpr int RAGGED_ROWS = 1 << 30;  // multiattn/packed.py says how these maps work
 
 DEVICE void load_box(SharedAddress target, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
