@@ -101,6 +101,10 @@ def _head_dims_by_family(backend: str, direction: Direction) -> dict[str, str]:
     return found
 
 
+def _multiples(sizes: Sequence[int]) -> str:
+    return str(min(sizes)) if sizes else "no"
+
+
 def _features(backend: str, direction: Direction) -> dict[str, str]:
     """Yes, no or a word for each thing that a problem may have."""
     usual = _usual(backend, direction)
@@ -120,7 +124,7 @@ def _features(backend: str, direction: Direction) -> dict[str, str]:
     }
     words = {
         "dtypes": ", ".join(dict.fromkeys(dtype for it in capabilities for dtype in it.dtypes)),
-        "block masks, of multiples of": str(min(blocks)) if blocks else "no",
-        "in packed batches, too": str(min(packed)) if packed else "no",
+        "block masks in multiples of": _multiples(blocks),
+        "packed block masks in multiples of": _multiples(packed),
     }
     return {**words, **{title: "yes" if it else "no" for title, it in able.items()}}

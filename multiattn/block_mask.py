@@ -96,7 +96,10 @@ class BlockCounts(NamedTuple):
 
     @classmethod
     def of(cls, named: Mapping[str, torch.Tensor]) -> BlockCounts:
-        """The counts of lists by name. It reads the counts: on a GPU that waits for the device."""
+        """The counts of lists by name. It reads the counts: on a GPU that waits for the device.
+
+        Of packed sequences what is skipped has the rows of all, some of which are several sequences'.
+        """
         partial, full = (int(named[it].sum()) if it in named else 0 for it in KEYS_OF_QUERIES[::2])
         return cls(full, partial, named["kv_indices"].numel() - full - partial)
 
@@ -105,9 +108,11 @@ class BlockCounts(NamedTuple):
 
 
 def read_block_mask(
-    block_mask: Any, q: torch.Tensor, k: torch.Tensor, *, has_gradient: bool = True
+    block_mask: Any, q: torch.Tensor, k: torch.Tensor, *, has_gradient: bool = True, is_packed: bool = False
 ) -> tuple[BlockLists, MaskMod | None]:
     """The lists of a `BlockMask` for q ``[B, Hq, Sq, D]`` and k, and its `mask_mod`, None where that hides nothing.
+
+    `is_packed`: q and k are a packed batch's.
 
     TypeError or ValueError for another object, and for a mask of other sizes. No value of a list is read here, and one
     that is int32 and contiguous is taken as it is: a CUDA graph sees what is written to it. Where the `QUERIES_OF_KEYS`
@@ -115,13 +120,13 @@ def read_block_mask(
     """
     from torch.nn.attention.flex_attention import noop_mask  # imports SymPy
 
-    check_block_mask(block_mask, q, k)
+    check_block_mask(block_mask, q, k, is_packed=is_packed)
     queries, keys = block_mask.BLOCK_SIZE
     spec = BlockSpec(queries, keys, block_mask.full_kv_num_blocks is not None)
     is_one_way = block_mask.q_num_blocks is None
     given = [name for name in spec.names if not (is_one_way and name in QUERIES_OF_KEYS)]
+    check_lists({name: getattr(block_mask, name) for name in given}, q)
     named = {name: getattr(block_mask, name).to(torch.int32).contiguous() for name in given}
-    check_lists(named, q)
     if is_one_way:
         make = _transposed if has_gradient else _room_for_transposed
         named |= zip(spec.names[len(named) :], make(named), strict=True)
@@ -221,7 +226,7 @@ def _by_sequence(
     blocks, listed = indices[..., row, :], (counts[..., row] * is_there)[..., None]
     is_own = (blocks >= other.first_blocks[sequence, None]) & (blocks <= other.last_blocks[sequence, None])
     is_own &= torch.arange(columns, device=counts.device) < listed
-    place = torch.where(is_own, is_own.cumsum(-1) - 1, columns)
+    place = torch.where(is_own, is_own.cumsum(-1, dtype=torch.int32) - 1, columns).long()
     kept = blocks.new_zeros((*blocks.shape[:-1], columns + 1)).scatter(-1, place, blocks)
     return is_own.sum(-1, dtype=torch.int32), kept[..., :columns].contiguous()
 
@@ -243,6 +248,8 @@ def in_sequences(mask_mod: MaskMod | None, starts: Sequence[torch.Tensor]) -> Ma
     def see(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
         return mask_mod(torch.zeros_like(b), h, starts_q[b] + i, starts_kv[b] + j)
 
+    for name in ("__name__", "__qualname__"):  # errors tell of the caller's
+        setattr(see, name, getattr(mask_mod, name, type(mask_mod).__name__))
     return see
 
 

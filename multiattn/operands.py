@@ -368,7 +368,9 @@ def with_score(
     lists, mask_mod = None, None
     if block_mask is not None:
         may_differentiate = compiling or _may_differentiate(operands, score_mod, alibi_slopes, bias)
-        lists, mask_mod = read_block_mask(block_mask, *operands.qkv[:2], has_gradient=may_differentiate)
+        lists, mask_mod = read_block_mask(
+            block_mask, *operands.qkv[:2], has_gradient=may_differentiate, is_packed=starts is not None
+        )
         if starts is not None:
             lists = of_sequences(lists, starts, has_gradient=may_differentiate)
             mask_mod = in_sequences(mask_mod, starts)

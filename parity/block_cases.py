@@ -198,6 +198,17 @@ def _lists() -> Iterator[Case]:
         mask_mod="padding",
     )
     yield Case(
+        name="blocks_of_128_full_below",
+        why="the same of a full last block, behind which keys are zeros",
+        heads_q=1,
+        heads_kv=1,
+        seq_q=140,
+        seq_kv=260,
+        values="ascending",
+        mask_mod="noop",
+        loose_lists=True,
+    )
+    yield Case(
         name="blocks_of_128_empty_rows",
         why="Sq > Skv: whole blocks of queries that see nothing",
         seq_q=270,

@@ -122,7 +122,11 @@ def _with_blocks() -> Iterator[Case]:
     )  # fmt: skip
     yield packed(
         "blocks_window", "a window of each sequence over blocks of several tiles", APART, blocks=(256, 128),
-        mask_mod="prefix_lm", window=(60, 20), softcap=3.0, head_dim=40, nightly=True,
+        mask_mod="prefix_lm", window=(60, 20), softcap=3.0, head_dim=40,
+    )  # fmt: skip
+    yield packed(
+        "blocks_checkered", "rows of blocks that see other blocks, of a sequence that begins within one",
+        ((90, 90), (200, 200), (0, 20), (20, 0)), behind=(3, 70), blocks=(128, 128), mask_mod="scattered", lists="h",
     )  # fmt: skip
 
 

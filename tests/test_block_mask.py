@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import multiattn
@@ -328,3 +328,27 @@ def test_wrong_starts_name_no_list_or_block_that_is_not_there(starts):
     lists = lists_module.BlockLists.among(vars(create_block_mask(causal_mask, 1, 1, 600, 600, device="cpu")), SPEC)
     made = lists_module.of_sequences(lists, [torch.tensor(starts)] * 2)
     assert all(it.min() >= 0 and it.max() <= 5 for it in made.tensors)
+
+
+def test_lists_name_the_blocks_of_their_sequence_alone():
+    seen = create_block_mask(noop_mask, 1, 1, 600, 600, device="cpu")
+    lists = lists_module.BlockLists.among(vars(seen), SPEC)
+    starts = torch.tensor([0, 300, 300, 520], dtype=torch.int32)
+    named = lists_module.of_sequences(lists, [starts, starts]).named
+    for names in (lists_module.KEYS_OF_QUERIES, lists_module.QUERIES_OF_KEYS):
+        for of_counts, of_indices in (names[:2], names[2:]):
+            counts, rows = named[of_counts].flatten().tolist(), named[of_indices][0, 0].tolist()
+            for sequence, blocks in ((0, {0, 1, 2}), (2, {2, 3, 4})):
+                assert all({*rows[it + sequence][: counts[it + sequence]]} <= blocks for it in blocks)
+
+
+def test_an_error_of_a_packed_mask_names_the_callers_function():
+    def number(b, h, i, j):
+        return i - j
+
+    q, starts = torch.zeros(20, 1, 8, dtype=torch.bfloat16), torch.tensor([0, 20], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 20, "max_seqlen_kv": 20}
+    mask = create_block_mask(causal_mask, 1, 1, 20, 20, device="cpu")
+    mask.mask_mod = number
+    with pytest.raises(Exception, match=r"number: a result of i32"):
+        multiattn.fmha_varlen(q, q, q, **lengths, block_mask=mask)

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from refused import assert_refused, rows
-from torch.nn.attention.flex_attention import create_block_mask, noop_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
 import multiattn
 from multiattn.block_mask import BlockSpec
@@ -35,6 +35,27 @@ Q, K, META = bf16(2, 4, 8, 16), bf16(2, 2, 8, 16), bf16(2, 4, 8, 16, device="met
 ROWS, STARTS, LSE = bf16(9, 4, 16), int32(0, 4, 9), torch.zeros(2, 4, 8)
 CACHE, ONE = bf16(2, 2, 32, 16), bf16(2, 4, 1, 16)
 BLOCKS, MANY = (create_block_mask(noop_mask, batch, 1, 8, 8, device="cpu", BLOCK_SIZE=8) for batch in (1, 2))
+
+
+def listed(counts, room):
+    """A block mask of 10 rows of blocks of 8, with lists of such counts and so much room."""
+    lists = counts.expand(1, 1, 10), torch.zeros(1, 1, 10, room, dtype=torch.int32)
+    return BlockMask(
+        seq_lengths=(80, 80),
+        kv_num_blocks=lists[0],
+        kv_indices=lists[1],
+        BLOCK_SIZE=(8, 8),
+        mask_mod=noop_mask,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        q_num_blocks=None,
+        q_indices=None,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+    )
+
+
+TOP, FLOATS = listed(torch.ones(1, dtype=torch.int32), 3), listed(torch.ones(1), 10)
 NESTED = torch.nested.nested_tensor([bf16(4, 3, 16), bf16(4, 5, 16)])
 
 
@@ -189,7 +210,15 @@ REFUSED = {
             lambda: fmha(bf16(2, 4, 80, 16), block_mask=BLOCKS),
             "lists [1, 1, 1, 1] | 10 or more | create_block_mask for these lengths",
         ),
-        (lambda: varlen(block_mask=MANY), "got lists [2, 1, 1, 1] | [1 or 1, "),
+        (lambda: varlen(block_mask=MANY), "got lists [2, 1, 1, 1] | [1, 1 or 4, 2 or more | Tq=9 | of one batch entry"),
+        (
+            lambda: fmha(bf16(1, 4, 80, 16), *[bf16(1, 2, 80, 16)] * 2, block_mask=TOP),
+            "got lists [1, 1, 10, 3] | 10 or more] | lists have room for every block",
+        ),
+        (
+            lambda: fmha(bf16(1, 4, 80, 16), *[bf16(1, 2, 80, 16)] * 2, block_mask=FLOATS),
+            "block_mask.kv_num_blocks: got torch.float32 | allowed int32",
+        ),
         (lambda: varlen(Q, K, K), "got rank 4 | rank 3, [T, H, D] | fmha_padded"),
         (lambda: varlen(*[ROWS.mT.contiguous().mT.transpose(0, 1)] * 3), "[T, H, D]"),
         (lambda: varlen(bias=bf16(2, 4, 6, 5)), "bias: got shape (2, 4, 6, 5) | allowed | (2, 4, 5, 5)"),

@@ -183,8 +183,11 @@ def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
         raise ValueError(f"sinks must be on the device of q, {q.device}; got {sinks.device}; {_MOVE}")
 
 
-def check_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> None:
-    """TypeError for what is no FlexAttention's `BlockMask`; ValueError for one of other sizes than q and k."""
+def check_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor, *, is_packed: bool = False) -> None:
+    """TypeError for what is no FlexAttention's `BlockMask`; ValueError for one of other sizes than q and k.
+
+    `is_packed`: their rows are those of a packed batch, ``[1, H, T, D]``.
+    """
     from torch.nn.attention.flex_attention import BlockMask  # imports SymPy
 
     if not isinstance(block_mask, BlockMask):
@@ -198,16 +201,24 @@ def check_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> None:
     wanted = -(-q.shape[2] // size_q), -(-k.shape[2] // size_kv)
     is_broadcast = fits_broadcast((batch, heads), q.shape[:2])
     if not is_broadcast or rows < wanted[0] or columns < wanted[1]:
+        each = [str(it) if it == 1 else f"1 or {it}" for it in q.shape[:2]] + [f"{it} or more" for it in wanted]
+        hint = "make it by create_block_mask for these lengths"
+        if is_packed:
+            hint = "in a packed batch it is over the rows of all sequences together, of one batch entry"
+        elif columns < wanted[1]:
+            hint = "lists have room for every block of keys, whatever their counts: pad them"
+        letter = "T" if is_packed else "S"
         raise ValueError(
             f"block_mask: got lists {[batch, heads, rows, columns]} of blocks {size_q} x {size_kv}; allowed "
-            f"[1 or {q.shape[0]}, 1 or {q.shape[1]}, {wanted[0]} or more, {wanted[1]} or more] for Sq={q.shape[2]} and "
-            f"Skv={k.shape[2]}; make it by create_block_mask for these lengths"
+            f"[{', '.join(each)}] for {letter}q={q.shape[2]} and {letter}kv={k.shape[2]}; {hint}"
         )
 
 
 def check_lists(lists: Mapping[str, torch.Tensor], q: torch.Tensor) -> None:
-    """ValueError for lists of a block mask, by name, that are elsewhere than q, or not of one shape."""
+    """ValueError for lists of a block mask, by name, that are elsewhere than q, no integers, or not of one shape."""
     for name, tensor in lists.items():
+        if tensor.dtype.is_floating_point or tensor.dtype in (torch.bool, torch.complex64, torch.complex128):
+            raise ValueError(f"block_mask.{name}: got {tensor.dtype}; allowed int32, and other integers")
         if tensor.device != q.device:
             allowed = f"the device of q, {q.device}; move it by block_mask.to(q.device)"
             raise ValueError(f"block_mask.{name}: got a tensor on {tensor.device}; allowed {allowed}")

@@ -115,7 +115,7 @@ class GradientWarpgroup : private WalkPlace<T> {
       ds_ += (block_ + 1 == blocks.end ? of_head - (blocks.end - 1 - blocks.begin) : 1) * DS_IMAGE_BYTES;
     }
     if constexpr (T::LISTED) return;
-    if constexpr (IS_MODIFIED && !T::LISTED) this->head += block_ + 1 == blocks.end;
+    else if constexpr (IS_MODIFIED) this->head += block_ + 1 == blocks.end;
     if (++block_ == blocks.end) block_ = blocks.begin;  // of the next head
   }
 

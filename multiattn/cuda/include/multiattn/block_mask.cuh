@@ -98,14 +98,14 @@ struct ListedTiles {
   }
 };
 
-// A tile of a list as one warp tells it to others: its number, and what may hide a part of it.
+// A tile of a list as one warp tells it to others: its number, or in two passes the first key, and what may hide a part of it.
 struct TileWord {
   int word;
 
   static DEVICE TileWord of(int tile, bool is_partial, bool is_cut) { return {tile * 4 + is_partial * 2 + is_cut}; }
   DEVICE int tile() const { return word / 4; }
   DEVICE bool is_partial() const { return word & 2; }  // the expression's mask
-  DEVICE bool is_cut() const { return word & 1; }      // a band, or the end of keys or queries
+  DEVICE bool is_cut() const { return word & 1; }      // a band, the end of keys or queries, or of a sequence
   DEVICE bool is_masked() const { return word & 3; }
 };
 
