@@ -314,6 +314,8 @@ LEAST_SIGNAL = {
     ("ascending_full", "dk"): 8.0,
     ("blocks_of_128_far_below", "dq"): 4.0,
     ("blocks_of_128_far_below", "dk"): 12.0,
+    ("blocks_of_128_full_below", "dq"): 4.0,
+    ("blocks_of_128_full_below", "dk"): 12.0,
     # A clamp's slope is 0 or 1: naive has another one where rounding takes a score over the limit.
     ("score_mod_clamped", "dq"): 3.0,
     ("score_mod_clamped", "dk"): 3.0,

@@ -197,16 +197,17 @@ DEVICE void backward_queries(const typename T::Params& params) {
             if (!of_head.visible(first_query + first_row + row, first_key + T::first_key() + column)) value = 0.0f;
           });
       }
-      if (!mask.all_visible(first_query, T::TILE_M, first_key, T::TILE_N))
-        for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
-          if (!mask.visible(first_query + first_row + row, first_key + T::first_key() + column)) value = 0.0f;
-        });
       if constexpr (IS_CUT<typename T::Blocked>) {
         const int end_key = end_key_in<typename T::Blocked, T::TILE_N>(params, own.sequence, block);
-        if (end_key < first_key + T::TILE_N)
-          for_each_element(scores, T::thread(), [&](float& value, int, int column) {
-            if (first_key + T::first_key() + column >= end_key) value = 0.0f;
+        if (end_key < first_key + T::TILE_N || !mask.all_visible(first_query, T::TILE_M, first_key, T::TILE_N))
+          for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
+            const int key = first_key + T::first_key() + column;
+            if (key >= end_key || !mask.visible(first_query + first_row + row, key)) value = 0.0f;
           });
+      } else if (!mask.all_visible(first_query, T::TILE_M, block * T::TILE_N, T::TILE_N)) {
+        for_each_element(scores, T::thread(), [&](float& value, int row, int column) {
+          if (!mask.visible(first_query + first_row + row, block * T::TILE_N + T::first_key() + column)) value = 0.0f;
+        });
       }
     }
     Fragment ds[T::ROW_FRAGMENTS][T::KEY_FRAGMENTS];

@@ -89,10 +89,13 @@ template <class T, class Slots, class Place>
 DEVICE void load_keys(Place& place, const TensorMap& map, const QueryTile<T>& tile, int head_kv, int block) {
   const auto ring = Slots::ring();
   ring.await_empty(place);
-  int first_key = block * T::TILE_N;
-  if constexpr (IS_CUT<typename T::Blocked>) first_key = first_key_in<typename T::Blocked, T::TILE_N>(tile.sequence, block);
-  load_panels<typename Slots::Tile, T::CLUSTER>(Slots::at(place.slot), map, ring.full(place.slot), first_key, head_kv,
-                                                keys_in<T, T::TILE_N>(tile, block));
+  if constexpr (IS_CUT<typename T::Blocked>)
+    load_panels<typename Slots::Tile>(Slots::at(place.slot), map, ring.full(place.slot),
+                                      first_key_in<typename T::Blocked, T::TILE_N>(tile.sequence, block), head_kv,
+                                      keys_in<T, T::TILE_N>(tile, block));
+  else
+    load_panels<typename Slots::Tile, T::CLUSTER>(Slots::at(place.slot), map, ring.full(place.slot), block * T::TILE_N, head_kv,
+                                                  keys_of(tile));
   place.advance();
 }
 
