@@ -186,28 +186,22 @@ def _lists() -> Iterator[Case]:
             heads_kv=1,
             mask_mod="causal",
         )
-    yield Case(
-        name="blocks_of_128_far_below",
-        why="a tile beyond the last query has zeros, whose weight by the lse of others would overflow",
-        batch=2,
-        heads_q=1,
-        heads_kv=1,
-        seq_q=140,
-        seq_kv=260,
-        values="ascending",
-        mask_mod="padding",
-    )
-    yield Case(
-        name="blocks_of_128_full_below",
-        why="the same of a full last block, behind which keys are zeros",
-        heads_q=1,
-        heads_kv=1,
-        seq_q=140,
-        seq_kv=260,
-        values="ascending",
-        mask_mod="noop",
-        loose_lists=True,
-    )
+    for name, why, mask_mod in (
+        ("far", "a tile beyond the last query has zeros, whose weight by the lse of others would overflow", "padding"),
+        ("full", "and so has a full last block beyond the last key", "noop"),
+    ):
+        yield Case(
+            name=f"blocks_of_128_{name}_below",
+            why=why,
+            batch=2,
+            heads_q=1,
+            heads_kv=1,
+            seq_q=140,
+            seq_kv=260,
+            values="ascending",
+            mask_mod=mask_mod,
+            loose_lists=mask_mod == "noop",
+        )
     yield Case(
         name="blocks_of_128_empty_rows",
         why="Sq > Skv: whole blocks of queries that see nothing",

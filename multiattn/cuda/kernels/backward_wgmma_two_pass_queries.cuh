@@ -150,8 +150,7 @@ class TwoPassQueriesProducer {
     const Mask<T::BAND> mask = mask_of<T::BAND>(backward, tile.sequence);
     const bool is_cut = first + T::TILE_N > end || !mask.all_visible(tile.first_query, T::BLOCK_ROWS, first, T::TILE_N);
     Shared::ring_k().await_empty(place);
-    store_shared_4(Shared::key_word(place.slot), TileWord::of(first, HAS_MASK<typename T::Score> && is_partial, is_cut).word);
-    store_shared_4(Shared::key_word(place.slot) + 4, end);
+    store_shared_4(Shared::key_word(place.slot), TileWord::of(block, HAS_MASK<typename T::Score> && is_partial, is_cut).word);
     load_boxes<typename T::TileK>(Shared::k(place.slot), params_.map_k, Shared::ring_k().full(place.slot), first, head_kv,
                                   keys_in<T, T::TILE_N>(tile, block));
   }
@@ -180,8 +179,7 @@ class TwoPassQueriesProducer {
   uint32 steps_ = 0;  // blocks of keys before, of all tiles
 };
 
-// With lists, the tile of keys whose scores there are, by its word the first key, and a bit for each of a thread's elements that is
-// hidden.
+// With lists, the tile of keys whose scores there are, and a bit for each of a thread's elements that is hidden.
 template <class T, bool = T::LISTED>
 struct KeysAt : ScoredHead<typename T::Score> {};
 template <class T>
@@ -358,21 +356,19 @@ class QueryWarpgroup : private KeysAt<T> {
   }
 
   DEVICE int first_key() const {
-    if constexpr (T::LISTED) return this->at.tile();
+    if constexpr (T::LISTED) return first_key_in<typename T::Blocked, T::TILE_N>(tile_.sequence, this->at.tile());
     else return block_ * T::TILE_N;
   }
 
   // With lists: the tile of keys whose scores come next, and what is hidden of it. Its K is there.
   DEVICE void take_step() {
-    const auto load = [](SharedAddress at) { return static_cast<int>(uniform(float_bits(load_shared_4(at)))); };
-    const SharedAddress word = Shared::key_word(PlaceK::of(steps_).slot);
-    this->at = {load(word)};
+    this->at = {static_cast<int>(uniform(float_bits(load_shared_4(Shared::key_word(PlaceK::of(steps_).slot)))))};
     if (!this->at.is_masked()) return;
     this->hidden = 0;
     const BackwardParams& backward = params_.backward;
-    const int first_query = first_of_group() + warp_row_again(), first_key = this->at.tile() + accumulator_column(0);
+    const int first_query = first_of_group() + warp_row_again(), first_key = this->first_key() + accumulator_column(0);
     if (this->at.is_cut()) {
-      const int end = load(word + 4);
+      const int end = end_key_in<typename T::Blocked, T::TILE_N>(backward, tile_.sequence, this->at.tile());
       const Mask<T::BAND> mask = mask_of<T::BAND>(backward, tile_.sequence);
 #pragma unroll
       for (int i = 0; i < T::TILE_N / 2; ++i) {

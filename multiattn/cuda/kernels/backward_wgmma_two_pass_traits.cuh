@@ -131,8 +131,8 @@ struct TwoPassQueriesShared {
   static DEVICE Ring<1> ring_dout(int group) { return ring_q(T::WARPGROUPS + group); }
   static DEVICE typename T::RingK ring_k() { return {ring_q(2 * T::WARPGROUPS).barriers}; }
   static DEVICE typename T::RingV ring_v() { return {ring_k().barriers + T::RingK::BYTES}; }
-  // With lists: the tile of keys that a slot of K has, and where it ends.
-  static DEVICE SharedAddress key_word(int slot) { return ring_v().barriers + T::RingV::BYTES + 8 * slot; }
+  // With lists: the tile of keys that a slot of K has.
+  static DEVICE SharedAddress key_word(int slot) { return ring_v().barriers + T::RingV::BYTES + 4 * slot; }
   // The place of the record of a warpgroup's tile of queries.
   static DEVICE SharedAddress tile_place(int group) {
     return shared_base() + T::SMEM_BYTES - (1 + group) * QueryTile<T>::BYTES;

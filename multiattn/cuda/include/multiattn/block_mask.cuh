@@ -98,7 +98,7 @@ struct ListedTiles {
   }
 };
 
-// A tile of a list as one warp tells it to others: its number, or in two passes the first key, and what may hide a part of it.
+// A tile of a list as one warp tells it to others: its number, and what may hide a part of it.
 struct TileWord {
   int word;
 
