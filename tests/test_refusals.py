@@ -39,20 +39,9 @@ BLOCKS, MANY = (create_block_mask(noop_mask, batch, 1, 8, 8, device="cpu", BLOCK
 
 def listed(counts, room):
     """A block mask of 10 rows of blocks of 8, with lists of such counts and so much room."""
-    lists = counts.expand(1, 1, 10), torch.zeros(1, 1, 10, room, dtype=torch.int32)
-    return BlockMask(
-        seq_lengths=(80, 80),
-        kv_num_blocks=lists[0],
-        kv_indices=lists[1],
-        BLOCK_SIZE=(8, 8),
-        mask_mod=noop_mask,
-        full_kv_num_blocks=None,
-        full_kv_indices=None,
-        q_num_blocks=None,
-        q_indices=None,
-        full_q_num_blocks=None,
-        full_q_indices=None,
-    )
+    indices = torch.zeros(1, 1, 10, room, dtype=torch.int32)
+    lengths = {"seq_lengths": (80, 80), "BLOCK_SIZE": 8, "compute_q_blocks": False}
+    return BlockMask.from_kv_blocks(counts.expand(1, 1, 10), indices, **lengths)
 
 
 TOP, FLOATS = listed(torch.ones(1, dtype=torch.int32), 3), listed(torch.ones(1), 10)
