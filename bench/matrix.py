@@ -174,10 +174,16 @@ class Cell:
     def asked(self, tensors: Tensors) -> tuple[Operands, Options]:
         """A forward of these tensors, as the public call reads `arguments`."""
         (q, k, v, *_), given = tensors, self.arguments(tensors)
+        dout = None  # who asks for a gradient has lists of both walks
+        if self.direction != "fwd":
+            dout = self._shaped(torch.empty, self.heads, self.widths[1], device=q.device)
         if self.is_packed:
             q, k, v = map(of_batch_of_one, (q, k, v))
-            return packed_call(q, k, v, given, Lengths.of(given))
-        return dense_call(Operands(q, k, v), given)
+            dout = None if dout is None else of_batch_of_one(dout)
+            operands, options = packed_call(q, k, v, given, Lengths.of(given), dout)
+        else:
+            operands, options = dense_call(Operands(q, k, v, dout=dout), given)
+        return operands._replace(dout=None), options
 
     def arguments(self, tensors: Tensors) -> dict[str, Any]:
         """The keyword arguments of `multiattn.fmha`, or `fmha_varlen`, behind q, k and v."""
