@@ -285,7 +285,8 @@ def _walk_queries(sums, tile, at, begin, end, blocks, MASKED: tl.constexpr, PART
     come from the tensor core.
     """
     dk_acc, dv_acc = sums
-    k_tile, v_tile, streamed, (first_key, end_key), band, score_factor, of_program = tile
+    k_tile, v_tile, streamed, ends, band, score_factor, of_program = tile
+    first_key, end_key = ends
     q, dout, strides, lse, delta, dq_sum, sizes = streamed
     batch, aux, daux = of_program
     of_score = (batch, at[1], aux)
