@@ -371,7 +371,11 @@ def _lists() -> tuple[Cell, ...]:
     plain = (
         *(_sized(128, 40960, feature=it) for it in random),
         _sized(128, 40960, feature="blocks128_top16", heads=64, heads_kv=4),
-        *(_sized(head_dim, 32768, feature="documents16", causal=True, heads=16) for head_dim in (128, 64)),
+        *(
+            _sized(head_dim, seq, feature="documents16", causal=True, heads=16)
+            for seq in (32768, 65536)
+            for head_dim in (128, 64)
+        ),
         *(_sized(head_dim, 16384, feature="prefix2k", heads=16) for head_dim in (128, 64)),
         *(_sized(head_dim, 24576, feature="video", heads=16) for head_dim in (128, 64)),
         _sized(128, 32768, feature="packed_blocks2k", heads=64, heads_kv=8),

@@ -1,4 +1,4 @@
-"""Peers to compare with: SDPA's three kernels, FlexAttention, flash-attn 2, 3 and 4, TileGym.
+"""Peers to compare with: SDPA's three kernels, FlexAttention, flash-attn 2, 3 and 4, cuDNN Frontend, TileGym.
 
 Each is optional and imported only when it runs; none is a dependency, and none is an entry of BACKENDS. Cells have
 Sq = Skv, where every peer means the same by `causal`. A peer's backward is its own, through autograd: PyTorch walks the
@@ -20,7 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.contenders import Contender, Ours, RefusedError, Results, alike, differentiate, named, require_grad
-from bench.features import FEATURES, PACKED, SOFTCAP, WITHOUT_LISTS, Feature, ids_of, slopes_of
+from bench.features import FEATURES, LISTS, PACKED, SOFTCAP, WITHOUT_LISTS, Feature, ids_of, slopes_of
 from bench.matrix import Cell, Tensors
 from bench.results import NO_GPU
 from multiattn.mask import KINDS, Kind
@@ -277,6 +277,31 @@ def _wheel_of_3() -> Peer:
     return replace(functions, module=module, build=build, refuse=refuse, arches=("sm90",), hint=hint)
 
 
+def _cudnn_frontend() -> Peer:
+    def build(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
+        call: tuple[Call, str] = importlib.import_module("bench.peers_cudnn").build(cell, tensors)
+        return call
+
+    def refuse(cell: Cell, tensors: Tensors) -> tuple[Reason, ...]:
+        if cell.heads_kv is None or cell.direction == "fwd":
+            return ()
+        return (Reason(code="heads", got=f"{cell.heads} on {cell.heads_kv}", allowed="as many heads of k as of q"),)
+
+    random = tuple(it for it in LISTS if it.startswith("blocks"))
+    module, install = "cudnn.block_sparse_attention", "pip install nvidia-cudnn-frontend"
+    hint = "its block-sparse kernels alone are asked"
+    return Peer(
+        name="cudnn-frontend",
+        module=module,
+        install=install,
+        build=build,
+        refuse=refuse,
+        masks=KINDS,
+        features=random,
+        hint=hint,
+    )
+
+
 def _build_tilegym(cell: Cell, tensors: Tensors) -> tuple[Call, str]:
     importlib.import_module("tilegym").set_backend("cutile")
     function = importlib.import_module("tilegym.ops").fmha
@@ -320,6 +345,7 @@ PEERS: tuple[Peer, ...] = (
         options_of=_options_of_4,
         values=True,
     ),
+    _cudnn_frontend(),
     Peer(name="tilegym", module="tilegym.ops", install="pip install tilegym", build=_build_tilegym),
 )
 """Every peer. A module that is there but breaks is an error of its cell, never the end of a run."""
