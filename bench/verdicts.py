@@ -12,12 +12,13 @@ from typing import Any
 from tabulate import tabulate
 
 from bench.decode_cells import DecodeCell
+from bench.features import LISTS
 from bench.matrix import SUITES, Cell, InputError
 from bench.results import Row, is_ours, one_run
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import by_name
 from multiattn.plan.backend import BACKENDS, make_plan
-from multiattn.plan.measured import Score
+from multiattn.plan.measured import Lists, Score
 from multiattn.plan.support import Unsupported
 
 _SCORES: Mapping[str, Score] = {"causal softcap30": "softcap", "causal alibi": "alibi"}
@@ -77,7 +78,8 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     heads and how many of them share keys, the newest run counts, those of `heldout` last: an older one may be of
     another config. Cells of backward come last.
 
-    Packed batches of one size are one cell, as no plan knows their lengths: the geometric mean over their mixes.
+    Packed batches of one size are one cell, as no plan knows their lengths: the geometric mean over their mixes. So are
+    block masks of one kind, as no plan knows what they list.
     """
     rows = list(rows)
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -90,13 +92,14 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     newest = sorted(now.values(), key=lambda row: row.run, reverse=True)
     for row in sorted(newest, key=lambda row: row.cell in SUITES["heldout"]):
         setup, cell, measured = row.environment, row.cell, row.measured
-        kinds = {"packed": cell.is_packed, "score": _SCORES.get(cell.attention, ""), "window": cell.window or 0}
+        kinds: dict[str, Any] = {"packed": cell.is_packed, "score": _SCORES.get(cell.attention, "")}
+        kinds |= {"window": cell.window or 0, "lists": _lists_of(cell)}
         heads, group, is_backward = cell.batch * cell.heads, cell.group, cell.direction == "bwd"
         head_dim = sum(cell.widths) // 2  # as plans are compared with cells
         key = (is_backward, *kinds.values(), setup.gpu, head_dim, cell.seq, cell.causal, heads, group)
         if measured is None or measured.host_bound or (cell, row.run) in outdated:
             continue
-        if owners.setdefault(key, cell) != cell and not cell.is_packed:
+        if owners.setdefault(key, cell) != cell and not (cell.is_packed or kinds["lists"]):
             continue
         told = {"arch": setup.arch, "gpu": setup.gpu, "date": setup.date, "head_dim": head_dim}
         told |= {"seq_kv": cell.seq, "causal": cell.causal, "heads": heads}
@@ -108,6 +111,13 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     for entry in cells.values():
         entry["tflops"] = {name: round(statistics.geometric_mean(it), 1) for name, it in entry["tflops"].items()}
     return [cells[key] for key in sorted(cells)] + list(_cached(rows))
+
+
+def _lists_of(cell: Cell) -> Lists:
+    """The kind of a cell's block mask."""
+    if cell.feature not in (*LISTS, "documents16"):
+        return ""
+    return "whole" if cell.feature.startswith("blocks") else "masked"
 
 
 def _place(row: Row) -> tuple[Any, str, str]:
@@ -148,7 +158,8 @@ def _cached(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
 
 def _counts(row: Row) -> bool:
     """Tell whether it is a backend's choice in a cell of one direction with a mask or score of ours, back to back."""
-    known = row.cell.feature == "none" or row.cell.attention in _SCORES or row.cell.is_packed
+    cell = row.cell
+    known = cell.feature == "none" or cell.attention in _SCORES or cell.is_packed or bool(_lists_of(cell))
     is_usual = row.regime == "device" and not isinstance(row.cell, DecodeCell) and row.cell.direction != "fwdbwd"
     return is_usual and is_ours(row.contender) and known
 

@@ -105,6 +105,14 @@ def test_cells_of_other_counts_of_heads_and_of_shared_keys_are_preferred_by_apar
     assert [it.get("score", it.get("window")) for it in found] == [None, 1024, "alibi", "softcap"]
 
 
+def test_block_masks_of_one_kind_are_one_cell():
+    plain = [it for it in SUITES["lists"] if it.head_dim == 128 and it.direction == "fwd" and not it.heads_kv]
+    found = preferences(with_rival(*(fakes.row("cuda", 1.0, cell=cell) for cell in plain)))
+    assert [(it["lists"], it["seq_kv"]) for it in found] == [
+        ("masked", 16384), ("masked", 24576), ("masked", 32768), ("masked", 65536), ("whole", 40960),
+    ]  # fmt: skip
+
+
 def test_a_run_of_one_backend_alone_is_not_preferred_by_nor_hides_another():
     both = with_rival(fakes.row("cuda", 1.0, cell=STANDARD, run="2026-11-20"))
     alone = [fakes.row("cutile", 1.0, cell=STANDARD, run="2026-11-21")]

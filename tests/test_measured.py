@@ -70,9 +70,24 @@ def test_auto_follows_packed_cells_for_packed_batches_alone():
     assert best == ["cuda", "triton", "cuda", "cutile"]
 
 
+def test_auto_follows_cells_of_block_masks_for_those_of_their_kind_alone():
+    cells = [cell(head_dim=128, cuda=3.0, triton=2.0), cell(head_dim=128, lists="whole", cuda=1.0, triton=2.0)]
+    cells.append(cell(head_dim=128, lists="masked", cutile=3.0, triton=2.0))
+    cells.append(cell(head_dim=128, lists="masked", packed=True, cuda=2.0, triton=1.0))
+    q = torch.empty(1, 8, 256, 128, dtype=torch.bfloat16)
+    mask = multiattn.block_mask(lambda b, h, q, kv: q >= kv, None, None, 256, 256, device="cpu")
+    masked = Problem.of_operands(*with_score(Operands(q, q, q), Options(), None, None, None, None, mask))
+    whole = replace(masked, score=None)
+    packed = replace(masked, batching=Batching.packed(5))
+    problems = (replace(whole, blocks=None), whole, masked, packed, replace(packed, score=None))
+    best = [preferred_order(it, SM90, cells=cells)[0][0] for it in problems]
+    assert best == ["cuda", "triton", "cutile", "cuda", "triton"]
+    assert preferred_order(masked, SM90, "backward", cells)[0][0] == "cuda"  # by the dense cell
+
+
 # ---------------------------------------------------------------- what nobody measured
 
-DENSE = [it for it in measured_cells() if not (it.packed or it.rows or it.score or it.window)]
+DENSE = [it for it in measured_cells() if not (it.packed or it.rows or it.score or it.lists or it.window)]
 NEAR, FAR = 0.03, 0.08
 """Shares of the best rate that may be lost in most cells, and in any."""
 

@@ -29,6 +29,8 @@ from multiattn.score.lower import lower
 
 Score = Literal["", "softcap", "alibi"]
 """None, one whose slope differs from 1, and one that only adds: kernels differ by that."""
+Lists = Literal["", "whole", "masked"]
+"""No block mask; one whose blocks are seen whole; one with a callable, which hides a part of some."""
 _UNPACKED = 0.5
 """How much farther a cell of ``[B, H, S, D]`` is from a packed batch. A guess."""
 
@@ -53,6 +55,8 @@ class MeasuredCell:
     """True for a packed batch of `seq_kv` tokens: the geometric mean over several mixes of lengths."""
     score: Score = ""
     """The kind of expression that modifies scores."""
+    lists: Lists = ""
+    """The kind of block mask: the geometric mean over several."""
     window: int = 0
     """The keys that a query sees, its own the last of them; 0: all that `causal` leaves."""
     rows: int = 0
@@ -103,6 +107,7 @@ class MeasuredCell:
             mask = f"window {self.window}" if self.window else "causal" if self.causal else "full"
             what = f"D={self.head_dim} {'tokens' if self.packed else 'N'}={self.seq_kv} {heads} {mask}"
         kind = f"{self.score} " if self.score else "packed " * self.packed
+        kind += f"block mask, {self.lists}, " if self.lists else ""
         return f"{what} {kind}{self.direction}"
 
 
@@ -198,11 +203,24 @@ def _cells_of(
     found = [cell for cell in here if cell.rows and reads_as_cache(problem, direction)]
     if found or problem.cache is not None:
         return found
+    if listed := listed_cells(problem, direction, here):
+        return listed
+    here = [cell for cell in here if not cell.lists]
     if scored := scored_cells(problem, arch, direction, here):
         return scored
     found = [cell for cell in here if not (cell.rows or cell.score) and cell.causal == problem.is_banded]
     found = [cell for cell in found if problem.packing is not None or not cell.packed]
     return [cell for cell in found if problem.is_two_sided or not cell.window]
+
+
+def listed_cells(problem: Problem, direction: Direction, cells: Sequence[MeasuredCell]) -> Sequence[MeasuredCell]:
+    """Of `cells` those of a problem's kind of block mask in this direction; those of packed batches for them alone."""
+    if problem.blocks is None:
+        return ()
+    hides = problem.score is not None and problem.score.program.mask is not None
+    kind, is_packed = "masked" if hides else "whole", problem.packing is not None
+    found = [cell for cell in cells if cell.lists == kind and cell.direction == direction]
+    return [cell for cell in found if is_packed or not cell.packed]
 
 
 def scored_cells(
