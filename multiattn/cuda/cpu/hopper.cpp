@@ -380,7 +380,7 @@ bool Hopper::end_earlier_grids() {
 }
 
 // ---- named barriers
-void Hopper::named_barrier(const char* verb, int id, int threads, bool wait) {
+bool Hopper::named_barrier(const char* verb, int id, int threads, bool wait, bool predicate) {
   const Thread& me = block_.current();
   if (wait) block_.check_warp(verb);
   if (id < 1 || id >= NAMED_BARRIERS) block_.fail(verb, "a barrier " + std::to_string(id) + ", there are 1 to 15");
@@ -396,6 +396,7 @@ void Hopper::named_barrier(const char* verb, int id, int threads, bool wait) {
   if (++barrier.lanes[me.warp] > WARP_SIZE)
     block_.fail(verb, name + " is not complete, and the warp comes to it once more");
   clocks_.release(me.index, barrier.joined);
+  barrier.any |= predicate;
   if (++barrier.arrived == threads) {
     for (std::uint8_t& lanes : barrier.lanes) {
       if (lanes % WARP_SIZE) block_.fail(verb, name + " got " + std::to_string(lanes) + " lanes of a warp");
@@ -403,11 +404,14 @@ void Hopper::named_barrier(const char* verb, int id, int threads, bool wait) {
     }
     barrier.released = barrier.joined;
     barrier.arrived = 0;
+    barrier.any_of_released = barrier.any;
+    barrier.any = false;
     ++barrier.generation;
   } else if (wait) {
     block_.wait_for(verb, barrier);
   }
   if (wait) clocks_.acquire(me.index, barrier.released);
+  return barrier.any_of_released;
 }
 
 void Hopper::set_registers(const char* verb, int count, bool raise) {

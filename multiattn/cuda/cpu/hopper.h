@@ -38,6 +38,7 @@ struct NamedBarrier : Condition {
   int threads = 0, arrived = 0;           // that make it up, 0 while nobody is there; that are there
   std::uint8_t lanes[32] = {};            // that are there, of each warp
   Clock joined, released;
+  bool any = false, any_of_released = false;  // the predicates of those that are there, and of those before
 
   std::string state() const override {
     return "(" + std::to_string(arrived) + " of " + std::to_string(threads) + " threads are there)";
@@ -116,7 +117,7 @@ class Hopper {
   void await_earlier_grids();
   bool end_earlier_grids();  // false where nobody waits
 
-  void named_barrier(const char* verb, int id, int threads, bool wait);
+  bool named_barrier(const char* verb, int id, int threads, bool wait, bool predicate = false);
   void set_registers(const char* verb, int count, bool raise);
   Warpgroup& warpgroup(const char* verb);
 

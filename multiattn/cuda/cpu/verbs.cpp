@@ -362,6 +362,9 @@ void bulk_store_if(bool predicate, void* target, SharedAddress source, int bytes
 void tma_store_commit() { hopper().commit_stores(); }
 
 void named_barrier_sync(int id, int threads) { hopper().named_barrier("named_barrier_sync", id, threads, true); }
+bool any_at_named_barrier(int id, int threads, bool predicate) {
+  return hopper().named_barrier("any_at_named_barrier", id, threads, true, predicate);
+}
 void named_barrier_arrive(int id, int threads) { hopper().named_barrier("named_barrier_arrive", id, threads, false); }
 
 void wgmma_fence() { warpgroup("wgmma_fence").fence(); }

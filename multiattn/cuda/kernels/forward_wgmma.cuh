@@ -76,7 +76,7 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
   enum class Part {
     LAST,   // it may hold the last keys that rows see: masked, and its maxima come before its weights
     FULL,   // not masked
-    FIRST,  // it holds first keys that rows see, after blocks that they see in full: masked
+    FIRST,  // it holds first keys that rows see, after blocks that they see in full, or any of a list after those: masked
   };
 
   // The next tile. Its Q is there.
@@ -206,29 +206,42 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
       for (; block >= rows.first; --block) next_block<Part::FIRST>(rows, block);
   }
 
-  // As `walk`, over the blocks of a list. Maxima are exact until a block without a mask has given each row one, and where a mask
-  // is: full blocks come first.
+  // As `walk`, over the blocks of a list: full ones come first. Maxima are exact until each row has one. Whether they are, all
+  // warps of the warpgroup ask together, as they must issue the same products.
   DEVICE void walk_list(const Rows& rows) {
     TileWord word = take_tile(rows, slot_of_k());
     weigh<Part::LAST, false>(rows, word.word);
     await_stored(rows.slot);  // by now it is
-    bool all_seen = !word.is_masked();
     int left = rows.last;
     const auto take_next = [&] {
       if (left == 0) return;
       Shared::K::ring().await_full(kv_.k());
       word = take_tile(rows, kv_.k().slot);
     };
-    for (take_next(); left > 0; take_next()) {
-      for (; left > 0 && all_seen && !word.is_masked(); take_next()) {
+    bool all_seen = !word.is_masked() || have_maxima();
+    for (take_next(); left > 0 && !all_seen; take_next()) {
+      --left;
+      const bool was_masked = word.is_masked();
+      next_block<Part::LAST>(rows, word.word);
+      all_seen = !was_masked || have_maxima();
+    }
+    while (left > 0) {
+      for (; left > 0 && !word.is_masked(); take_next()) {
         --left;
         next_block<Part::FULL>(rows, word.word);
       }
-      if (left == 0) break;
-      --left;
-      next_block<Part::LAST>(rows, word.word);
-      all_seen |= !word.is_masked();
+      for (; left > 0 && word.is_masked(); take_next()) {
+        --left;
+        next_block<Part::FIRST>(rows, word.word);
+      }
     }
+  }
+
+  // True if each row of the warpgroup has seen a key.
+  DEVICE bool have_maxima() const {
+    const bool has_none = state_.max[0] == -infinity() || state_.max[1] == -infinity();
+    sync_warp();  // the barrier counts whole warps
+    return uniform(!any_at_named_barrier(rows_barrier(), WARPGROUP, has_none));
   }
 
   // A block's scores are made while the weights of the one before are multiplied by its V, and that while scores become
@@ -375,9 +388,10 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
     place.advance();
   }
 
+  DEVICE int rows_barrier() const { return ROWS_BARRIER + (T::TEAMS == 1 ? warpgroup_ : TEAM); }
   DEVICE void await_warpgroup() const {
     sync_warp();  // branches before it may have parted lanes, and the barrier counts whole warps
-    named_barrier_sync(ROWS_BARRIER + (T::TEAMS == 1 ? warpgroup_ : TEAM), WARPGROUP);
+    named_barrier_sync(rows_barrier(), WARPGROUP);
   }
 
   // The block of a list that a slot of K has. The bits of its mask are sent for.

@@ -221,6 +221,16 @@ DEVICE void tma_store_wait() {
 // ---- named barriers, 1 to 15 (0 is sync_block): of `threads` of the block, by whole warps, which must have converged: after a
 // branch that some lanes took, sync_warp
 DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// As named_barrier_sync; true for all if the predicate is for one of them.
+DEVICE bool any_at_named_barrier(int id, int threads, bool predicate) {
+  uint32 any;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.u32 q, %3, 0;\nbar.red.or.pred p, %1, %2, q;\nselp.u32 %0, 1, 0, p;\n}"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32>(predicate))
+      : "memory");
+  return any != 0;
+}
 DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

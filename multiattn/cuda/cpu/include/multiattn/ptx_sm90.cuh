@@ -97,6 +97,7 @@ inline void tma_store_wait() {
 }
 
 void named_barrier_sync(int id, int threads);
+bool any_at_named_barrier(int id, int threads, bool predicate);
 void named_barrier_arrive(int id, int threads);
 
 template <int N>
