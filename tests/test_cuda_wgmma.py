@@ -41,6 +41,8 @@ from multiattn.problem import Problem
 from multiattn.run import calls
 from multiattn.sequences import Batching
 from parity import test_parity as parity
+from parity.launch import launch_plan, prepare_case
+from parity.launch import problem_of as case_problem
 from parity.results import Contender
 
 SM90 = ARCHS["sm90"]
@@ -310,6 +312,29 @@ def test_k_and_v_may_have_buffers_of_their_own(head_dim, head_dim_v, tma_store):
     _, _, counts = run_wgmma(config, window=(100, 0), **sizes)
     panels = head_dim // 64, (head_dim + head_dim_v) // 64  # of Q, of K and V
     assert counts.tma_loads == (2 * panels[0] + (4 + 8) * panels[1]) * 2 * 4
+
+
+@on_cpu
+@pytest.mark.parametrize("values", ["ascending", "descending", "twin_peaks"])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("blocks_document", replace(EMULATED, lazy_max=True, pingpong=True)),
+        ("blocks_natten_2d", replace(EMULATED, lazy_max=True)),
+        ("blocks_whole", replace(EMULATED, tile_m=64, teams=3, lazy_max=True)),
+        ("varlen_blocks_uneven", replace(EMULATED, tile_m=64, teams=3, lazy_max=True)),
+    ],
+)
+def test_maxima_of_listed_blocks_are_outgrown(name, config, values):
+    """In full and in partial blocks, whose scores are then made again and hidden again."""
+    changes = {"sinks": None, "values": values}
+    if name in ("blocks_document", "blocks_natten_2d"):
+        changes |= {"seq_q": 300, "seq_kv": 300, "blocks": (128, 128)}
+    case = replace(BY_NAME[name], **changes)
+    inputs, truth = prepare_case(case, CASES_DEVICE)
+    plan = make_plan(BACKEND, case_problem(case, inputs), CPU, variant=WGMMA.name, config=config)
+    for got, expected in zip(launch_plan(plan, inputs).all, truth.of_plan(plan), strict=True):
+        expected.check(got, plan)
 
 
 PLACES = """
