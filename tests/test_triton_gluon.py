@@ -93,16 +93,15 @@ def test_it_is_what_triton_runs_on_hopper_but_for_what_tma_cannot_read():
 @pytest.mark.parametrize(
     ("blocks", "head_dim", "expected"),
     [
-        ((128, 128), 128, (128, 128, VARIANT.name, "two_pass")),
-        ((256, 128), 64, (128, 128, VARIANT.name, "two_pass")),
+        ((128, 128), 128, (128, 128, VARIANT.name, ONE.name)),
+        ((256, 128), 64, (64, 128, VARIANT.name, ONE.name)),
         ((64, 64), 128, (64, 64, VARIANT.name, "two_pass")),
-        ((192, 128), 96, (64, 64, VARIANT.name, "two_pass")),
+        ((192, 128), 96, (64, 64, VARIANT.name, ONE.name)),
         ((128, 64), 256, (128, 64, VARIANT.name, "two_pass")),
         ((96, 96), 128, (32, 32, "full", "two_pass")),
     ],
 )
 def test_tiles_divide_the_blocks_of_a_block_mask(blocks, head_dim, expected):
-    """The backward by lists is for callers that name it."""
     q = torch.empty(1, 2, 768, head_dim, dtype=torch.bfloat16)
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 768, 768, device="cpu", BLOCK_SIZE=blocks)
     asked = problem_of(*with_score(Operands(q, q, q), Options(), None, None, None, None, mask))
