@@ -25,7 +25,7 @@ AUTO = "auto"
 GPU_FOLDERS = ("h200", "h100")
 TITLES = {"triton": "Triton", "cutile": "cuTile", "cuda": "CUDA", AUTO: "`auto`"}
 PEER_TITLES = {
-    "sdpa-cudnn": "cuDNN", "cudnn": "cuDNN", "fa3": "FA3", "fa3-vllm": "FA3", "fa4": "FA4",
+    "sdpa-cudnn": "cuDNN", "cudnn": "cuDNN", "cudnn-frontend": "cuDNN Frontend", "fa3": "FA3", "fa3-vllm": "FA3", "fa4": "FA4",
     "flex": "Flex", "flashinfer": "FlashInfer", "sdpa": "SDPA", "flex_attention": "Flex",
     "flash_attention_4": "FA4",
 }  # fmt: skip
@@ -44,6 +44,8 @@ PARTS = {
     "masks and scores, backward": ("features", "bwd", "device"),
     "packed, forward": ("packed", "fwd", "device"),
     "packed, backward": ("packed", "bwd", "device"),
+    "block masks, forward": ("lists", "fwd", "device"),
+    "block masks, backward": ("lists", "bwd", "device"),
 }
 """The lines of the table by title: each has the cells of a results file in one direction and regime."""
 

@@ -29,7 +29,7 @@ GPU_FOLDER = "h200"
 SHOWN_SEQS = (1024, 4096, 16384)
 PEERS = ("sdpa-cudnn", "fa4")
 """The peers that ours are compared with: the fastest two."""
-FEATURE_PEERS = ("fa4", "flex")
+FEATURE_PEERS = ("fa4", "flex", "cudnn-frontend")
 """The peers that have most of the features."""
 LADDER_HEAD_DIMS = {"triton": (128,), "cutile": (128,), "cuda": (64, 512)}
 
@@ -72,6 +72,8 @@ def _sections(folder: Path) -> Iterator[tuple[str, list[str]]]:
     yield "Backward", [_speed_table(training, "backward"), report.memory_summary(training)]
     yield "Masks and scores", features_tables(newest(folder / "features.json"))
     yield "Packed batches", features_tables(newest(folder / "packed.json"))
+    sizes = "B = 1, 16 heads (of top16 64 on 4, of packed batches 64 on 8)"
+    yield "Block masks", features_tables(newest(folder / "lists.json"), sizes)
     if (folder / "models.json").exists():
         yield "Models", [models_table(models.load(folder / "models.json"))]
     if (folder / "host.json").exists():
@@ -104,21 +106,21 @@ def _over_auto(peer: str, cell: Cell, its: Mapping[str, Row]) -> str:
     return report.over(its.get(_auto(cell, its)), its.get(peer))
 
 
-def features_tables(rows: Sequence[Row]) -> list[str]:
+def features_tables(rows: Sequence[Row], sizes: str = "B = 1, H*D = 2048") -> list[str]:
     """TFLOPS by visible pairs of windows and features, one table a direction, and what ``auto`` runs over two peers."""
     tables = []
     for title, direction in (("forward", "fwd"), ("backward", "bwd")):
         chosen = [it for it in rows if it.regime == "device" and it.tflops and it.cell.direction == direction]
-
+        timed = report.timed_names(chosen)
         columns: dict[str, report.Column] = {
             "mask and feature": lambda cell, _: cell.attention,
             "D": PLACE["D"],
             "N": PLACE["N"],
-            **report.rates(report.timed_names(chosen), lambda row: report.figure(row) if row else report.NOTHING),
+            **report.rates(timed, lambda row: report.figure(row) if row else report.NOTHING),
             "auto": _auto,
-            **{f"auto / {name}": partial(_over_auto, name) for name in FEATURE_PEERS},
+            **{f"auto / {name}": partial(_over_auto, name) for name in FEATURE_PEERS if name in timed},
         }
-        told = f"TFLOPS over visible pairs, {title}, B = 1, H*D = 2048, back to back:"
+        told = f"TFLOPS over visible pairs, {title}, {sizes}, back to back:"
         tables += [told, report.cells_table(chosen, columns), *report.provenance(chosen)] if chosen else []
     return tables
 
