@@ -342,7 +342,7 @@ def _features() -> tuple[Cell, ...]:
     """Masks and scores beyond the causal mask, one sequence at a time, forward and then backward."""
     kinds: tuple[dict[str, Any], ...] = (
         {"window": 1024},
-        *({"feature": feature} for feature in ("softcap30", "alibi", "sinks", "documents16")),
+        *({"feature": feature} for feature in ("softcap30", "alibi", "sinks")),
     )
     return tuple(
         _sized(head_dim, seq, batch=1, causal=True, direction=direction, **kind)
@@ -350,7 +350,6 @@ def _features() -> tuple[Cell, ...]:
         for kind in kinds
         for head_dim in (128, 64)
         for seq in (4096, 16384, 65536)
-        if seq == 65536 or kind.get("feature") != "documents16"
     )
 
 

@@ -324,8 +324,8 @@ PEER_PACKAGES = (
     *("flash-attn", "flash-attn-3", "flash-attn3-jax", "flash-attn-4", "tilegym"),
     *("flashinfer-python", "nvidia-cudnn-frontend", "vllm"),
 )
-_PEERS = ("peers.py", "peers_cute.py", "peers_jax.py", "peers_decode.py", "xla_ffi.py")
-TIMED_WITH = ("matrix.py", "decode_cells.py", "features.py", "contenders.py", *_PEERS)
+_PEERS = ("peers.py", "peers_cute.py", "peers_cudnn.py", "peers_jax.py", "peers_decode.py", "xla_ffi.py")
+TIMED_WITH = ("matrix.py", "decode_cells.py", "features.py", "block_lists.py", "contenders.py", *_PEERS)
 
 
 def gpu_arch() -> Arch | None:

@@ -214,7 +214,7 @@ def _cells_of(
 
 
 def listed_cells(problem: Problem, direction: Direction, cells: Sequence[MeasuredCell]) -> Sequence[MeasuredCell]:
-    """Of `cells` those of a problem's kind of block mask in this direction; those of packed batches for them alone."""
+    """The `cells` of a problem's kind of block mask in this direction; those of packed batches are for these alone."""
     if problem.blocks is None:
         return ()
     hides = problem.score is not None and problem.score.program.mask is not None
