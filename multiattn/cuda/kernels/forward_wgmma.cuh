@@ -206,9 +206,9 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
       for (; block >= rows.first; --block) next_block<Part::FIRST>(rows, block);
   }
 
-  // As `walk`, over the blocks of a list: full ones come first. Maxima are exact until each row has one. Whether they are, all
-  // warps of the warpgroup ask together, as they must issue the same products.
+  // As `walk`, over the blocks of a list: full ones come first. Lazy maxima are exact until each row has one.
   DEVICE void walk_list(const Rows& rows) {
+    constexpr Part MASKED = T::LAZY_MAX ? Part::FIRST : Part::LAST;
     TileWord word = take_tile(rows, slot_of_k());
     weigh<Part::LAST, false>(rows, word.word);
     await_stored(rows.slot);  // by now it is
@@ -218,26 +218,27 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
       Shared::K::ring().await_full(kv_.k());
       word = take_tile(rows, kv_.k().slot);
     };
-    bool all_seen = !word.is_masked() || have_maxima();
-    for (take_next(); left > 0 && !all_seen; take_next()) {
-      --left;
-      const bool was_masked = word.is_masked();
-      next_block<Part::LAST>(rows, word.word);
-      all_seen = !was_masked || have_maxima();
+    bool was_masked = word.is_masked();
+    take_next();
+    if constexpr (T::LAZY_MAX) {
+      for (; left > 0 && was_masked && !have_maxima(); take_next()) {
+        --left;
+        was_masked = word.is_masked();
+        next_block<Part::LAST>(rows, word.word);
+      }
     }
-    while (left > 0) {
+    for (; left > 0; take_next()) {
       for (; left > 0 && !word.is_masked(); take_next()) {
         --left;
         next_block<Part::FULL>(rows, word.word);
       }
-      for (; left > 0 && word.is_masked(); take_next()) {
-        --left;
-        next_block<Part::FIRST>(rows, word.word);
-      }
+      if (left == 0) break;
+      --left;
+      next_block<MASKED>(rows, word.word);
     }
   }
 
-  // True if each row of the warpgroup has seen a key.
+  // True if each row of the warpgroup has seen a key. All warps ask together, as they must issue the same products.
   DEVICE bool have_maxima() const {
     const bool has_none = state_.max[0] == -infinity() || state_.max[1] == -infinity();
     sync_warp();  // the barrier counts whole warps
