@@ -13,15 +13,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINES = {
-    "multiattn": 64_130,
-    "tests": 31_380,
+    "multiattn": 64_200,
+    "tests": 31_450,
     "parity": 5_810,
-    "bench": 9_860,
-    "docs": 4_960,
+    "bench": 9_960,
+    "docs": 5_000,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""
-RESULTS_BYTES = 1_700_000
+RESULTS_BYTES = 1_710_000
 CONFIG_TESTS = 2
 """``isinstance`` of a class of configs: generic code asks the family of a kernel instead."""
 MANY = 12
