@@ -25,9 +25,9 @@ AUTO = "auto"
 GPU_FOLDERS = ("h200", "h100")
 TITLES = {"triton": "Triton", "cutile": "cuTile", "cuda": "CUDA", AUTO: "`auto`"}
 PEER_TITLES = {
-    "sdpa-cudnn": "cuDNN", "cudnn": "cuDNN", "cudnn-frontend": "cuDNN Frontend", "fa3": "FA3", "fa3-vllm": "FA3", "fa4": "FA4",
+    "sdpa-cudnn": "cuDNN", "cudnn": "cuDNN", "fa3": "FA3", "fa3-vllm": "FA3", "fa4": "FA4",
     "flex": "Flex", "flashinfer": "FlashInfer", "sdpa": "SDPA", "flex_attention": "Flex",
-    "flash_attention_4": "FA4",
+    "flash_attention_4": "FA4", "cudnn-frontend": "cuDNN Frontend",
 }  # fmt: skip
 MODES = {"training": "training a model", "prefill": "prefill of a model"}
 OLD = "†"
