@@ -1,5 +1,6 @@
 """bench.peers: what can be held of them without a GPU or the packages."""
 
+import sys
 from dataclasses import replace
 
 import bench_fakes as fakes
@@ -69,6 +70,39 @@ def test_flash_attn_is_called_in_its_own_layout(name, heads_kv, returns_lse, dir
     fakes.stand_in(monkeypatch, peer.module, flash_attn_func=flash_attn_func)
     (row,) = fakes.run_once(tmp_path, replace(peer, module="torch"), cells=(cell,))
     assert row.measured
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("feature", ["blocks128_half", "blocks64_tenth"])
+def test_cudnn_frontend_is_given_the_blocks_alone(feature, direction, monkeypatch, tmp_path):
+    (peer,) = find_peers(("cudnn-frontend",))
+    cell = replace(CELL, feature=feature, causal=False, seq=640, direction=direction, head_dim=16)
+
+    def attend(q, k, v, blocks, size):
+        rows = 640 // size
+        seen = torch.zeros(1, cell.heads, rows, rows, dtype=torch.bool).scatter(3, blocks.long(), True)
+        bias = seen.repeat_interleave(size, 2).repeat_interleave(size, 3)
+        return reference(*(it.transpose(1, 2) for it in (q, k, v)), bias=bias)
+
+    def forward(q, k, v, blocks, *, sparse_block_size, layout):
+        assert (blocks.dtype, layout) == (torch.int32, "bshd")
+        out, lse = attend(q, k, v, blocks, sparse_block_size)
+        return {"o_tensor": out.to(q.dtype).transpose(1, 2), "lse_tensor": lse}
+
+    def backward(dout, q, k, v, out, lse, blocks, *, sparse_block_size, layout):
+        leaves = [it.detach().requires_grad_() for it in (q, k, v)]
+        with torch.enable_grad():
+            again = attend(*leaves, blocks, sparse_block_size)[0].to(q.dtype).transpose(1, 2)
+        found = torch.autograd.grad(again, leaves, dout)
+        return dict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), found, strict=True))
+
+    monkeypatch.delitem(sys.modules, "bench.peers_cudnn", raising=False)
+    given = {"block_sparse_attention_forward": forward, "block_sparse_attention_backward": backward}
+    fakes.stand_in(monkeypatch, peer.module, **given)
+    (row,) = fakes.run_once(tmp_path, replace(peer, module="torch"), cells=(cell,))
+    assert row.measured, row.error
+    told = [it.code for it in peer.refuse(replace(cell, heads_kv=1), ())]
+    assert told == ([] if direction == "fwd" else ["heads"])
 
 
 def test_peers_that_have_one_head_dim_say_so():
