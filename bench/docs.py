@@ -107,7 +107,7 @@ def _over_auto(peer: str, cell: Cell, its: Mapping[str, Row]) -> str:
 
 
 def features_tables(rows: Sequence[Row], sizes: str = "B = 1, H*D = 2048") -> list[str]:
-    """TFLOPS by visible pairs of windows and features, one table a direction, and what ``auto`` runs over two peers."""
+    """TFLOPS by visible pairs of windows and features, one table a direction, and what ``auto`` runs over peers."""
     tables = []
     for title, direction in (("forward", "fwd"), ("backward", "bwd")):
         chosen = [it for it in rows if it.regime == "device" and it.tflops and it.cell.direction == direction]

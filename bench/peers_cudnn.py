@@ -1,6 +1,7 @@
 """The open block-sparse kernels of cuDNN Frontend, for lists without a mask.
 
-Imported only where it runs, as it needs the wheel and the CuTe DSL.
+Imported only where it runs, as it needs the wheel and the CuTe DSL. Its backward makes the lists of blocks of keys in
+each call; others are given them.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
     another config. Cells of backward come last.
 
     Packed batches of one size are one cell, as no plan knows their lengths: the geometric mean over their mixes. So are
-    block masks of one kind, as no plan knows what they list.
+    block masks of one kind and of any length, as no plan knows what they list.
     """
     rows = list(rows)
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -96,13 +96,14 @@ def preferences(rows: Iterable[Row]) -> list[dict[str, Any]]:
         kinds |= {"window": cell.window or 0, "lists": _lists_of(cell)}
         heads, group, is_backward = cell.batch * cell.heads, cell.group, cell.direction == "bwd"
         head_dim = sum(cell.widths) // 2  # as plans are compared with cells
-        key = (is_backward, *kinds.values(), setup.gpu, head_dim, cell.seq, cell.causal, heads, group)
+        place = (0, False) if kinds["lists"] else (cell.seq, cell.causal)
+        key = (is_backward, *kinds.values(), setup.gpu, head_dim, *place, heads, group)
         if measured is None or measured.host_bound or (cell, row.run) in outdated:
             continue
         if owners.setdefault(key, cell) != cell and not (cell.is_packed or kinds["lists"]):
             continue
         told = {"arch": setup.arch, "gpu": setup.gpu, "date": setup.date, "head_dim": head_dim}
-        told |= {"seq_kv": cell.seq, "causal": cell.causal, "heads": heads}
+        told |= {"seq_kv": place[0], "causal": place[1], "heads": heads}
         told |= ({"group": group} if group != 1 else {}) | ({"direction": "backward"} if is_backward else {})
         told |= {name: it for name, it in kinds.items() if it}
         entry = cells.setdefault(key, {**told, "tflops": {}})
@@ -117,7 +118,7 @@ def _lists_of(cell: Cell) -> Lists:
     """The kind of a cell's block mask."""
     if cell.feature not in (*LISTS, "documents16"):
         return ""
-    return "whole" if cell.feature.startswith("blocks") else "masked"
+    return "whole" if cell.feature.startswith("blocks") else "divided" if cell.feature == "video" else "masked"
 
 
 def _place(row: Row) -> tuple[Any, str, str]:

@@ -108,9 +108,8 @@ def test_cells_of_other_counts_of_heads_and_of_shared_keys_are_preferred_by_apar
 def test_block_masks_of_one_kind_are_one_cell():
     plain = [it for it in SUITES["lists"] if it.head_dim == 128 and it.direction == "fwd" and not it.heads_kv]
     found = preferences(with_rival(*(fakes.row("cuda", 1.0, cell=cell) for cell in plain)))
-    assert [(it["lists"], it["seq_kv"]) for it in found] == [
-        ("masked", 16384), ("masked", 24576), ("masked", 32768), ("masked", 65536), ("whole", 40960),
-    ]  # fmt: skip
+    assert [it["lists"] for it in found] == ["divided", "masked", "whole"]
+    assert not any(it["seq_kv"] or it["causal"] for it in found)
 
 
 def test_a_run_of_one_backend_alone_is_not_preferred_by_nor_hides_another():

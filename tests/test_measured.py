@@ -79,9 +79,12 @@ def test_auto_follows_cells_of_block_masks_for_those_of_their_kind_alone():
     masked = Problem.of_operands(*with_score(Operands(q, q, q), Options(), None, None, None, None, mask))
     whole = replace(masked, score=None)
     packed = replace(masked, batching=Batching.packed(5))
-    problems = (replace(whole, blocks=None), whole, masked, packed, replace(packed, score=None))
+    tiled = multiattn.block_mask(lambda b, h, q, kv: q // 48 == kv // 48, None, None, 256, 256, device="cpu")
+    divided = Problem.of_operands(*with_score(Operands(q, q, q), Options(), None, None, None, None, tiled))
+    cells.append(cell(head_dim=128, lists="divided", cuda=2.0, triton=1.0))
+    problems = (replace(whole, blocks=None), whole, masked, packed, replace(packed, score=None), divided)
     best = [preferred_order(it, SM90, cells=cells)[0][0] for it in problems]
-    assert best == ["cuda", "triton", "cutile", "cuda", "triton"]
+    assert best == ["cuda", "triton", "cutile", "cuda", "triton", "cuda"]
     assert preferred_order(masked, SM90, "backward", cells)[0][0] == "cuda"  # by the dense cell
 
 

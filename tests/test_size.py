@@ -13,15 +13,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINES = {
-    "multiattn": 64_200,
+    "multiattn": 64_210,
     "tests": 31_490,
     "parity": 5_810,
     "bench": 9_960,
-    "docs": 5_000,
+    "docs": 5_010,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""
-RESULTS_BYTES = 1_710_000
+RESULTS_BYTES = 1_720_000
 CONFIG_TESTS = 2
 """``isinstance`` of a class of configs: generic code asks the family of a kernel instead."""
 MANY = 12

@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Literal, NamedTuple
@@ -24,13 +24,19 @@ from multiattn.plan.schedule import most_multiprocessors
 from multiattn.plan.support import Unsupported
 from multiattn.plan.waves import efficiency
 from multiattn.problem import Problem
-from multiattn.score.expression import ONE
+from multiattn.score.expression import ONE, walk
 from multiattn.score.lower import lower
 
 Score = Literal["", "softcap", "alibi"]
 """None, one whose slope differs from 1, and one that only adds: kernels differ by that."""
-Lists = Literal["", "whole", "masked"]
-"""No block mask; one whose blocks are seen whole; one with a callable, which hides a part of some."""
+Lists = Literal["", "whole", "masked", "divided"]
+"""No block mask; one whose blocks are seen whole; one with a callable, which hides a part of some; with one that
+divides, and costs more than the softmax."""
+_TOLD: Mapping[Lists, str] = {
+    "whole": "block masks without a callable",
+    "masked": "block masks with a callable",
+    "divided": "block masks with a callable that divides",
+}
 _UNPACKED = 0.5
 """How much farther a cell of ``[B, H, S, D]`` is from a packed batch. A guess."""
 
@@ -56,7 +62,7 @@ class MeasuredCell:
     score: Score = ""
     """The kind of expression that modifies scores."""
     lists: Lists = ""
-    """The kind of block mask: the geometric mean over several."""
+    """The kind of block mask: the geometric mean over several, of any length; `seq_kv` is 0."""
     window: int = 0
     """The keys that a query sees, its own the last of them; 0: all that `causal` leaves."""
     rows: int = 0
@@ -78,7 +84,7 @@ class MeasuredCell:
     def distance_in_lengths(self, problem: Problem) -> float:
         """The distance but for head_dim."""
         keys = problem.seq_kv if problem.packing is None else USUAL_LENGTH
-        seq_kv = 0.0 if self.packed else doublings(keys, self.seq_kv)
+        seq_kv = 0.0 if self.packed or self.lists else doublings(keys, self.seq_kv)
         seen = doublings(sum(problem.reach) + 1, self.window or self.seq_kv) if problem.is_two_sided else 0.0
         heads = doublings(problem.batch * problem.heads_q, self.heads)
         return (seq_kv + seen) / 4 + (heads + doublings(problem.group, self.group)) / 16
@@ -102,12 +108,13 @@ class MeasuredCell:
     def __str__(self) -> str:
         if self.rows:
             what = f"D={self.head_dim}, caches with {self.rows} queries of the heads that share a key,"
+        elif self.lists:
+            what = f"D={self.head_dim} B*H={self.heads} Hq/Hkv={self.group} {_TOLD[self.lists]},"
         else:
             heads = f"B*H={self.heads}" + (f" Hq/Hkv={self.group}" if self.group != 1 else "")
             mask = f"window {self.window}" if self.window else "causal" if self.causal else "full"
             what = f"D={self.head_dim} {'tokens' if self.packed else 'N'}={self.seq_kv} {heads} {mask}"
         kind = f"{self.score} " if self.score else "packed " * self.packed
-        kind += f"block mask, {self.lists}, " if self.lists else ""
         return f"{what} {kind}{self.direction}"
 
 
@@ -217,8 +224,9 @@ def listed_cells(problem: Problem, direction: Direction, cells: Sequence[Measure
     """The `cells` of a problem's kind of block mask in this direction; those of packed batches are for these alone."""
     if problem.blocks is None:
         return ()
-    hides = problem.score is not None and problem.score.program.mask is not None
-    kind, is_packed = "masked" if hides else "whole", problem.packing is not None
+    mask, is_packed = problem.score and problem.score.program.mask, problem.packing is not None
+    divides = mask is not None and any(it.op in ("floordiv", "mod") for it in walk(mask))
+    kind = "whole" if mask is None else "divided" if divides else "masked"
     found = [cell for cell in cells if cell.lists == kind and cell.direction == direction]
     return [cell for cell in found if is_packed or not cell.packed]
 
