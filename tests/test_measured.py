@@ -86,6 +86,8 @@ def test_auto_follows_cells_of_block_masks_for_those_of_their_kind_alone():
     best = [preferred_order(it, SM90, cells=cells)[0][0] for it in problems]
     assert best == ["cuda", "triton", "cutile", "cuda", "triton", "cuda"]
     assert preferred_order(masked, SM90, "backward", cells)[0][0] == "cuda"  # by the dense cell
+    alone = [cells[0], cell(head_dim=128, lists="masked", packed=True, triton=9.0)]
+    assert preferred_order(masked, SM90, cells=alone)[0][0] == "cuda"
 
 
 # ---------------------------------------------------------------- what nobody measured
