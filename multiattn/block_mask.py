@@ -14,6 +14,7 @@ import torch
 from torch.compiler import is_compiling
 
 from multiattn.layout import Layout, Shape, row_major
+from multiattn.score.named import PARTIAL, WHOLE
 from multiattn.score.transforms import is_wrapped
 from multiattn.validate import check_block_mask, check_lists
 
@@ -108,11 +109,17 @@ class BlockCounts(NamedTuple):
 
 
 def read_block_mask(
-    block_mask: Any, q: torch.Tensor, k: torch.Tensor, *, has_gradient: bool = True, is_packed: bool = False
+    block_mask: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    has_gradient: bool = True,
+    is_packed: bool = False,
+    room: tuple[int, int] | None = None,
 ) -> tuple[BlockLists, MaskMod | None]:
     """The lists of a `BlockMask` for q ``[B, Hq, Sq, D]`` and k, and its `mask_mod`, None where that hides nothing.
 
-    `is_packed`: q and k are a packed batch's.
+    `is_packed`: q and k are a packed batch's. `room`: k is a cache, of so many sequences and so many keys of each.
 
     TypeError or ValueError for another object, and for a mask of other sizes. No value of a list is read here, and one
     that is int32 and contiguous is taken as it is: a CUDA graph sees what is written to it. Where the `QUERIES_OF_KEYS`
@@ -120,7 +127,8 @@ def read_block_mask(
     """
     from torch.nn.attention.flex_attention import noop_mask  # imports SymPy
 
-    check_block_mask(block_mask, q, k, is_packed=is_packed)
+    shape = (*q.shape[:3], k.shape[2]) if room is None else (room[0], q.shape[1], room[1], room[1])
+    check_block_mask(block_mask, shape, is_packed=is_packed, is_cached=room is not None)
     queries, keys = block_mask.BLOCK_SIZE
     spec = BlockSpec(queries, keys, block_mask.full_kv_num_blocks is not None)
     is_one_way = block_mask.q_num_blocks is None
@@ -372,11 +380,21 @@ def seen_blocks(
 
     `rows` are those of the lists that queries have, ``[Sq]``, `columns` the blocks that keys are in, ``[Skv]``.
     """
-    seen = (
-        seen_in_lists(*(named[it] for it in of)) for of in (KEYS_OF_QUERIES[:2], KEYS_OF_QUERIES[2:]) if of[0] in named
-    )
+    seen = (seen_in_lists(*(named[it] for it in names)) for names in _by_kind(named))
     partial, *full = (it[..., rows, :][..., columns] for it in seen)
     return partial, full[0] if full else torch.zeros_like(partial)
+
+
+def kinds_of(lists: BlockLists) -> torch.Tensor:
+    """The number of each block, int8 ``[B|1, H|1, rows, columns]``: `PARTIAL` or `WHOLE` if lists name it, else 0."""
+    seen = [seen_in_lists(*(lists.named[it] for it in names)) for names in _by_kind(lists.named)]
+    kinds = seen[0].to(torch.int8) * PARTIAL
+    return kinds if len(seen) == 1 else torch.where(seen[1], WHOLE, kinds)
+
+
+def _by_kind(named: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
+    """Names of the lists of partial blocks of keys, and of those of full ones where there are any."""
+    return [names for names in (KEYS_OF_QUERIES[:2], KEYS_OF_QUERIES[2:]) if names[0] in named]
 
 
 def seen_in_lists(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

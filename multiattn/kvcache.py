@@ -9,14 +9,13 @@ import torch
 from torch.compiler import is_compiling
 
 from multiattn.meant import refuse_call
-from multiattn.operands import Operands, Options, with_score
+from multiattn.operands import Operands, Options, with_score_of_cache
 from multiattn.packed import as_batch_of_one, of_batch_of_one
 from multiattn.plain import plain
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend_cached, autocast
 from multiattn.sequences import Batching, Indices, Kind
-from multiattn.signatures import CacheOptions, names_of, settled, takes
-from multiattn.validate import check_modification
+from multiattn.signatures import PLAIN, CacheOptions, Scores, names_of, settled, takes
 from multiattn.validate.results import check_out
 from multiattn.validate.sequences import check_cache, check_numbers, check_values
 
@@ -101,6 +100,16 @@ def fmha_kvcache(
         causal: Aligned at the bottom right: query i of Sq sees the keys up to ``i + seqlens_kv[b] - Sq``.
         window: As for `multiattn.fmha`, by each sequence's own length.
         scale, softcap, sinks: As for `multiattn.fmha`.
+        alibi_slopes: fp32 ``[Hq]`` or ``[B, Hq]``, B sequences: query i is at position ``i + seqlens_kv[b] - Sq``.
+        bias: ``[B|1, Hq|1, Sq|1, S|1]``, dtype of q or fp32, or bool where True is visible, as for `multiattn.fmha`. S
+            is the room for keys, ``max_pages * page`` with pages, or fewer: then they are the last keys of each
+            sequence, and nothing is added to the scores of those before them. So ``[B, 1, Sq, Sq]`` of bools is a tree
+            of drafted tokens, which are the last keys: it is read for their tiles alone. Rows are of the Sq (or
+            `max_seqlen_q`) queries.
+        score_mod: FlexAttention's ``(score, b, h, q_idx, kv_idx) -> score``. Positions are those in the sequence,
+            ``q_idx = i + seqlens_kv[b] - Sq``: the callable of training is the one of serving.
+        block_mask: FlexAttention's `BlockMask`, both of whose lengths are at least the room for keys; positions as for
+            `score_mod`. It hides keys, and every one is read.
         backend: As for `multiattn.fmha`. On CPU tensors ``"auto"`` is the reference, which reads lengths on the host.
         variant: A variant of that backend's forward. None is its best one that can run the problem.
         return_lse: Also return the log-sum-exp.
@@ -158,7 +167,7 @@ def cached_call(
     """The operands and options of a call of `fmha_kvcache`. TypeError or ValueError, naming what came."""
     asked, scores = settled(options)
     given = options.get
-    return with_cache(q, k_cache, v_cache, asked, where, scores.softcap, given("sinks"), given("out"))
+    return with_cache(q, k_cache, v_cache, asked, where, scores, given("sinks"), given("out"))
 
 
 def with_cache(
@@ -167,7 +176,7 @@ def with_cache(
     v_cache: torch.Tensor,
     options: Options,
     where: Where,
-    softcap: float | None = None,
+    scores: Scores = PLAIN,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[Operands, Options]:
@@ -188,10 +197,9 @@ def with_cache(
     kind: Kind = "cache" if where.page_table is None else "pages"
     batching = Batching(kind, where.max_seqlen_q, splits=where.num_splits, strides_out=strides_out)
     operands = Operands(as_batch_of_one(q) if is_packed else q, k_cache, v_cache, sinks=sinks, indices=indices)
-    if softcap is not None:
+    if any(it is not None for it in scores):
         pages = 1 if where.page_table is None else where.page_table.shape[1]
         queries = where.max_seqlen_q if where.max_seqlen_q is not None else q.shape[2]
         lengths = (where.seqlens_kv.shape[0], queries, k_cache.shape[2] * pages)
-        check_modification(q, lengths, softcap, None, None, None)
-        operands, options = with_score(operands, options, softcap, None, None, None, lengths=lengths, checked=True)
+        operands, options = with_score_of_cache(operands, options, *scores, lengths)
     return operands, options._replace(batching=batching)

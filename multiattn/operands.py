@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from multiattn.block_mask import BlockSpec, in_sequences, lists_of, may_hide_blocks, of_sequences, read_block_mask
+from multiattn.block_mask import (
+    BlockSpec,
+    in_sequences,
+    kinds_of,
+    lists_of,
+    may_hide_blocks,
+    of_sequences,
+    read_block_mask,
+)
 from multiattn.layout import Layout, Shape, row_major
 from multiattn.mask import Band, Window, band_of
 from multiattn.plain import as_bool
@@ -380,15 +388,53 @@ def with_score(
         if lists is None and lengths is None and may_hide_blocks(visible):
             (lists, mask_mod), visible = lists_of(visible), None
     asked = Modification(softcap, alibi_slopes, bias, score_mod, visible, mask_mod)
-    if compiling:
+    operands, options = _modified(operands, options, asked)
+    if lists is None:
+        return operands, options
+    return operands._replace(indices=Indices(**lists.named)), options._replace(blocks=lists.spec)
+
+
+def with_score_of_cache(
+    operands: Operands,
+    options: Options,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    score_mod: ScoreMod | None,
+    block_mask: object,
+    lengths: tuple[int, int, int],
+) -> tuple[Operands, Options]:
+    """`with_score` of a cache: `lengths` are of sequences, most queries of one, and keys that there is room for.
+
+    A `bias` of fewer keys than there is room for is of the last keys of each sequence: one of bools is then the mask of
+    the tiles of keys that these are in, and read for no other. Blocks are of positions among all keys, so a tile of
+    queries has no list of its own: kernels look each score's block up, and hide by a score of -inf.
+    """
+    batch, _, room = lengths
+    last = None
+    if isinstance(bias, torch.Tensor) and bias.ndim == 4 and 1 < bias.shape[3] < room:
+        last = bias.shape[3]
+    check_modification(operands.q, lengths, softcap, alibi_slopes, bias, score_mod, last=last)
+    kinds, mask_mod, sizes = None, None, None
+    if block_mask is not None:
+        of_all = batch, room
+        lists, mask_mod = read_block_mask(block_mask, *operands.qkv[:2], has_gradient=False, room=of_all)
+        kinds, sizes = kinds_of(lists), lists.spec[:2]
+    visible = None
+    if bias is not None and bias.dtype == torch.bool:
+        visible, bias = bias, None
+    asked = Modification(softcap, alibi_slopes, bias, score_mod, visible, mask_mod, True, last, kinds, sizes)
+    return _modified(operands, options, asked)
+
+
+def _modified(operands: Operands, options: Options, asked: Modification) -> tuple[Operands, Options]:
+    """The operands with what a modification loads from, and the options with its program."""
+    if is_compiling():
         captured, options = _record(operands.q, options, asked)
     else:
         score = bind(asked, operands.q.device)
         captured, options = () if score is None else score.tensors, options.with_score(score)
-    operands = operands._replace(captured=captured)
-    if lists is None:
-        return operands, options
-    return operands._replace(indices=Indices(**lists.named)), options._replace(blocks=lists.spec)
+    return operands._replace(captured=captured), options
 
 
 def _may_differentiate(operands: Operands, score_mod: ScoreMod | None, *others: torch.Tensor | None) -> bool:
@@ -400,18 +446,17 @@ def _may_differentiate(operands: Operands, score_mod: ScoreMod | None, *others: 
 
 def _record(q: torch.Tensor, options: Options, asked: Modification) -> tuple[tuple[torch.Tensor, ...], Options]:
     """Captured tensors, and the options of the program that loads from them, where a graph is made."""
-    tensors = asked.alibi_slopes, asked.bias, asked.visible
+    tensors = asked.alibi_slopes, asked.bias, asked.visible, asked.block_kinds
     recorder = Recorder(q.device, [it for it in tensors if it is not None])
     score = None if asked.score_mod is None else recorder.record(asked.score_mod, has_score=True)
     mask = None if asked.mask_mod is None else recorder.record(asked.mask_mod, has_score=False)
-    has_softcap, has_alibi, has_bias, hides = [it is not None for it in (asked.softcap, *tensors)]
-    text, places, used = program_of(
-        str(q.device), has_softcap, has_alibi, has_bias, hides, score, mask, recorder.captured_specs()
-    )
+    has = tuple([it is not None for it in (asked.softcap, *tensors)])
+    of_cache = asked.of_cache, asked.last, asked.block_sizes
+    text, places, used = program_of(str(q.device), has, score, mask, recorder.captured_specs(), *of_cache)
     captured = tuple([recorder.captured[place] for place in places])
     wanted = tuple(slot for slot in used if captured[slot].requires_grad)
     return captured, options._replace(
         score=text,
-        scalars=() if asked.softcap is None else (asked.softcap,),
+        scalars=tuple([it for it in (asked.softcap, asked.last) if it is not None]),
         gradient_slots=wanted if torch.is_grad_enabled() else (),
     )

@@ -400,6 +400,11 @@ class Problem:
         return self.score is not None and self.score.program.score is not None
 
     @property
+    def has_tail(self) -> bool:
+        """True if a mask hides some of the last keys of a cache: the tiles of keys before them do not need it."""
+        return self.score is not None and self.score.program.tail is not None
+
+    @property
     def reads_keys(self) -> bool:
         """True if the expression of scores reads an element of a tensor for each key."""
         if self.score is None or (root := self.score.program.score) is None:

@@ -148,6 +148,9 @@ def _modify(
     """The scores that count ``[B, Hq, Sq, Skv]``, and the keys that each query sees, which broadcasts to it."""
     visible = problem.band.visible(problem.seq_q, problem.seq_kv, scores.device)
     bound = None if problem.score is None else _bound(problem, operands)
+    if problem.has_tail and bound is not None:
+        masked = eager.visible(bound, scores.shape, scores.device, part)
+        visible = visible if masked is None else visible & masked
     if problem.blocks is not None:
         where = part or Part(0, 0, problem.seq_q, problem.seq_kv)
         rows = torch.arange(where.first_query, where.first_query + problem.seq_q, device=scores.device)

@@ -83,7 +83,7 @@ class CachedLengths(TypedDict):
     seqlens_kv: torch.Tensor
 
 
-class CacheOptions(Common, Selection, CachedLengths, total=False):
+class CacheOptions(ScoreOptions, Selection, CachedLengths, total=False):
     """Options of `multiattn.fmha_kvcache`."""
 
     page_table: torch.Tensor | None
@@ -144,7 +144,9 @@ class Scores(NamedTuple):
     block_mask: BlockMask | None
 
 
-_SCORES, _PLAIN = frozenset(Scores._fields), Scores(None, None, None, None, None)
+_SCORES = frozenset(Scores._fields)
+PLAIN = Scores(None, None, None, None, None)
+"""Nothing."""
 
 
 def names_of(options: type) -> frozenset[str]:
@@ -180,7 +182,7 @@ def settled(options: Mapping[str, Any]) -> tuple[Options, Scores]:
         variant=given("variant"),
         deterministic=given("deterministic"),
     )
-    return asked, _PLAIN if _SCORES.isdisjoint(options) else Scores(*map(given, Scores._fields))
+    return asked, PLAIN if _SCORES.isdisjoint(options) else Scores(*map(given, Scores._fields))
 
 
 def dense_call(operands: Operands, options: Mapping[str, Any]) -> tuple[Operands, Options]:

@@ -8,6 +8,7 @@
       static float score(float raw, PLACE, const Aux&);  // and score_and_slope(..., float& slope)
       static float exponent_and_slope(float raw, float lse, PLACE, const Aux&, float& slope);
       static bool mask(PLACE, const Aux&);
+      static float tail(PLACE, const Aux&);  // of no place
       static void load_gradients(float raw, float dscore, PLACE, const Aux&, const Gradients&, float* sums);
       static void add_sums(int32 b, int32 h, const Aux&, const Gradients&, const float* sums);
     };
@@ -202,7 +203,7 @@ def lowered_of(plan: Plan, *, exponents: bool = False) -> LoweredScore | None:
     `exponents`: for a kernel that has them; see `LoweredScore`.
     """
     problem = plan.problem
-    if problem.score is None or not (problem.has_score or problem.blocks is not None):
+    if problem.score is None or not (problem.has_score or problem.has_tail or problem.blocks is not None):
         return None
     apart = plan.direction == "backward" and problem.score.scores is not None
     return lower(problem.score.program, approximate=plan.arch.is_gpu, apart=apart, exponents=exponents)
@@ -235,7 +236,7 @@ def text_of(lowered: LoweredScore, slots: tuple[int, ...] = ()) -> tuple[str, st
         is_exponent = name == "exponent_and_slope"
         own = {**names, **_names_of_position("q")} if is_exponent else names
         statements, results = _statements(roots, own, _OF_BOTH if is_exponent else _OF_KEY)
-        raw = "" if name == "mask" else "float raw, float lse, " if is_exponent else "float raw, "
+        raw = "" if name in ("mask", "tail") else "float raw, float lse, " if is_exponent else "float raw, "
         place = _PLACE.replace("int32 q", "Position q") if is_exponent else _PLACE
         slope = ", float& slope" if len(results) > 1 else ""
         statements += [f"slope = {it};" for it in results[1:]]

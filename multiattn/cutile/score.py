@@ -78,13 +78,14 @@ class TileScoreFunctions:
 
     score: Any = None
     mask: Any = None
+    tail: Any = None
     score_and_slope: Any = None
     load_gradients: Any = None
     is_additive: bool = False
     """The slope of every score is 1."""
 
 
-_FUNCTIONS = ("score", "mask", "score_and_slope", "load_gradients")
+_FUNCTIONS = ("score", "mask", "tail", "score_and_slope", "load_gradients")
 
 
 def text_of(lowered: LoweredScore, slots: Sequence[int] = ()) -> tuple[str, str]:

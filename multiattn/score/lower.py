@@ -92,6 +92,8 @@ class LoweredScore:
     score: Node | None
     """A function of `raw`; None where the program leaves scores as they are."""
     mask: Node | None
+    tail: Node | None
+    """How many keys at the end the mask may hide, a derived scalar; None: any."""
     slope: Node
     """``d modified score / d score``: 1 where the program only adds."""
     load_slopes: tuple[LoadSlope, ...]
@@ -122,7 +124,8 @@ class LoweredScore:
             found += [("score", (self.score,)), ("score_and_slope", (self.score, self.slope))]
         if self.score is not None and self.exponents:
             found += [("exponent_and_slope", (_less_lse(self.score), self.slope))]
-        return (*found, ("mask", (self.mask,))) if self.mask is not None else tuple(found)
+        found += [(name, (root,)) for name, root in (("mask", self.mask), ("tail", self.tail)) if root is not None]
+        return tuple(found)
 
     def gradients_of(self, slots: Sequence[int]) -> tuple[LoadSlope, ...]:
         """The loads that give the gradients of the tensors in `slots`, indexed as these gradients are."""
@@ -207,7 +210,8 @@ def lower(
         slope = kernel_form(derivative(modified, read("score")))
         loads = [it for it in walk(modified) if it.op == "load" and it.dtype == "f32"]
         slopes = [kernel_form(derivative(modified, it)) for it in loads]
-    hoisted = _hoist([it for it in (score, mask, slope, *slopes) if it is not None])
+    tail = program.tail
+    hoisted = _hoist([it for it in (score, mask, tail, slope, *slopes) if it is not None])
     return LoweredScore(
         program=program,
         approximate=approximate,
@@ -215,6 +219,7 @@ def lower(
         exponents=exponents,
         score=None if score is None else replace(score, hoisted),
         mask=None if mask is None else replace(mask, hoisted),
+        tail=None if tail is None else replace(tail, hoisted),
         slope=replace(slope, hoisted),
         load_slopes=tuple(
             LoadSlope(load=kernel_form(it), slope=replace(its, hoisted), is_exclusive=_is_exclusive(it, program.loads))
@@ -262,7 +267,7 @@ def _load(node: Node, indices: Sequence[Node]) -> Node:
 
 
 def _is_on_host(node: Node) -> bool:
-    return all(it.op in ("const", "scalar") or (it.args and it.op != "load") for it in walk(node))
+    return all(it.op in ("const", "scalar") or (it.args and it.op not in ("load", "cast")) for it in walk(node))
 
 
 def _times(x: Node, factor: Node) -> Node:

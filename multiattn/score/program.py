@@ -44,6 +44,8 @@ class ScoreProgram:
 
     score: Node | None
     mask: Node | None
+    tail: Node | None = None
+    """The mask hides none but the last keys: so many (f32, of scalars); None: it may hide any."""
     scalars: tuple[str, ...]
     """Names of the fp32 numbers that each call brings."""
     tensors: tuple[Captured, ...]
@@ -54,7 +56,7 @@ class ScoreProgram:
         """The program as a reader wants it: tensors and scalars, then assignments."""
         lines = [f"tensor{slot}: {captured}" for slot, captured in enumerate(self.tensors)]
         lines += [f"{name}: f32" for name in self.scalars]
-        for name, root in (("score", self.score), ("mask", self.mask)):
+        for name, root in (("score", self.score), ("mask", self.mask), ("tail", self.tail)):
             if root is not None:
                 statements, (result,) = TEXT.statements([root])
                 lines += [*statements, f"{name} = {result}"]
@@ -68,7 +70,7 @@ class ScoreProgram:
     @functools.cached_property
     def roots(self) -> tuple[Node, ...]:
         """The expressions that there are."""
-        return tuple(it for it in (self.score, self.mask) if it is not None)
+        return tuple(it for it in (self.score, self.mask, self.tail) if it is not None)
 
     @functools.cached_property
     def loads(self) -> tuple[Node, ...]:
@@ -166,6 +168,21 @@ class Modification(NamedTuple):
     """Bool ``[B|1, Hq|1, Sq|1, Skv|1]``: false hides a key, whatever `score_mod` makes of it."""
     mask_mod: Callable[..., Any] | None = None
     """FlexAttention's, ``(b, h, q_idx, kv_idx) -> bool``."""
+    of_cache: bool = False
+    """Keys are in a cache: for callables query i is at ``i + Skv - Sq``, as in a call of all tokens."""
+    last: int | None = None
+    """`bias` or `visible` is of so many last keys of each sequence; None: it is of all that there is room for."""
+    block_kinds: torch.Tensor | None = None
+    """int32 ``[B|1, Hq|1, rows, columns]``: what each block shows, where blocks are of positions in a cache:
+    nothing, a part (where `mask_mod` holds), all, as `multiattn.block_mask.kinds_of` numbers it."""
+    block_sizes: tuple[int, int] | None = None
+    """Queries and keys of a block."""
+
+    @property
+    def scalars(self) -> Mapping[str, float]:
+        """The numbers that a call brings, by name."""
+        found = {"softcap": self.softcap, "last": self.last}
+        return MappingProxyType({name: float(it) for name, it in found.items() if it is not None})
 
 
 _known: dict[Hashable, tuple[ScoreProgram, tuple[int, ...]]] = {}
@@ -190,7 +207,7 @@ def bind(asked: Modification, device: torch.device) -> BoundScore | None:
     fingerprint = Fingerprint()
     key: Hashable = None
     try:
-        for part in (device, asked.softcap is not None, *asked[1:]):
+        for part in (device, asked.softcap is not None, *asked[1:_LAST], asked.last is not None, *asked[_LAST + 1 :]):
             fingerprint.add(part)
         key = fingerprint.key
     except UnknownError:
@@ -207,8 +224,10 @@ def bind(asked: Modification, device: torch.device) -> BoundScore | None:
             _known[key] = program, tuple(places_of[id(tensor)] for tensor in tensors)
     if not program.roots:
         return None
-    scalars = {} if asked.softcap is None else {"softcap": float(asked.softcap)}
-    return BoundScore(program, MappingProxyType(scalars), tensors)
+    return BoundScore(program, asked.scalars, tensors)
+
+
+_LAST = Modification._fields.index("last")
 
 
 def trace_program(device: torch.device, asked: Modification) -> tuple[ScoreProgram, tuple[torch.Tensor, ...]]:
@@ -219,20 +238,42 @@ def trace_program(device: torch.device, asked: Modification) -> tuple[ScoreProgr
     def modified(modification: Callable[..., Any], *arguments: Any) -> Node:
         return tracer.trace(modification, tracer.stand_in(score), *arguments, dtype="f32")
 
+    def shown(mask: Callable[..., Any], *arguments: Any) -> Node:
+        return tracer.trace(mask, *arguments, dtype="bool")
+
+    def seen(mask: Node) -> torch.Tensor:
+        return tracer.stand_in(mask, torch.bool)
+
+    def own_place() -> Sequence[torch.Tensor]:
+        return tracer.place_in_cache[:4] if asked.of_cache else tracer.place[:4]
+
+    scalars = {name: tracer.scalar(name) for name in asked.scalars}
+    last = scalars.get("last")
     if asked.softcap is not None:
-        score = modified(named.softcap, tracer.place, tracer.scalar("softcap"))
-    for modification, tensor in ((named.alibi, asked.alibi_slopes), (named.bias, asked.bias)):
-        if tensor is not None:
-            score = modified(modification, tracer.place, tensor)
+        score = modified(named.softcap, tracer.place, scalars["softcap"])
+    if asked.alibi_slopes is not None:
+        score = modified(named.alibi, tracer.place, asked.alibi_slopes)
+    if asked.bias is not None:
+        score = modified(named.bias, tracer.place, asked.bias, last)
     if asked.score_mod is not None:
-        score = modified(asked.score_mod, *tracer.place[:4])
-    if asked.visible is not None:
-        score = modified(named.hide, tracer.place, asked.visible)
-    mask = tracer.trace(asked.mask_mod, *tracer.place[:4], dtype="bool") if asked.mask_mod is not None else None
+        score = modified(asked.score_mod, *own_place())
+    mask, tail = None, None
+    if asked.visible is not None and last is not None:
+        mask, tail = shown(named.sees, tracer.place, asked.visible, last), tracer.node(last)
+    elif asked.visible is not None:
+        score = modified(named.hide, seen(shown(named.sees, tracer.place, asked.visible, None)))
+    own_mask = shown(asked.mask_mod, *own_place()) if asked.mask_mod is not None else None
+    if asked.block_kinds is not None:
+        given = None if own_mask is None else seen(own_mask)
+        in_blocks = shown(named.sees_block, tracer.place_in_cache, asked.block_kinds, asked.block_sizes, given)
+        score = modified(named.hide, seen(in_blocks))
+    elif own_mask is not None:
+        mask = own_mask
     program = ScoreProgram(
         score=None if score is read("score") else score,
         mask=None if mask is None or (mask.op == "const" and mask.value) else mask,
-        scalars=("softcap",) if asked.softcap is not None else (),
+        tail=tail,
+        scalars=tuple(scalars),
         tensors=tuple(Captured(dtype=it.dtype, rank=it.dim()) for it in tracer.tensors),
     )
     return program, tuple(tracer.tensors)

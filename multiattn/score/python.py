@@ -38,7 +38,8 @@ class PythonDialect:
         """The digest and the text of a module with a program's functions, as far as there are any.
 
         ``score(raw, PLACE, aux)`` gives scores in the log2 domain, ``score_and_slope(raw, PLACE, aux)`` those and
-        ``d modified score / d score``, ``mask(PLACE, aux)`` whether queries see keys. With `slots`,
+        ``d modified score / d score``, ``mask(PLACE, aux)`` whether queries see keys, ``tail(PLACE, aux)`` how
+        many of the last keys it may hide, the same for all places. With `slots`,
         ``load_gradients(raw, dscore, PLACE, aux, daux, q_axis)`` adds to the gradients of these tensors; `dscore` is
         the gradient of the modified scores in the natural domain, and queries go along axis `q_axis` of the tile.
 
@@ -48,7 +49,7 @@ class PythonDialect:
         parts = []
         for name, roots in lowered.functions:
             statements, results = self.language.statements(roots, names)
-            raw = "" if name == "mask" else "raw, "
+            raw = "" if name in ("mask", "tail") else "raw, "
             parts.append(self._function(name, f"{raw}{PLACE}, aux", [*statements, f"return {', '.join(results)}"]))
         for name, roots in values:
             statements, results = self.language.statements(roots, names)

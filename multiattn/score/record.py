@@ -149,18 +149,19 @@ def _is_symbol(value: Any) -> bool:
 
 def program_of(
     device: str,
-    softcap: bool,
-    has_alibi: bool,
-    has_bias: bool,
-    hides: bool,
+    has: Sequence[bool],
     score: Recorded | None,
     mask: Recorded | None,
     specs: Sequence[Spec],
+    of_cache: bool,
+    last: int | None,
+    block_sizes: tuple[int, int] | None,
 ) -> tuple[str | None, tuple[int, ...], tuple[int, ...]]:
     """A program as `multiattn.score.serial` writes it, None for none; which captured tensor each slot has, and which
     slots the score depends on.
 
-    `specs` are `Recorder.captured_specs`; the first are of ALiBi's slopes, bias and a bool bias, where there are any.
+    `has` says of a softcap, ALiBi's slopes, bias, a bool bias and kinds of blocks if there are any. `specs` are
+    `Recorder.captured_specs`; those of what is a tensor of these come first.
 
     Raises:
         UntraceableError: a callable does what a kernel cannot.
@@ -170,9 +171,12 @@ def program_of(
         # On a device of their own: the result of an operation that the recorder missed is there, too.
         captured = [torch.empty((), dtype=getattr(torch, it[1]), device="meta").expand(it[2]) for it in specs]
         first = iter(captured)
-        slopes, bias, visible = (next(first) if is_there else None for is_there in (has_alibi, has_bias, hides))
+        slopes, bias, visible, kinds = (next(first) if is_there else None for is_there in has[1:])
         score_mod, mask_mod = (None if it is None else _runner(it, captured) for it in (score, mask))
-        asked = Modification(1.0 if softcap else None, slopes, bias, score_mod, visible, mask_mod)
+        softcap = 1.0 if has[0] else None
+        asked = Modification(
+            softcap, slopes, bias, score_mod, visible, mask_mod, of_cache, last, kinds, block_sizes
+        )
         program, tensors = trace_program(torch.device("meta"), asked)
         if not program.roots:
             return None, (), ()

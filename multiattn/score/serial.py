@@ -21,6 +21,7 @@ def dumps(program: ScoreProgram) -> str:
         "nodes": [[it.op, it.dtype, [place[argument] for argument in it.args], it.value] for it in nodes],
         "score": None if program.score is None else place[program.score],
         "mask": None if program.mask is None else place[program.mask],
+        "tail": None if program.tail is None else place[program.tail],
         "scalars": program.scalars,
         "tensors": [[str(it.dtype).removeprefix("torch."), it.rank] for it in program.tensors],
     }
@@ -34,6 +35,6 @@ def loads(text: str) -> ScoreProgram:
     nodes: list[Node] = []
     for op, dtype, arguments, value in record["nodes"]:
         nodes.append(make(op, dtype, tuple(nodes[it] for it in arguments), value))
-    score, mask = (None if record[name] is None else nodes[record[name]] for name in ("score", "mask"))
+    score, mask, tail = (None if record[name] is None else nodes[record[name]] for name in ("score", "mask", "tail"))
     captured = tuple(Captured(dtype=getattr(torch, dtype), rank=rank) for dtype, rank in record["tensors"])
-    return ScoreProgram(score=score, mask=mask, scalars=tuple(record["scalars"]), tensors=captured)
+    return ScoreProgram(score=score, mask=mask, tail=tail, scalars=tuple(record["scalars"]), tensors=captured)

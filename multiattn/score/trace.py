@@ -85,6 +85,12 @@ class Tracer(TorchDispatchMode):
         """Stand-ins of where a score is, new ones each time: a callable may write to its own."""
         return ScorePlace(*(self.stand_in(read(name), torch.int32) for name in ScorePlace._fields))
 
+    @property
+    def place_in_cache(self) -> ScorePlace:
+        """Stand-ins of where a score is, by the position that its query has among all keys of its sequence."""
+        before = apply("sub", read("seq_kv"), read("seq_q"))
+        return self.place._replace(q=self.stand_in(apply("add", read("q"), before), torch.int32))
+
     def stand_in(self, node: Node, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor that stands for a node. Each is an object of its own, by which it is known."""
         return self._bind(self._empty((), (), dtype), node)

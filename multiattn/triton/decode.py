@@ -261,6 +261,8 @@ def _constants(plan: Plan, config: TritonSplitConfig) -> SplitConstants:
         far_rows=max(problem.strides_k[2], problem.strides_v[2]) * config.tile_n >= INT32,
         vector=problem.alignment // ELEMENT_BYTES,
         score=lowered_score(problem, plan.arch),
+        has_mask=problem.has_tail,
+        ragged=problem.has_tail,
         compiled=plan.arch.is_gpu,
         cached=cache is not None,
         paged=page is not None,

@@ -123,6 +123,7 @@ class ScoreFunctions(NamedTuple):
 
     score: Any = None
     mask: Any = None
+    tail: Any = None
     score_and_slope: Any = None
     load_gradients: Any = None
     once: Any = None

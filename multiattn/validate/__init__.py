@@ -183,10 +183,10 @@ def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
         raise ValueError(f"sinks must be on the device of q, {q.device}; got {sinks.device}; {_MOVE}")
 
 
-def check_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor, *, is_packed: bool = False) -> None:
-    """TypeError for what is no FlexAttention's `BlockMask`; ValueError for one of other sizes than q and k.
+def check_block_mask(block_mask: Any, shape: Shape, *, is_packed: bool = False, is_cached: bool = False) -> None:
+    """TypeError for what is no FlexAttention's `BlockMask`; ValueError for one of other sizes than ``(B, H, Sq, Skv)``.
 
-    `is_packed`: their rows are those of a packed batch, ``[1, H, T, D]``.
+    `is_packed`: rows are those of a packed batch. `is_cached`: lengths are the keys that a cache has room for.
     """
     from torch.nn.attention.flex_attention import BlockMask  # imports SymPy
 
@@ -198,19 +198,21 @@ def check_block_mask(block_mask: Any, q: torch.Tensor, k: torch.Tensor, *, is_pa
         raise TypeError(f"block_mask must be a {allowed}; got {type(block_mask).__name__}; {hint}")
     size_q, size_kv = block_mask.BLOCK_SIZE
     batch, heads, rows, columns = block_mask.kv_indices.shape
-    wanted = -(-q.shape[2] // size_q), -(-k.shape[2] // size_kv)
-    is_broadcast = fits_broadcast((batch, heads), q.shape[:2])
+    wanted = -(-shape[2] // size_q), -(-shape[3] // size_kv)
+    is_broadcast = fits_broadcast((batch, heads), shape[:2])
     if not is_broadcast or rows < wanted[0] or columns < wanted[1]:
-        each = [str(it) if it == 1 else f"1 or {it}" for it in q.shape[:2]] + [f"{it} or more" for it in wanted]
+        each = [str(it) if it == 1 else f"1 or {it}" for it in shape[:2]] + [f"{it} or more" for it in wanted]
         hint = "make it by create_block_mask for these lengths"
         if is_packed:
             hint = "in a packed batch it is over the rows of all sequences together, of one batch entry"
+        elif is_cached:
+            hint = "over a cache both of its lengths are the keys that there is room for, as positions count them"
         elif columns < wanted[1]:
             hint = "lists have room for every block of keys, whatever their counts: pad them"
         letter = "T" if is_packed else "S"
         raise ValueError(
             f"block_mask: got lists {[batch, heads, rows, columns]} of blocks {size_q} x {size_kv}; allowed "
-            f"[{', '.join(each)}] for {letter}q={q.shape[2]} and {letter}kv={k.shape[2]}; {hint}"
+            f"[{', '.join(each)}] for {letter}q={shape[2]} and {letter}kv={shape[3]}; {hint}"
         )
 
 
@@ -235,8 +237,13 @@ def check_modification(
     alibi_slopes: torch.Tensor | None,
     bias: torch.Tensor | None,
     score_mod: object,
+    *,
+    last: int | None = None,
 ) -> None:
-    """TypeError or ValueError for what modifies no scores of these lengths: (B, Sq, Skv)."""
+    """TypeError or ValueError for what modifies no scores of these lengths: (B, Sq, Skv).
+
+    `last` is the number of last keys of a cache that a bias is of, if it is not of all.
+    """
     check_softcap(softcap)
     (batch, seq_q, seq_kv), heads = lengths, q.shape[1]
     if alibi_slopes is not None:
@@ -247,7 +254,7 @@ def check_modification(
             raise ValueError(f"alibi_slopes: got shape {its}; allowed {allowed}")
     if bias is not None:
         _check_captured("bias", bias, q, (q.dtype, torch.float32, torch.bool))
-        sizes = (batch, heads, seq_q, seq_kv)
+        sizes = (batch, heads, seq_q, seq_kv if last is None else last)
         if bias.ndim != 4 or not fits_broadcast(bias.shape, sizes):
             allowed = f"[B|1, Hq|1, Sq|1, Skv|1] with {sizes}"
             raise ValueError(f"bias: got shape {tuple(bias.shape)}; allowed {allowed}{_with_four(bias, sizes)}")

@@ -192,7 +192,10 @@ class Twin {
     const int first_key = block(turn) * T::TILE_N;
     const auto queries = rows_.queries();
     if constexpr (HAS_SCORE<typename T::Score>) modify_scores<T>(scores_, rows_.heads(params_), queries, first_key);
-    if (block(turn) >= upper_edge_) hide_side<T, true>(scores_, rows_.mask, queries, first_key);
+    if (block(turn) >= upper_edge_) {
+      hide_side<T, true>(scores_, rows_.mask, queries, first_key);
+      if constexpr (HAS_TAIL<typename T::Score>) mask_partial<T>(scores_, rows_.heads(params_), queries, first_key);
+    }
     if constexpr (T::BAND == Band::TWO_SIDED)
       if (block(turn) < rows_.blocks.full_begin) hide_side<T, false>(scores_, rows_.mask, queries, first_key);
     const float scale_log2 = HAS_SCORE<typename T::Score> ? 1.0f : params_.forward.scale_log2;

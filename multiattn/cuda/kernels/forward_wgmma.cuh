@@ -82,7 +82,7 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
   // The next tile. Its Q is there.
   DEVICE Rows begin() {
     if constexpr (T::GROUPED) {
-      const Rows rows = Rows::of(owned_, owned_.keys(), warpgroup_);
+      const Rows rows = Rows::of(owned_, with_tail<T>(owned_.keys(), params_, owned_.len_kv), warpgroup_);
       rows.gather(Shared::q(0), warpgroup_);
       await_warpgroup();  // everybody's part of Q is there, for wgmma too
       take_queries(0);
@@ -315,7 +315,10 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
     } else if constexpr (!HAS_LOWER_EDGE && !T::GROUPED) {
       mask_scores<T>(scores_, mask_, queries, first_key);
     } else {
-      if constexpr (PART == Part::LAST) hide_side<T, true>(scores_, mask_, queries, first_key);
+      if constexpr (PART == Part::LAST) {
+        hide_side<T, true>(scores_, mask_, queries, first_key);
+        if constexpr (HAS_TAIL<typename T::Score>) mask_partial<T>(scores_, rows.heads(params_, mask_), queries, first_key);
+      }
       if (HAS_LOWER_EDGE && (PART == Part::FIRST || block < rows.full)) hide_side<T, false>(scores_, mask_, queries, first_key);
     }
   }

@@ -70,6 +70,9 @@ struct SplitWalk {
   const LaneRows<T>& rows;
 
   DEVICE float scale_log2() const { return HAS_SCORE<typename T::Score> ? 1.0f : params.scale_log2; }
+  DEVICE HeadScores<typename T::Score> head(const Row& row) const {
+    return {params.aux, owned.len_q, owned.len_kv, owned.sequence, row.head};
+  }
 };
 
 // scores[WARP_ROWS, TILE_N] = Q K^T, in the log2 domain where an expression changes them
@@ -84,9 +87,8 @@ DEVICE void compute_scores(Scores<T>& scores, const SplitWalk<T>& it, SharedAddr
   if constexpr (HAS_SCORE<typename T::Score>)
     for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 4>([&](int m, int n, int side, int e) {
       const Row row = it.rows.row[m][e / 2];
-      const HeadScores<typename T::Score> head(it.params.aux, it.owned.len_q, it.owned.len_kv, it.owned.sequence, row.head);
       float& score = scores[m][n][side].value[e];
-      score = head.score(score, row.query, first_key + 16 * n + 8 * side + accumulator_column(e));
+      score = it.head(row).score(score, row.query, first_key + 16 * n + 8 * side + accumulator_column(e));
     });
 }
 
@@ -94,8 +96,11 @@ template <class T>
 DEVICE void mask_scores(Scores<T>& scores, const SplitWalk<T>& it, int first_key) {
   const Mask<T::BAND> mask = it.owned.mask();
   for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 4>([&](int m, int n, int side, int e) {
+    const Row row = it.rows.row[m][e / 2];
     const int key = first_key + 16 * n + 8 * side + accumulator_column(e);
-    if (!mask.visible(it.rows.row[m][e / 2].query, key)) scores[m][n][side].value[e] = -infinity();
+    bool is_visible = mask.visible(row.query, key);
+    if constexpr (HAS_TAIL<typename T::Score>) is_visible = is_visible && it.head(row).visible(row.query, key);
+    if (!is_visible) scores[m][n][side].value[e] = -infinity();
   });
 }
 
@@ -245,7 +250,7 @@ DEVICE void split_keys(const typename T::Params& params) {
   if (owned.first_row >= owned.len_q * params.group) return;
   load_queries<T>(owned);
   cp_async_commit();
-  const Blocks tiles = owned.keys();
+  const Blocks tiles = with_tail<T>(owned.keys(), params, owned.len_kv);
   const KeyStream<T> stream(owned, shared_base() + T::TileQ::BYTES + T::team() * T::RING);
   const int first = tiles.begin + T::team();  // the team's tiles are every TEAMS-th from here on
   typename KeyStream<T>::Pages pages[T::STAGES];

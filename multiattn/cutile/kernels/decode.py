@@ -77,7 +77,7 @@ def find_place(const: Any, q: Any, k: Any, cache: Any, reach: Any, aux: Any) -> 
 @ct.function
 def attend_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, scale: Any) -> None:
     """One tile of out and lse; or of one split's part of them."""
-    blocks = walk.own_blocks(const, walk.key_blocks(const, place))
+    blocks = walk.own_blocks(const, walk.with_tail(const, place, walk.key_blocks(const, place)))
     place = replace(place, blocks=blocks)
     if const.divided:
         if blocks.begin < blocks.end:

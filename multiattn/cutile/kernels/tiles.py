@@ -324,6 +324,12 @@ def is_visible_in_part(const: Any, place: Any, block: Any, transposed: ConstBool
 
 
 @ct.function
+def has_tail(const: Any) -> Any:
+    """True if the mask of a program hides some of the last keys."""
+    return const.score is not None and const.score.tail is not None
+
+
+@ct.function
 def seen_keys(const: Any, place: Any, block: Any, masked: ConstBool, edges: ConstBool) -> Any:
     """The keys of a block that each query sees, bool ``[tile_m, tile_n]``; None for all.
 
@@ -334,6 +340,8 @@ def seen_keys(const: Any, place: Any, block: Any, masked: ConstBool, edges: Cons
     if const.blocks is None:
         if masked:
             seen = is_visible(const, place, block)
+            if has_tail(const):
+                seen = both(seen, is_visible_in_part(const, place, block, False))
     else:
         if masked:
             seen = is_visible_in_part(const, place, block, False)

@@ -4,12 +4,12 @@
 tiles of one block come one after another, each list's are numbered from 0. A number beyond the count gives any tile.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels.tiles import ConstBool, carry_of, span
+from multiattn.cutile.kernels.tiles import ConstBool, carry_of, has_tail, span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,16 @@ def key_blocks(const: Any, place: Any) -> Any:
         full_end=seen_by_first_row // const.tile_n,
         end=ct.cdiv(seen_by_last_row, const.tile_n),
     )
+
+
+@ct.function
+def with_tail(const: Any, place: Any, blocks: Any) -> Any:
+    """The blocks of a tile, of which those with keys that the program's mask may hide need it."""
+    if has_tail(const):
+        tail = const.score.tail(0, 0, 0, 0, 0, 0, place.aux).astype(ct.int32)
+        full_end = min(blocks.full_end, max(0, place.seq_kv - tail) // const.tile_n)
+        blocks = replace(blocks, full_end=max(blocks.full_begin, full_end))
+    return blocks
 
 
 @ct.function

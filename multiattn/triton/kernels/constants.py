@@ -97,7 +97,7 @@ class TileConstants:
     packed: bool = False
     """Sequences are packed one after another, and tiles are those of a list, of which a program takes an entry."""
     ragged: bool = False
-    """Listed tiles may have keys beyond the end that have to be hidden."""
+    """Tiles with a mask of the program, or listed ones, may have keys beyond the end that have to be hidden."""
     out_vector = OUT_VECTOR
 
     @property
@@ -182,8 +182,11 @@ class SplitConstants(TileConstants):
 
     @property
     def masks_all(self) -> bool:
-        """True if each tile of scores is masked, as a branch costs more than to compare so few."""
-        return self.tile_m <= FEW_ROWS
+        """True if each tile of scores is masked, as a branch costs more than to compare so few.
+
+        Not by a program's mask, which is of the last keys.
+        """
+        return self.tile_m <= FEW_ROWS and not self.has_mask
 
     @property
     def sum_columns(self) -> int:

@@ -62,6 +62,7 @@ def attention_of_parts(
 
     band = (len_q, len_kv, reach.left, reach.right)
     blocks = key_blocks(first_row // group, band, C)  # as if the tile had more queries: it never has fewer
+    blocks = _with_tail(blocks, len_kv, aux, C)
     begin, end = _my_keys(blocks, split, sizes.splits, C)
     seen_from = _first_seen(first_row // group, band, C)
     own = q + _offsets(batch, head, row, strides.q, C.vector)[:, None]
@@ -95,7 +96,7 @@ def attention_of_parts(
         of_score = (sequence, head[:, None], aux)
         scores = modified(scores, query[:, None], keys[None, :], of_score, band, C)
         if C.masks_all or needs_mask(first_key, band[1], blocks, C):
-            visible = visible_keys(query[:, None], keys[None, :], of_score, band, False, C)
+            visible = visible_keys(query[:, None], keys[None, :], of_score, band, C.has_mask, C)
             scores = tl.where(visible, scores, float("-inf"))
 
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
@@ -181,6 +182,16 @@ def _my_keys(blocks, split, splits, C: tl.constexpr):
         end = tl.minimum(begin + last * C.tile_n, end)
         begin += first * C.tile_n
     return begin, end
+
+
+@triton.jit
+def _with_tail(blocks, len_kv, aux, C: tl.constexpr):
+    """The blocks of a tile, of which those with keys that the program's mask may hide are not seen in full."""
+    begin, full_begin, full_end, end = blocks
+    if C.has_mask:
+        tail = C.score.tail(0, 0, 0, 0, 0, 0, aux)
+        full_end = tl.minimum(full_end, tl.maximum(len_kv - tl.cast(tail, tl.int32), 0) // C.tile_n * C.tile_n)
+    return begin, full_begin, full_end, end
 
 
 @triton.jit

@@ -15,6 +15,11 @@ template <class Score, class = void>
 constexpr bool HAS_MASK = false;
 template <class Score>
 constexpr bool HAS_MASK<Score, decltype(static_cast<void>(&Score::mask))> = true;
+// A mask of the last keys alone, in tiles that no block mask lists: so many.
+template <class Score, class = void>
+constexpr bool HAS_TAIL = false;
+template <class Score>
+constexpr bool HAS_TAIL<Score, decltype(static_cast<void>(&Score::tail))> = true;
 template <class Score, class = void>
 constexpr bool HAS_GRADIENTS = false;
 template <class Score>
