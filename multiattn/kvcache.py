@@ -14,9 +14,10 @@ from multiattn.packed import as_batch_of_one, of_batch_of_one
 from multiattn.plain import plain
 from multiattn.run import compat, values
 from multiattn.run.autograd import attend_cached, autocast
-from multiattn.sequences import Batching, Indices, Kind
+from multiattn.sequences import Batching, Indices, Kind, Scaling
 from multiattn.signatures import PLAIN, CacheOptions, Scores, names_of, settled, takes
 from multiattn.validate.results import check_out
+from multiattn.validate.scales import is_stored, scales_of
 from multiattn.validate.sequences import check_cache, check_numbers, check_values
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ def fmha_kvcache(
     Args:
         q: ``[B, Hq, Sq, D]``, fp16 or bf16, any strides with unit stride on D: the last Sq tokens of each sequence.
             With `cu_seqlens_q` it is ``[T, Hq, D]``.
-        k_cache: ``[B, Hkv, S, D]`` with ``Hq % Hkv == 0`` (GQA, MQA), any strides with unit stride on D. Same dtype and
-            device as q. With `page_table` it is ``[pages, Hkv, page, D]``, with pages of any size. Pass a transposed
+        k_cache: ``[B, Hkv, S, D]`` with ``Hq % Hkv == 0`` (GQA, MQA), any strides with unit stride on D. Of the dtype
+            of q, or of 8-bit numbers with `k_scale`; on the device of q. With `page_table` it is ``[pages, Hkv, page, D]``, with pages of any size. Pass a transposed
             view if pages are ``[page, Hkv, D]`` in memory (NHD).
         v_cache: Like k_cache, with its own strides and head_dim Dv. Both may be views of one tensor: where the first
             Dv columns of a key are its value (MLA), v_cache is ``k_cache[..., :Dv]``.
@@ -99,6 +100,10 @@ def fmha_kvcache(
             with unit stride on Dv and other strides that are multiples of 16 bytes. None is a fresh tensor.
         causal: Aligned at the bottom right: query i of Sq sees the keys up to ``i + seqlens_kv[b] - Sq``.
         window: As for `multiattn.fmha`, by each sequence's own length.
+        k_scale, v_scale: Of a cache of 8-bit numbers (float8_e4m3fn or int8), each of which stands for itself times its
+            scale: a number, or fp32 on the device of q, one number, ``[Hkv]``, ``[B, Hkv]`` for B sequences, or one for
+            each token and head, ``[B, Hkv, S]`` or with pages ``[pages, Hkv, page]``. None is 1.
+            `multiattn.quantize_cache` makes them.
         scale, softcap, sinks: As for `multiattn.fmha`.
         alibi_slopes: fp32 ``[Hq]`` or ``[B, Hq]``, B sequences: query i is at position ``i + seqlens_kv[b] - Sq``.
         bias: ``[B|1, Hq|1, Sq|1, S|1]``, dtype of q or fp32, or bool where True is visible, as for `multiattn.fmha`. S
@@ -132,7 +137,10 @@ def fmha_kvcache(
         needed = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seqlens_kv": where.seqlens_kv}
         refuse_call(fmha_kvcache, extra, options, **needed)
     if compat.autocast_active():
-        q, k_cache, v_cache = autocast(q, k_cache, v_cache)
+        if is_stored(k_cache):
+            (q,) = autocast(q)
+        else:
+            q, k_cache, v_cache = autocast(q, k_cache, v_cache)
     operands, asked = cached_call(q, k_cache, v_cache, options, where)
     out, is_packed = options.get("out"), where.cu_seqlens_q is not None
     own = out if out is None or not is_packed else as_batch_of_one(out)
@@ -152,13 +160,16 @@ class Where(NamedTuple):
     cu_seqlens_q: torch.Tensor | None
     max_seqlen_q: int | None
     num_splits: int | None
+    k_scale: float | torch.Tensor | None = None
+    v_scale: float | torch.Tensor | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Where:
         """Those among the options of a call."""
         given: Callable[[str], Any] = options.get
         numbers = plain(given("max_seqlen_q")), plain(given("num_splits"))
-        return cls(given("seqlens_kv"), given("page_table"), given("cu_seqlens_q"), *numbers)
+        scales = given("k_scale"), given("v_scale")
+        return cls(given("seqlens_kv"), given("page_table"), given("cu_seqlens_q"), *numbers, *scales)
 
 
 def cached_call(
@@ -183,11 +194,15 @@ def with_cache(
     """The operands and options of a call with a cache. TypeError or ValueError, naming what came."""
     is_packed = where.cu_seqlens_q is not None
     indices = Indices(cu_seqlens_q=where.cu_seqlens_q, seqlens_kv=where.seqlens_kv, page_table=where.page_table)
+    has_scales = is_stored(k_cache) or where.k_scale is not None or where.v_scale is not None
     check_numbers(where.max_seqlen_q, where.num_splits, is_packed=is_packed)
     if not is_compiling():  # else checked when the op is called
         check_cache(q, k_cache, v_cache, indices, sinks, strides=not compat.transforms_active())
         if values.can_be_read(*indices.given):
             check_values(q, k_cache, indices, where.max_seqlen_q, options.left)
+    of_k = of_v = None
+    if has_scales:
+        indices, of_k, of_v = _with_scales(indices, where, k_cache, v_cache)
     if out is not None:
         check_out(out, q, v_cache, layout=not is_compiling())  # a compiled call copies its result
     strides_out = None
@@ -196,6 +211,8 @@ def with_cache(
         strides_out = entry, head, row
     kind: Kind = "cache" if where.page_table is None else "pages"
     batching = Batching(kind, where.max_seqlen_q, splits=where.num_splits, strides_out=strides_out)
+    if has_scales:
+        batching = batching._replace(k_scaling=of_k, v_scaling=of_v)
     operands = Operands(as_batch_of_one(q) if is_packed else q, k_cache, v_cache, sinks=sinks, indices=indices)
     if any(it is not None for it in scores):
         pages = 1 if where.page_table is None else where.page_table.shape[1]
@@ -203,3 +220,15 @@ def with_cache(
         lengths = (where.seqlens_kv.shape[0], queries, k_cache.shape[2] * pages)
         operands, options = with_score_of_cache(operands, options, *scores, lengths)
     return operands, options._replace(batching=batching)
+
+
+def _with_scales(
+    indices: Indices, where: Where, k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> tuple[Indices, Scaling, Scaling]:
+    """The tensors of a call with those of its scales, and what each of these is of."""
+    assert where.seqlens_kv is not None
+    found: dict[str, torch.Tensor] = {}
+    for name, given, cache in (("k_scale", where.k_scale, k_cache), ("v_scale", where.v_scale, v_cache)):
+        found[name] = scales_of(name, given, cache, where.seqlens_kv)
+    of_k, of_v = (Scaling(it.ndim == 3) for it in found.values())
+    return indices._replace(**found), of_k, of_v

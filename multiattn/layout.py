@@ -19,6 +19,11 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+STORED: Mapping[str, torch.dtype] = MappingProxyType({"e4m3": torch.float8_e4m3fn, "int8": torch.int8})
+"""Short names of the dtypes that a cache may have beside that of q, with scales."""
+
+STORED_NAMES = {dtype: name for name, dtype in STORED.items()}
+
 Strides = tuple[int, int, int]
 """Element strides of (batch, head, sequence); the stride of D is 1 by contract."""
 

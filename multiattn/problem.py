@@ -14,6 +14,8 @@ from multiattn.block_mask import LISTS, BlockSpec, ListArguments, list_arguments
 from multiattn.layout import (
     DTYPE_NAMES,
     DTYPES,
+    STORED,
+    STORED_NAMES,
     VECTOR_BYTES,
     Layout,
     Shape,
@@ -68,6 +70,8 @@ class Problem:
     blocks: BlockSpec | None = None
     lists: tuple[Shape, ...] = ()
     """The shapes of the lists of `blocks`, by their names there."""
+    stored: str | None = None
+    """The dtype of a cache of 8-bit numbers, of `STORED`; None: it is that of q."""
     batching: Batching | None = None
     """Sequences one after another, or keys and values in a cache; None for B entries of one length.
 
@@ -103,9 +107,10 @@ class Problem:
         strides_of_kv = strides_of if plain.packing is None else strides_of_packed
         strides_q, strides_k, strides_v = strides_of_q(q), strides_of_kv(k), strides_of_kv(v)
         addresses = [tensor.data_ptr() for tensor in (q, k, v)]
-        if v_in_k := _is_v_in_k(k, v):
+        if v_in_k := plain.stored is None and _is_v_in_k(k, v):
             strides_v = strides_k  # they may differ in dimensions of one element
-        offsets = [stride * q.element_size() for stride in (*strides_q, *strides_k, *strides_v)]
+        strides = zip((q, k, v), (strides_q, strides_k, strides_v), strict=True)
+        offsets = [stride * tensor.element_size() for tensor, its in strides for stride in its]
         alignment = math.gcd(VECTOR_BYTES, *addresses, *offsets)
         return replace(
             plain,
@@ -143,6 +148,7 @@ class Problem:
             scale=options.scale,
             has_sinks=operands.sinks is not None,
             batching=batching,
+            stored=STORED_NAMES.get(k.dtype),
         )
         if options.score is not None:
             score = score_spec(operands.captured, q.device, options, plain.lengths, heads_q)
@@ -171,6 +177,7 @@ class Problem:
         has_sinks: bool = False,
         v_in_k: bool = False,
         batching: Batching | None = None,
+        stored: str | None = None,
     ) -> Problem:
         """The problem of contiguous ``[B, H, S, D]`` tensors of these sizes, made without any tensor.
 
@@ -217,8 +224,11 @@ class Problem:
             strides_v=strides_of_kv(row_v),
             has_sinks=has_sinks,
             v_in_k=v_in_k,
-            alignment=math.gcd(VECTOR_BYTES, *(row * DTYPES[dtype].itemsize for row in (head_dim, row_v))),
+            alignment=math.gcd(
+                VECTOR_BYTES, *(row * (STORED[stored] if stored else DTYPES[dtype]).itemsize for row in (head_dim, row_v))
+            ),
             batching=batching,
+            stored=stored,
         )
 
     @property
@@ -267,6 +277,11 @@ class Problem:
     def torch_dtype(self) -> torch.dtype:
         """The dtype of q, k, v and out."""
         return DTYPES[self.dtype]
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The dtype of k and v."""
+        return self.torch_dtype if self.stored is None else STORED[self.stored]
 
     @property
     def widths(self) -> str:
@@ -475,7 +490,8 @@ class Problem:
     @property
     def features(self) -> str:
         """Features beside the mask, each with a space before it: ``" sinks score=7c3b3fcc"``."""
-        told = f"{' v in k' * self.v_in_k}{' sinks' * self.has_sinks}"
+        told = f"{' v in k' * self.v_in_k}{'' if self.stored is None else f' stored={self.stored}'}"
+        told += " sinks" * self.has_sinks
         told += f" score={self.score.program.digest[:8]}" if self.score is not None else ""
         told += f" blocks={self.blocks.queries}x{self.blocks.keys}" if self.blocks is not None else ""
         return told + (f" cache: {self.cache}" if self.cache is not None else "")
@@ -522,6 +538,7 @@ def _layouts_of(problem: Problem) -> Mapping[str, Layout]:
     return MappingProxyType(
         {
             **{name: Layout(shape, (*strides, 1), problem.torch_dtype) for name, (shape, strides) in of_qkv.items()},
+            **{name: Layout(of_qkv[name][0], (*of_qkv[name][1], 1), problem.cache_dtype) for name in ("k", "v")},
             **dict.fromkeys(
                 ("lse", "dlse", "delta"), Layout(shape_q[:3], (problem.heads_q * row, row, 1), torch.float32)
             ),

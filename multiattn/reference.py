@@ -22,7 +22,7 @@ from multiattn.progress import NOTE, LongWork
 from multiattn.score import BoundScore, eager
 from multiattn.score.eager import Part
 from multiattn.score.transforms import is_wrapped
-from multiattn.sequences import NO_INDICES, Indices
+from multiattn.sequences import NO_INDICES, SCALES, Indices
 from multiattn.signatures import ReferenceOptions, dense_call, names_of, takes
 
 if TYPE_CHECKING:
@@ -296,12 +296,24 @@ def sequences(operands: Operands, options: Options) -> Iterator[tuple[Operands, 
             seen_from = 0 if options.left is None else min(max(length - seq_q - options.left, 0), length)
             gathered = (gather(it, length, entry, where.page_table, seen_from) for it in (operands.k, operands.v))
             own |= dict(zip(("k", "v"), gathered, strict=True))
+            if problem.stored is not None:
+                scales = (_scales(where, name, length, entry, seen_from) for name in SCALES)
+                own["k"], own["v"] = (own[name].double() * it for name, it in zip("kv", scales, strict=True))
+                own["q"] = own["q"].double()
         part = Part(0, 0, own["q"].shape[2], own["k"].shape[2], entry)
         indices, blocks = NO_INDICES, None
         if problem.blocks is not None:
             lists = of_one_sequence(BlockLists.among(where.named, problem.blocks), entry, rows.queries, its_keys)
             indices, blocks = Indices(**lists.named), lists.spec
         yield operands._replace(**own, indices=indices), options._replace(batching=None, blocks=blocks), part, rows
+
+
+def _scales(where: Indices, name: str, length: int, entry: int, first: int) -> torch.Tensor:
+    """The scales of a sequence's keys or values in fp64, ``[1, Hkv, length or 1, 1]``."""
+    scale: torch.Tensor = getattr(where, name)
+    if scale.ndim == 2:
+        return scale[entry, :, None, None].double()[None]
+    return gather(scale[..., None], length, entry, where.page_table, first).double()
 
 
 def _slices(cu_seqlens: torch.Tensor, rows: int) -> list[slice]:
@@ -417,6 +429,7 @@ _VARIANT = Variant(
         packed_blocks=1,
         packing=True,
         caches=True,
+        stored=True,
         score_gradients=True,
     ),
     rules=(),

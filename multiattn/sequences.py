@@ -31,8 +31,11 @@ SPLITS_MAX = 256
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv")
 """The tensors that say where sequences of a packed batch start, in q and in k."""
 
-CACHE_TENSORS = ("seqlens_kv", "page_table", "cu_seqlens_q")
-"""The tensors that say where a cache has keys, and where packed queries over it start."""
+SCALES = ("k_scale", "v_scale")
+"""The tensors that a cache of 8-bit numbers is multiplied by."""
+
+CACHE_TENSORS = ("seqlens_kv", "page_table", "cu_seqlens_q", *SCALES)
+"""The tensors that say where a cache has keys and where packed queries over it start, and those of its scales."""
 
 PARTIAL = ("partial_out", "partial_lse")
 """Areas of workspace: `area_layouts` says what is where."""
@@ -42,7 +45,10 @@ _KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Indices(NamedTuple):
-    """Tensors, int32 on the device, that say where sequences, keys and blocks are; None where a call has none."""
+    """Tensors, int32 on the device, that say where sequences, keys and blocks are; None where a call has none.
+
+    The scales of a cache, fp32, are among them, as what is known of a cache beside its numbers.
+    """
 
     cu_seqlens_q: torch.Tensor | None = None
     """``[B + 1]``: where the queries of each sequence start, in a packed batch or packed queries over a cache."""
@@ -52,6 +58,10 @@ class Indices(NamedTuple):
     """``[B]``: how many keys each sequence has in its cache."""
     page_table: torch.Tensor | None = None
     """``[B, max_pages]``: the pages of each sequence."""
+    k_scale: torch.Tensor | None = None
+    """``[B, Hkv]`` or one for each token, ``[B, Hkv, S]`` or ``[pages, Hkv, page]``: `Scaling`."""
+    v_scale: torch.Tensor | None = None
+    """Like k_scale, of the values."""
     kv_num_blocks: torch.Tensor | None = None
     """From here on the lists of a block mask: `multiattn.block_mask.LISTS`."""
     kv_indices: torch.Tensor | None = None
@@ -79,6 +89,21 @@ _OF_SEQUENCES = Indices._fields.index("kv_num_blocks")
 NO_INDICES = Indices()
 
 
+class Scaling(NamedTuple):
+    """The scales of the keys of a cache, or of its values: of each head of a sequence, or of each token and head."""
+
+    per_token: bool = False
+    shape: Shape = ()
+    """``[B, Hkv]``; of tokens ``[B, Hkv, S]``, with pages ``[pages, Hkv, page]``."""
+    strides: Shape = ()
+    """In elements; 0 where scales are broadcast."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the tensor."""
+        return Layout(self.shape, self.strides, torch.float32)
+
+
 class Batching(NamedTuple):
     """A batch that is not B entries of one length. A call knows no sizes; a problem has them all."""
 
@@ -101,6 +126,9 @@ class Batching(NamedTuple):
     """Entries of a row of the page table."""
     table_stride: int = 0
     """Elements from one row of the table to the next."""
+    k_scaling: Scaling | None = None
+    """The scales of a cache of 8-bit numbers; None: it has numbers of the dtype of q."""
+    v_scaling: Scaling | None = None
 
     @classmethod
     def packed(cls, sequences: int, max_q: int | None = None, max_kv: int | None = None) -> Batching:
@@ -124,7 +152,8 @@ class Batching(NamedTuple):
         if self.kind == "packed":
             return CU_SEQLENS
         has = {"seqlens_kv": True, "page_table": self.kind == "pages", "cu_seqlens_q": self.max_q is not None}
-        return tuple(name for name in CACHE_TENSORS if has[name])
+        has |= {"k_scale": self.k_scaling is not None, "v_scale": self.v_scaling is not None}
+        return tuple(name for name in Indices._fields if has.get(name))
 
     @property
     def tensors(self) -> Mapping[str, Layout]:
@@ -133,7 +162,25 @@ class Batching(NamedTuple):
         found = dict.fromkeys(CU_SEQLENS, starts)
         found["seqlens_kv"] = Layout((self.sequences,), (1,), torch.int32)
         found["page_table"] = Layout((self.sequences, self.max_pages), (self.table_stride, 1), torch.int32)
+        found |= {name: it.layout for name, it in self.scalings.items()}
         return {name: found[name] for name in self.names}
+
+    @property
+    def scalings(self) -> Mapping[str, Scaling]:
+        """The scales that there are, by the names of their tensors."""
+        pairs = zip(SCALES, (self.k_scaling, self.v_scaling), strict=True)
+        return {name: it for name, it in pairs if it is not None}
+
+    @property
+    def per_token(self) -> tuple[str, ...]:
+        """The names of the scales that are of each token."""
+        return tuple(name for name, it in self.scalings.items() if it.per_token)
+
+    @property
+    def _scaling_bits(self) -> int | None:
+        """A bit for each of the scales that are of tokens; None without scales."""
+        given = self.scalings.values()
+        return sum(it.per_token << place for place, it in enumerate(given)) if given else None
 
     @property
     def numbers(self) -> list[int]:
@@ -141,7 +188,7 @@ class Batching(NamedTuple):
 
         The kind, a bit for each number that there is, and these numbers: none is compared, as a graph may have symbols.
         """
-        numbers = (self.max_q, self.max_kv, self.splits)
+        numbers = (self.max_q, self.max_kv, self.splits, self._scaling_bits)
         given = sum(1 << place for place, it in enumerate(numbers) if it is not None)
         return [_KINDS.index(self.kind), given, *(it for it in numbers if it is not None)]
 
@@ -150,20 +197,24 @@ class Batching(NamedTuple):
         """The batch that has these `numbers`."""
         kind, given, *others = numbers
         left = iter(others)
-        max_q, max_kv, splits = (next(left) if given >> place & 1 else None for place in range(3))
-        return cls(_KINDS[kind], max_q, max_kv, splits)
+        max_q, max_kv, splits, per_token = (next(left) if given >> place & 1 else None for place in range(4))
+        found = cls(_KINDS[kind], max_q, max_kv, splits)
+        if per_token is None:
+            return found
+        return found._replace(k_scaling=Scaling(bool(per_token & 1)), v_scaling=Scaling(bool(per_token & 2)))
 
     def sized(self, k: torch.Tensor, given: Mapping[str, torch.Tensor]) -> Batching:
         """The batch of these keys and of the tensors that say where they and queries are, by name.
 
         ValueError for other tensors than a launch takes.
         """
-        ranks = {"page_table": 2}
+        ranks = {"page_table": 2, **{name: 2 + it.per_token for name, it in self.scalings.items()}}
         if set(given) != set(self.names) or any(
-            it.dtype != torch.int32 or it.ndim != ranks.get(name, 1) for name, it in given.items()
+            it.dtype != (torch.float32 if name in SCALES else torch.int32) or it.ndim != ranks.get(name, 1)
+            for name, it in given.items()
         ):
             got = ", ".join(f"{name} {it.dtype} {list(it.shape)}" for name, it in given.items())
-            raise ValueError(f"indices: got {got or 'nothing'}; allowed {', '.join(self.names)}, int32")
+            raise ValueError(f"indices: got {got or 'nothing'}; allowed {', '.join(self.names)}, int32 but for scales")
         if self.kind == "packed":
             starts, others = (given[name].shape[0] for name in CU_SEQLENS)
             if starts != others:
@@ -172,6 +223,12 @@ class Batching(NamedTuple):
                 )
             return self._replace(sequences=starts - 1)
         found = self._replace(sequences=given["seqlens_kv"].shape[0], entries=k.shape[0])
+        if self.k_scaling is not None and self.v_scaling is not None:
+            of_k, of_v = (
+                it._replace(shape=tuple(given[name].shape), strides=given[name].stride())
+                for name, it in self.scalings.items()
+            )
+            found = found._replace(k_scaling=of_k, v_scaling=of_v)
         if self.kind == "cache":
             return found
         table = given["page_table"]
@@ -199,6 +256,7 @@ class Batching(NamedTuple):
         if self.kind == "packed":
             return self.kind
         pages = "dense" if self.page is None else f"pages of {self.page}"
+        pages += "".join(f" {name} of tokens" for name in self.per_token)
         return f"{pages}{'' if self.splits is None else f' splits={self.splits}'}"
 
 

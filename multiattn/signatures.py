@@ -91,6 +91,8 @@ class CacheOptions(ScoreOptions, Selection, CachedLengths, total=False):
     max_seqlen_q: int | None
     num_splits: int | None
     out: torch.Tensor | None
+    k_scale: float | torch.Tensor | None
+    v_scale: float | torch.Tensor | None
 
 
 class ExplainOptions(CallOptions, total=False):
@@ -103,6 +105,8 @@ class ExplainOptions(CallOptions, total=False):
     seqlens_kv: torch.Tensor | None
     page_table: torch.Tensor | None
     num_splits: int | None
+    k_scale: float | torch.Tensor | None
+    v_scale: float | torch.Tensor | None
     arch: str | None
     direction: Direction
 

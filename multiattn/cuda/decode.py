@@ -16,7 +16,7 @@ from multiattn.plan.limits import Check
 from multiattn.plan.schedule import ROWS_MAX, choose_splits, power_of_two, row_tiles
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
-from multiattn.sequences import SPLITS_MAX, area_layouts
+from multiattn.sequences import SCALES, SPLITS_MAX, area_layouts
 
 MERGE_THREADS = 256
 MERGE_RESIDENT_THREADS = 1024
@@ -188,9 +188,21 @@ def paging_of(problem: Problem, tile_n: int | None = None) -> str:
     return "ANY" if tile_n is None or page % tile_n else "WHOLE_TILES"
 
 
-def grouped_rows(paging: str, box_rows: int = 0) -> str:
-    """The C++ type of rows of all heads that share keys, which come in boxes of so many, or 0: one by one."""
-    return f"multiattn::Grouped<{enumerator('Paging', paging)}, {box_rows}>"
+def grouped_rows(paging: str, box_rows: int = 0, stored: str = "") -> str:
+    """The C++ type of rows of all heads that share keys, which come in boxes of so many, or 0: one by one.
+
+    `stored` is the C++ value of what a cache of 8-bit numbers holds.
+    """
+    return f"multiattn::Grouped<{enumerator('Paging', paging)}, {box_rows}{stored and f', {stored}'}>"
+
+
+def stored_cache(problem: Problem) -> dict[str, bool | str]:
+    """The fields of a ``StoredCache``; none of a cache of 16-bit numbers."""
+    if problem.stored is None or problem.cache is None:
+        return {}
+    per_token = problem.cache.per_token
+    tokens = {f"{name[0]}_per_token": name in per_token for name in SCALES}
+    return {"numbers": enumerator("Numbers", problem.stored), **tokens}
 
 
 def divisor_of(size: int) -> tuple[int, int]:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from multiattn.cuda.decode import DecodeConfig, grouped_rows, overlap, paging_of
+from multiattn.cuda.decode import DecodeConfig, grouped_rows, overlap, paging_of, stored_cache
 from multiattn.cuda.family import ELEMENT_BYTES, FP32_BYTES, FRAGMENT_ROWS, NO_FLAGS, padded
-from multiattn.cuda.naming import aggregate_of, walking_kernel
-from multiattn.cuda.source import Instance, SplitParams
+from multiattn.cuda.naming import aggregate, aggregate_of, walking_kernel
+from multiattn.cuda.source import CacheScales, Instance, SplitParams
 from multiattn.plan.arch import WARP_THREADS, Arch
 from multiattn.plan.backend import Plan, Variant
 from multiattn.plan.limits import between, failed, limit_checks, limited, one_of, size_checks
@@ -32,6 +32,7 @@ WIDE_STAGES = 4
 """The most tiles that a team of a wide block has room for, of the room that the blocks in its place would have.
 
 H200, 2026-11-26, D=64, pages of 16, B=128 8/1 8k: 67.5 us, six 68.0."""
+CHUNK_BYTES = 16  # of a copy
 _TEAMS_MAX = 15  # a named barrier each
 _FOUND_PADDING = 8  # fp32 behind each row that teams leave
 _TEAMS = ((16, 1), (32, 1), (64, 2), (64, 4), (128, 8))  # (tile_m, row_warps) that a sweep tries
@@ -86,12 +87,15 @@ class CudaSplitConfig(DecodeConfig):
 
     def smem_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block, which its kernel asserts: Q, and rings of teams or what they found."""
-        unit = FRAGMENT_ROWS * self.column_warps
+        number_bytes, factors, scales = ELEMENT_BYTES, 0, 0
+        if problem.stored is not None and problem.cache is not None:
+            number_bytes, factors, scales = 1, FP32_BYTES, FP32_BYTES * len(problem.cache.per_token)
+        unit = FRAGMENT_ROWS * self.column_warps * ELEMENT_BYTES // number_bytes
         width, width_v = padded(problem.head_dim, unit), padded(problem.head_dim_v, unit)
         row = width if problem.v_in_k else width + width_v
-        rings = self.teams * self.stages * self.tile_n * row * ELEMENT_BYTES
+        rings = self.teams * self.stages * self.tile_n * (row * number_bytes + scales)
         found = self.teams * self.tile_m * (width_v + _FOUND_PADDING + 2) * FP32_BYTES
-        return self.tile_m * width * ELEMENT_BYTES + max(rings, found)
+        return self.tile_m * (width * ELEMENT_BYTES + factors) + max(rings, found)
 
     def why_not(self, problem: Problem, arch: Arch, flags: Mapping[str, Any] = NO_FLAGS) -> tuple[Reason, ...]:
         """Reasons of fields alone, or of the problem with them."""
@@ -106,7 +110,9 @@ class CudaSplitConfig(DecodeConfig):
         if wrong := failed((*limit_checks(self), *checks)):
             return wrong
         sizes = size_checks(self, arch, self.smem_bytes(problem), self.blocks(problem))
-        return failed((*self.rows_checks(problem), *sizes))
+        chunks = f"{problem.widths} in 8-bit numbers", f"multiples of {CHUNK_BYTES}"
+        whole = problem.stored is None or not (problem.head_dim % CHUNK_BYTES or problem.head_dim_v % CHUNK_BYTES)
+        return failed(((whole, *chunks), *self.rows_checks(problem), *sizes))
 
     def multiplies(self, plan: Plan) -> Instance:
         """Its constants are mask, sinks, pages, and the shape."""
@@ -114,14 +120,18 @@ class CudaSplitConfig(DecodeConfig):
         names = ("tile_m", "tile_n", "warps", "row_warps", "column_warps", "stages")
         config = aggregate_of(self, *names, overlaps=overlaps)
         sizes = f"{self.tile_m}x{self.tile_n}_w{self.warps}r{self.row_warps}c{self.column_warps}_s{self.stages}"
+        stored = stored_cache(problem)
+        numbers = "".join(f"_{name[0]}s" for name in problem.cache.per_token) if problem.cache is not None else ""
+        numbers = f"_{problem.stored}{numbers}" if stored else ""
         return walking_kernel(
             plan,
             "SplitTraits",
             config,
             entry="split_keys",
-            sizes=f"{sizes}_o{self.blocks_per_sm}_{paging.lower()}{'' if overlaps else '_apart'}",
-            rows=grouped_rows(paging),
+            sizes=f"{sizes}_o{self.blocks_per_sm}_{paging.lower()}{numbers}{'' if overlaps else '_apart'}",
+            rows=grouped_rows(paging, stored=aggregate("StoredCache", **stored) if stored else ""),
             reads_v_in_k=True,
+            lists=CacheScales if stored else None,
             header="split_keys.cuh",
             params=SplitParams,
             threads=self.warps * WARP_THREADS,

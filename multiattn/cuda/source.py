@@ -28,10 +28,10 @@ SplitParams, SplitWgmmaParams = _STRUCTS["SplitParams"], _STRUCTS["SplitWgmmaPar
 BackwardParams, WgmmaBackwardParams = _STRUCTS["BackwardParams"], _STRUCTS["WgmmaBackwardParams"]
 MaskLists, BitLists, TileLists = (_STRUCTS[it] for it in ("MaskLists", "BitLists", "TileLists"))
 SequenceLists = _STRUCTS["SequenceLists"]
-Division = _STRUCTS["Division"]
+Division, CacheScales = _STRUCTS["Division"], _STRUCTS["CacheScales"]
 StoredHeads, StoredProducts = _STRUCTS["StoredHeads"], _STRUCTS["StoredProducts"]
 """Parameters that come behind the others: with a block mask, of a packed batch, where tiles are divided, or dS is
-stored, with P or without."""
+stored, with P or without; the scales of 8-bit caches."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 

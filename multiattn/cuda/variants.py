@@ -106,7 +106,7 @@ SPLIT_KEYS = _variant(
     CudaSplitConfig,
     name="split_keys",
     summary="few queries: heads that share keys are rows of one tile, keys are divided among blocks, a kernel merges",
-    capability=_capability(packing=False, caches=True, head_dim_max=576),
+    capability=_capability(packing=False, caches=True, stored=True, head_dim_max=576),
     rules=SPLIT_RULES,
 )
 

@@ -236,6 +236,10 @@ class Rule(Generic[C]):
         "cached", lambda it: it.problem.cache is not None, "for caches", "for keys that are in no cache"
     )
     """For keys in a cache, or for those that are not; None for both."""
+    stored: bool | None = _either(
+        "stored", lambda it: it.features.stored is not None, "for caches of 8-bit numbers", "for numbers of the dtype of q"
+    )
+    """For caches of 8-bit numbers, or for those of the dtype of q, and for keys in no cache; None for both."""
     page_multiple: int = _field(
         Condition(
             fact=lambda it: 0 if it.problem.cache is None else it.problem.cache.page or 0,

@@ -40,6 +40,10 @@ class Features:
     """Queries are those of sequences one after another."""
     aligned: bool = True
     """Every row of q, k and v starts at a multiple of 16 bytes."""
+    stored: str | None = None
+    """The dtype of a cache of 8-bit numbers, of `multiattn.layout.STORED`."""
+    per_token: tuple[str, ...] = ()
+    """The scales of such a cache, of `SCALES`, that are of each token; others are of each head."""
     v_in_k: bool = False
     """v is the first columns of k. Only a kernel that then reads k alone may have it in its name and constants: for
     all others it is no feature, and must not have them compiled twice."""
@@ -61,5 +65,7 @@ class Features:
             keys="dense" if problem.batching is None else problem.batching.kind,
             packed_queries=problem.has_packed_queries,
             aligned=problem.alignment % VECTOR_BYTES == 0,
+            stored=problem.stored,
+            per_token=() if problem.cache is None else problem.cache.per_token,
             v_in_k=problem.v_in_k,
         )

@@ -20,7 +20,7 @@ from multiattn.problem import Problem
 class Reason:
     """One reason why not: the subject, what came, what is accepted, and what to do.
 
-    `code` is a stable key: of a Problem (head_dim, dtype, seq, mask, sinks, cache, page, strides, alignment), or one of
+    `code` is a stable key: of a Problem (head_dim, dtype, seq, mask, sinks, cache, page, stored, strides, alignment), or one of
     arch, direction, variant, config, deterministic, module, driver, compiler, gpu, host.
     """
 
@@ -94,6 +94,13 @@ class Capability:
         "k and v in no cache, as fmha has them",
     )
     """Keys and values may be in a cache, with lengths and pages that the device knows."""
+
+    stored: bool = _has_code_for(
+        "stored",
+        lambda it: None if it.stored is None else f"a cache of {it.stored}",
+        "k and v of the dtype of q",
+    )
+    """A cache may have 8-bit numbers, with scales."""
 
     @property
     def features(self) -> int:

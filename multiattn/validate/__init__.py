@@ -44,13 +44,13 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"device: got {q.device}; allowed cpu, cuda and meta; move q, k and v by .cuda() or .cpu()")
 
 
-def check_operand(name: str, tensor: object) -> torch.Tensor:
+def check_operand(name: str, tensor: object, dtypes: Iterable[torch.dtype] = DTYPE_NAMES) -> torch.Tensor:
     """The tensor; TypeError or ValueError for what is no q, keys or values: not dense, negated, of another dtype."""
     check_dense(name, tensor)
     assert isinstance(tensor, torch.Tensor)
     if tensor.is_neg():
         raise ValueError(f"{name} must hold its own values; got a negated view; call .resolve_neg() on it")
-    check_dtype(name, tensor, DTYPE_NAMES, "; call .bfloat16() on it")
+    check_dtype(name, tensor, dtypes, "; call .bfloat16() on it")
     return tensor
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from multiattn.layout import DTYPE_NAMES, STORED_NAMES
 from multiattn.plain import plain
 from multiattn.sequences import CU_SEQLENS, SPLITS_MAX, Indices
 from multiattn.validate import check_operand, check_sinks, not_a_tensor
@@ -106,7 +107,7 @@ def check_cache(
     rank_of_cache = "[B, Hkv, S, D]" if page_table is None else "[pages, Hkv, page, D]"
     ranks |= dict.fromkeys(("k_cache", "v_cache"), rank_of_cache)
     for (name, shape), given in zip(ranks.items(), (q, k_cache, v_cache), strict=True):
-        tensor = check_operand(name, given)
+        tensor = check_operand(name, given, DTYPE_NAMES if name == "q" else {**DTYPE_NAMES, **STORED_NAMES})
         if tensor.ndim != shape.count(",") + 1:
             hint = _of_rank(name, tensor.ndim, cu_seqlens_q)
             raise ValueError(f"{name} must be {shape}; got shape {tuple(tensor.shape)}; {hint}")
@@ -181,9 +182,9 @@ def _of_rank(name: str, rank: int, cu_seqlens_q: object) -> str:
 
 def _check_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """TypeError or ValueError for dtypes, devices and shapes that are not of one call."""
-    if not q.dtype == k.dtype == v.dtype:
-        got = f"{q.dtype}, {k.dtype}, {v.dtype}; convert q by .to(k_cache.dtype)"
-        raise TypeError(f"q, k_cache and v_cache must share one dtype; got {got}")
+    if k.dtype != v.dtype or q.dtype != (q.dtype if k.dtype in STORED_NAMES else k.dtype):
+        got = f"{q.dtype}, {k.dtype}, {v.dtype}; convert q by .to(k_cache.dtype), or a cache by quantize_cache"
+        raise TypeError(f"q, k_cache and v_cache must share one dtype, or both caches be of 8 bits; got {got}")
     if not q.device == k.device == v.device:
         got = f"{q.device}, {k.device}, {v.device}; move q by .to(k_cache.device)"
         raise ValueError(f"q, k_cache and v_cache must be on one device; got {got}")

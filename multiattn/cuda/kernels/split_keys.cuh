@@ -8,6 +8,7 @@
 #include "multiattn/gemm.cuh"
 #include "multiattn/softmax.cuh"
 #include "multiattn/special.cuh"
+#include "split_keys_stored.cuh"
 #include "split_keys_stream.cuh"
 
 namespace multiattn {
@@ -75,21 +76,26 @@ struct SplitWalk {
   }
 };
 
-// scores[WARP_ROWS, TILE_N] = Q K^T, in the log2 domain where an expression changes them
+// scores[WARP_ROWS, TILE_N] = Q K^T
 template <class T>
-DEVICE void compute_scores(Scores<T>& scores, const SplitWalk<T>& it, SharedAddress k, int first_key) {
+DEVICE void multiply_keys(Scores<T>& scores, const SplitQueries<T>& queries, SharedAddress k) {
   constexpr int AHEAD = 3;
   const auto reader = FragmentReader<typename T::TileK>::right();
   const auto load = [&](int step) { return reader.load(k, step % T::KEY_FRAGMENTS * 16, step / T::KEY_FRAGMENTS * 16); };
-  const auto load_q = [&](typename SplitQueries<T>::Column& column, int d) { it.queries.load(column, d); };
+  const auto load_q = [&](typename SplitQueries<T>::Column& column, int d) { queries.load(column, d); };
   clear(scores);
-  multiply<typename T::Element, T::DOT_FRAGMENTS, AHEAD>(scores, load_q, load);
-  if constexpr (HAS_SCORE<typename T::Score>)
-    for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 4>([&](int m, int n, int side, int e) {
-      const Row row = it.rows.row[m][e / 2];
-      float& score = scores[m][n][side].value[e];
-      score = it.head(row).score(score, row.query, first_key + 16 * n + 8 * side + accumulator_column(e));
-    });
+  if constexpr (T::IS_STORED) multiply_stored_keys<T, AHEAD>(scores, load_q, load);
+  else multiply<typename T::Element, T::DOT_FRAGMENTS, AHEAD>(scores, load_q, load);
+}
+
+// The expression's scores, in the log2 domain, in place of Q K^T.
+template <class T>
+DEVICE void modify_scores(Scores<T>& scores, const SplitWalk<T>& it, int first_key) {
+  for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 4>([&](int m, int n, int side, int e) {
+    const Row row = it.rows.row[m][e / 2];
+    float& score = scores[m][n][side].value[e];
+    score = it.head(row).score(score, row.query, first_key + 16 * n + 8 * side + accumulator_column(e));
+  });
 }
 
 template <class T>
@@ -109,9 +115,10 @@ template <class T>
 DEVICE void accumulate(Outputs<T>& out, const Scores<T>& weights, SharedAddress v) {
   constexpr int AHEAD = 3, D = T::OUT_FRAGMENTS;
   const auto reader = FragmentReader<typename T::TileV>::down();
-  const auto load = [&](int step) { return reader.load_transposed(v, step / D * 16, T::warp_column() + step % D * 16); };
+  const auto load = [&](int step) { return reader.load_transposed(v, step / D * 16, T::warp_column() / T::PACKING + step % D * 16); };
   Fragment left[T::ROW_FRAGMENTS][T::KEY_FRAGMENTS];
   round_to_operand<typename T::Element>(left, weights);
+  if constexpr (T::IS_STORED) return add_stored_values<T, AHEAD>(out, left, load);
   read_ahead<T::KEY_FRAGMENTS * D, AHEAD>(load, [&](int step, const Fragment& value) {
 #pragma unroll
     for (int m = 0; m < T::ROW_FRAGMENTS; ++m) mma_pair<typename T::Element>(out[m][step % D], left[m][step / D], value);
@@ -120,10 +127,12 @@ DEVICE void accumulate(Outputs<T>& out, const Scores<T>& weights, SharedAddress 
 
 // One step of Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithm 1, for the warp's rows.
 template <class T>
-DEVICE void attend_to_tile(Outputs<T>& out, RowState (&state)[T::ROW_FRAGMENTS], const SplitWalk<T>& it, SharedAddress k,
-                           int first_key, bool is_masked) {
+DEVICE void attend_to_tile(Outputs<T>& out, RowState (&state)[T::ROW_FRAGMENTS], const SplitWalk<T>& it, StoredWalk<T>& stored,
+                           SharedAddress k, int first_key, bool is_masked) {
   Scores<T> scores;  // [WARP_ROWS, TILE_N]; then weights
-  compute_scores<T>(scores, it, k, first_key);
+  multiply_keys<T>(scores, it.queries, k);
+  stored.scale_scores(scores, k);
+  if constexpr (HAS_SCORE<typename T::Score>) modify_scores<T>(scores, it, first_key);
   if (is_masked) mask_scores<T>(scores, it, first_key);
   bool decays = false;
   float decay[T::ROW_FRAGMENTS][2];
@@ -134,6 +143,7 @@ DEVICE void attend_to_tile(Outputs<T>& out, RowState (&state)[T::ROW_FRAGMENTS],
     update_softmax<MAX_LAG>(scores[m], top, state[m], decay[m], it.scale_log2());
     decays |= decay[m][0] != 1.0f || decay[m][1] != 1.0f;
   }
+  decays |= stored.scale_weights(scores, decay, k);
   if (any_in_warp(decays))
     for_each<T::ROW_FRAGMENTS, T::OUT_FRAGMENTS, 2, 4>(
         [&](int m, int d, int side, int e) { out[m][d][side].value[e] *= decay[m][e / 2]; });
@@ -144,20 +154,27 @@ DEVICE void attend_to_tile(Outputs<T>& out, RowState (&state)[T::ROW_FRAGMENTS],
 template <class T>
 struct Found {
   static DEVICE SharedAddress out(int team, int row, int column) {
-    return shared_base() + T::TileQ::BYTES + ((team * T::TILE_M + row) * T::FOUND_PITCH + column) * 4;
+    return shared_base() + T::Q_BYTES + ((team * T::TILE_M + row) * T::FOUND_PITCH + column) * 4;
   }
   static DEVICE SharedAddress max(int team, int row) { return out(T::TEAMS, 0, 0) + (team * T::TILE_M + row) * 8; }
   static DEVICE SharedAddress sum(int team, int row) { return max(team, row) + 4; }
 };
 
 template <class T>
-DEVICE void leave(const Outputs<T>& out, const RowState (&state)[T::ROW_FRAGMENTS]) {
+DEVICE void leave(const Outputs<T>& out, const RowState (&state)[T::ROW_FRAGMENTS], const StoredWalk<T>& stored) {
   for_each<T::ROW_FRAGMENTS, 2>([&](int m, int half) {
     const int row = T::warp_row() + 16 * m + accumulator_row(2 * half);
     const float sum = reduce_row(state[m].sum[half], [](float a, float b) { return a + b; });
     if (thread_index() % 4 == 0 && T::has_first_column()) {
       store_shared_4(Found<T>::max(T::team(), row), float_bits(state[m].max[half]));
       store_shared_4(Found<T>::sum(T::team(), row), float_bits(sum));
+    }
+    if constexpr (T::IS_STORED) {
+#pragma unroll
+      for (int d = 0; d < T::OUT_FRAGMENTS; ++d)
+        store_shared_16(Found<T>::out(T::team(), row, T::warp_column() + 16 * d + thread_index() % 4 * 4),
+                        stored.four_columns(out[m][d], half));
+      return;
     }
 #pragma unroll
     for (int d = 0; d < T::OUT_FRAGMENTS; ++d)
@@ -207,7 +224,7 @@ DEVICE void add_up(float (&value)[CHUNK_ELEMENTS], int row, int column, float ma
 
 // The block's rows: out and lse, or with several splits its part of them.
 template <class T>
-DEVICE void store(const Owned<T>& owned) {
+DEVICE void store(const Owned<T>& owned, const StoredWalk<T>& stored) {
   const auto& params = owned.params;
   const bool is_part = params.splits > 1;
   constexpr int CHUNKS = T::HEAD_DIM_V / CHUNK_ELEMENTS;  // of a row
@@ -227,7 +244,7 @@ DEVICE void store(const Owned<T>& owned) {
     if (column == 0) store_global_4(lse + place, is_part ? lse_log2 : lse_log2 * LN_2);
     if (is_part && empty) continue;  // nobody reads it
     float value[CHUNK_ELEMENTS];
-    add_up<T>(value, row_of_tile, column, max_of_keys, empty ? 0.0f : decay / sum);
+    add_up<T>(value, row_of_tile, column, max_of_keys, empty ? 0.0f : stored.scaled(decay / sum));
     if (is_part) {
       float* target = params.partial_out + place * T::HEAD_DIM_V + column;
 #pragma unroll
@@ -236,7 +253,7 @@ DEVICE void store(const Owned<T>& owned) {
     } else {
       Chunk chunk;
 #pragma unroll
-      for (int w = 0; w < 4; ++w) chunk.word[w] = pack<typename T::Element>(value[2 * w], value[2 * w + 1]);
+      for (int w = 0; w < 4; ++w) chunk.word[w] = pack<typename T::OutElement>(value[2 * w], value[2 * w + 1]);
       store_global_16(static_cast<uint16*>(params.out) + owned.offset(params.strides_out, row) + column, chunk);
     }
   }
@@ -251,7 +268,7 @@ DEVICE void split_keys(const typename T::Params& params) {
   load_queries<T>(owned);
   cp_async_commit();
   const Blocks tiles = with_tail<T>(owned.keys(), params, owned.len_kv);
-  const KeyStream<T> stream(owned, shared_base() + T::TileQ::BYTES + T::team() * T::RING);
+  const KeyStream<T> stream(params, owned, shared_base() + T::Q_BYTES + T::team() * T::RING);
   const int first = tiles.begin + T::team();  // the team's tiles are every TEAMS-th from here on
   typename KeyStream<T>::Pages pages[T::STAGES];
 #pragma unroll
@@ -264,7 +281,10 @@ DEVICE void split_keys(const typename T::Params& params) {
   }
   cp_async_wait<T::STAGES - 1>();
   sync_block();  // everybody's part of Q has landed
-  if (params.scale_sign != 1) {
+  if constexpr (T::IS_STORED) {
+    halve_queries<T>(params.scale_sign);
+    sync_block();  // Q is rewritten before anybody reads it
+  } else if (params.scale_sign != 1) {
     for (int i = thread_index(); i < T::TileQ::BYTES / CHUNK_BYTES; i += T::THREADS)
       fold_sign_into<typename T::Element>(shared_base() + i * CHUNK_BYTES, params.scale_sign);
     sync_block();  // Q is rewritten before anybody reads it
@@ -273,6 +293,7 @@ DEVICE void split_keys(const typename T::Params& params) {
   const SplitQueries<T> queries;
   const LaneRows<T> rows(owned);
   const SplitWalk<T> it{params, owned, queries, rows};
+  StoredWalk<T> stored(params, owned);
   Outputs<T> out;                     // [WARP_ROWS, the warp's columns]
   RowState state[T::ROW_FRAGMENTS];   // of WARP_ROWS rows
   clear(out);
@@ -289,13 +310,13 @@ DEVICE void split_keys(const typename T::Params& params) {
     cp_async_commit();
     next_pages = stream.look_up(next + T::TEAMS);
     const bool is_masked = tile < tiles.full_begin || tile >= tiles.full_end;
-    attend_to_tile<T>(out, state, it, stream.k(step), tile * T::TILE_N, is_masked);
+    attend_to_tile<T>(out, state, it, stored, stream.k(step), tile * T::TILE_N, is_masked);
   }
   cp_async_wait<0>();
   sync_block();  // nobody reads Q's neighbours, the rings, any more
-  leave<T>(out, state);
+  leave<T>(out, state, stored);
   sync_block();  // what all teams have found is there
-  store<T>(owned);
+  store<T>(owned, stored);
 }
 
 }  // namespace multiattn

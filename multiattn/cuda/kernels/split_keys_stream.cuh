@@ -13,11 +13,38 @@ DEVICE void sync_team() {
   else named_barrier_sync(1 + T::team(), T::TEAM_THREADS);
 }
 
+// The scales of a cache's tokens, of one head: where they are. A base class: without any it has no place in memory.
+template <class T, bool = T::STORED.k_per_token || T::STORED.v_per_token>
+struct TokenScales {
+  DEVICE TokenScales(const typename T::Params&, int) {}
+  DEVICE void load(SharedAddress, int, int, int64, int64, bool) const {}
+};
+template <class T>
+struct TokenScales<T, true> {
+  const CacheScales& scales;
+  const int head_kv;
+
+  DEVICE TokenScales(const typename T::Params& params, int head_kv) : scales(params.lists), head_kv(head_kv) {}
+
+  // Begins to load those of a row of an entry into a slot, by two of the threads that share the row of a tile, or by one.
+  DEVICE void load(SharedAddress slot, int row_of_tile, int thread_of_row, int64 entry, int64 row, bool is_there) const {
+    const auto begin = [&](const float* all, const Strides& strides, int at) {
+      const float* source = all + entry * strides.batch + head_kv * strides.head + row * strides.seq;
+      cp_async_4(slot + at + row_of_tile * 4, source, is_there);
+    };
+    if constexpr (T::STORED.k_per_token)
+      if (thread_of_row == 0) begin(scales.k_scale, scales.strides_k_scale, T::K_SCALES_AT);
+    if constexpr (T::STORED.v_per_token)
+      if (thread_of_row == 1) begin(scales.v_scale, scales.strides_v_scale, T::V_SCALES_AT);
+  }
+};
+
 // The keys of a sequence and head. A tile goes into slot `step % STAGES` of the team's ring. The pages of a tile are looked up
 // before its turn: nobody waits for the table. SPAN threads share a row, which may be in a page of its own.
 template <class T>
-class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
+class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>, TokenScales<T> {
   using Freed = FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>;
+  using Number = typename T::Number;
   static constexpr int SPAN_K = T::TileK::Layout::SPAN, SPAN_V = T::TileV::Layout::SPAN;
   static constexpr int SPAN = SPAN_K < SPAN_V ? SPAN_K : SPAN_V;  // a row of either is a multiple
   static constexpr int ROWS_PER_PASS = T::TEAM_THREADS / SPAN;
@@ -25,10 +52,10 @@ class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
   static constexpr int LOOKUPS = T::PAGING == Paging::ANY ? PASSES : 1;
 
  public:
-  DEVICE KeyStream(const Owned<T>& owned, SharedAddress ring)
-      : Freed(owned), params_(owned.params), ring_(ring), len_(owned.len_kv), sequence_(owned.sequence),
-        k_(static_cast<const uint16*>(params_.k) + owned.head_kv * params_.strides_k.head),
-        v_(static_cast<const uint16*>(params_.v) + owned.head_kv * params_.strides_v.head) {}
+  DEVICE KeyStream(const typename T::Params& params, const Owned<T>& owned, SharedAddress ring)
+      : Freed(owned), TokenScales<T>(params, owned.head_kv), params_(owned.params), ring_(ring), len_(owned.len_kv), sequence_(owned.sequence),
+        k_(static_cast<const Number*>(params_.k) + owned.head_kv * params_.strides_k.head),
+        v_(static_cast<const Number*>(params_.v) + owned.head_kv * params_.strides_v.head) {}
 
   DEVICE SharedAddress k(int step) const { return ring_ + step % T::STAGES * T::SLOT; }
 
@@ -68,45 +95,52 @@ class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>> {
         copy<typename T::TileK, 0>(target, row, column, rows.k, is_there);
         if constexpr (!T::V_IN_K) copy<typename T::TileV, T::V_AT>(target, row, column, rows.v, is_there);
       }
+      if constexpr (T::STORED.k_per_token || T::STORED.v_per_token)
+        TokenScales<T>::load(target, row, first_chunk(), entry(pages.number[T::PAGING == Paging::ANY ? pass : 0]),
+                             T::IS_PAGED ? PlaceOfKey::of(params_, key).row : key, key < len_ && !Freed::is_freed(key));
       rows.k += ROWS_PER_PASS * params_.strides_k.seq;
       rows.v += ROWS_PER_PASS * params_.strides_v.seq;
     }
   }
 
  private:
+  static constexpr int CHUNK_NUMBERS = CHUNK_BYTES / sizeof(Number);
   static constexpr int CHUNKS = T::TileK::CHUNKS > T::TileV::CHUNKS ? T::TileK::CHUNKS : T::TileV::CHUNKS;
 
   // The thread's chunk from a column of a row on, if the tile has it, which lies so many bytes behind the slot's start.
   template <class Tile, int BYTES_BEFORE>
-  DEVICE void copy(SharedAddress slot, int row, int column, const uint16* source, bool is_there) const {
+  DEVICE void copy(SharedAddress slot, int row, int column, const Number* source, bool is_there) const {
     const int chunk = column + first_chunk();
     if (column < Tile::CHUNKS)
-      copy_chunk<T::ALIGNED>(Tile::chunk(slot, row, chunk) + BYTES_BEFORE, source + column * CHUNK_ELEMENTS,
+      copy_chunk<T::ALIGNED>(Tile::chunk(slot, row, chunk) + BYTES_BEFORE,
+                             reinterpret_cast<const uint16*>(source + column * CHUNK_NUMBERS),
                              is_there && chunk < Tile::VALID_CHUNKS);
   }
 
   // Where a thread reads: its first chunk of a row of K, and of V.
   struct Sources {
-    const uint16 *k, *v;
+    const Number *k, *v;
   };
 
   static DEVICE int first_row() { return thread_index() % T::TEAM_THREADS / SPAN; }
   static DEVICE int first_chunk() { return thread_index() % SPAN; }
 
+  DEVICE int64 entry(int32 page) const { return T::IS_PAGED ? page : sequence_; }
+
   // The sources of a key in a page; where no tile crosses pages, of the thread's first row of the tile from `key` on.
   DEVICE Sources sources(int key, int32 page) const {
-    int64 entry = page, row = key;
-    if constexpr (!T::IS_PAGED) entry = sequence_;
-    else row = PlaceOfKey::of(params_, key).row;
+    const int64 entry = this->entry(page);
+    int64 row = key;
+    if constexpr (T::IS_PAGED) row = PlaceOfKey::of(params_, key).row;
     if constexpr (T::PAGING != Paging::ANY) row += first_row();
-    return {k_ + entry * params_.strides_k.batch + row * params_.strides_k.seq + first_chunk() * CHUNK_ELEMENTS,
-            v_ + entry * params_.strides_v.batch + row * params_.strides_v.seq + first_chunk() * CHUNK_ELEMENTS};
+    return {k_ + entry * params_.strides_k.batch + row * params_.strides_k.seq + first_chunk() * CHUNK_NUMBERS,
+            v_ + entry * params_.strides_v.batch + row * params_.strides_v.seq + first_chunk() * CHUNK_NUMBERS};
   }
 
   const SplitParams& params_;
   SharedAddress ring_;
   int len_, sequence_;
-  const uint16 *k_, *v_;
+  const Number *k_, *v_;
 };
 
 }  // namespace multiattn

@@ -242,6 +242,7 @@ class _DecodeRow(NamedTuple):
     seq_min: int = 0
     is_plain: bool = True
     head_dim_v_max: int | None = None
+    stored: bool | None = None
 
 
 def _teams(
@@ -262,7 +263,12 @@ def _teams(
 
 _H200_DECODE = "H200 2026-11-26: "
 _LONG = 32768
+_STORED_GUESS = "a guess: as many bytes of a tile as of 16-bit numbers"
 _DECODE_ROWS = (
+    *(
+        _DecodeRow(16, width, 1, _teams(16, tile_n, 4, 3, blocks), _STORED_GUESS, is_plain=False, stored=True)
+        for width, tile_n, blocks in ((64, 64, 3), (128, 32, 2), (256, 32, 1))
+    ),
     _DecodeRow(
         16, 64, 64, _teams(16, 64, 4, 2, 1), _H200_DECODE + "B=128 32/8 32k, pages of 64: 1963 us, 32 keys 2009", _LONG
     ),
@@ -341,11 +347,12 @@ def _decode_rules(arches: tuple[str, ...], why: str = "", *, small: bool = False
             rows_max=row.rows_max,
             lone_max=LONE_MAX if row.rows_max is not None and row.rows_max > LONE_ROWS else None,
             page_multiple=row.page_multiple,
+            stored=row.stored,
             cached=None if row.rows_max is not None and (row.is_plain or small) else True,
             seq_min=row.seq_min,
         )
         for row in _DECODE_ROWS
-        if not (small and row.page_multiple > 1)
+        if not (small and (row.page_multiple > 1 or row.stored))
     )
 
 

@@ -1,6 +1,7 @@
 // A block's own rows and keys where rows are queries of all heads that share keys, and blocks may divide the keys: rows of a sequence, and a
 // part of its keys, which may be in a cache.
 #pragma once
+#include "multiattn/eight_bit.cuh"
 #include "multiattn/sequence.cuh"
 
 namespace multiattn {
@@ -15,24 +16,28 @@ constexpr bool FREES_KEYS = BAND == Band::TWO_SIDED && PAGING != Paging::NONE;
 
 // In the place of a block mask among a kernel's constants: its rows are those of all heads that share keys, and these come in boxes
 // of so many that no page ends within, or one by one: BOX_ROWS is 0.
-template <Paging PAGING, int BOX_ROWS>
+template <Paging PAGING, int BOX_ROWS, StoredCache STORED = StoredCache{}>
 struct Grouped {};
 
 template <class Blocked>
 constexpr bool IS_GROUPED = false;
-template <Paging PAGING, int BOX_ROWS>
-constexpr bool IS_GROUPED<Grouped<PAGING, BOX_ROWS>> = true;
+template <Paging PAGING, int BOX_ROWS, StoredCache STORED>
+constexpr bool IS_GROUPED<Grouped<PAGING, BOX_ROWS, STORED>> = true;
 template <class Blocked>
 constexpr Paging PAGING_OF = Paging::NONE;
-template <Paging PAGING, int BOX_ROWS>
-constexpr Paging PAGING_OF<Grouped<PAGING, BOX_ROWS>> = PAGING;
+template <Paging PAGING, int BOX_ROWS, StoredCache STORED>
+constexpr Paging PAGING_OF<Grouped<PAGING, BOX_ROWS, STORED>> = PAGING;
 template <class Blocked>
 constexpr int BOX_ROWS_OF = 0;
-template <Paging PAGING, int BOX_ROWS>
-constexpr int BOX_ROWS_OF<Grouped<PAGING, BOX_ROWS>> = BOX_ROWS;
-template <Paging PAGING, int BOX_ROWS>
-struct ListsOf<Grouped<PAGING, BOX_ROWS>> {
-  using Type = void;
+template <Paging PAGING, int BOX_ROWS, StoredCache STORED>
+constexpr int BOX_ROWS_OF<Grouped<PAGING, BOX_ROWS, STORED>> = BOX_ROWS;
+template <class Blocked>
+constexpr StoredCache STORED_OF{};
+template <Paging PAGING, int BOX_ROWS, StoredCache STORED>
+constexpr StoredCache STORED_OF<Grouped<PAGING, BOX_ROWS, STORED>> = STORED;
+template <Paging PAGING, int BOX_ROWS, StoredCache STORED>
+struct ListsOf<Grouped<PAGING, BOX_ROWS, STORED>> {
+  using Type = typename Choice<STORED.numbers == Numbers::OF_QUERIES, void, CacheScales>::Type;
 };
 
 // Rows of out and lse, of all heads.

@@ -113,6 +113,14 @@ struct SplitParams {
   int32 left, right;
 };
 
+// Behind its parameters where a cache has 8-bit numbers: their scales. Those of heads are [sequences, heads_kv], those of tokens
+// [entries, heads_kv, rows] as k is; what is broadcast has a stride of 0.
+struct CacheScales {
+  const float* k_scale;  // never null
+  const float* v_scale;  // never null
+  Strides strides_k_scale, strides_v_scale;
+};
+
 // For the kernel for sm90 among those whose blocks own rows of one head of keys.
 struct SplitWgmmaParams {
   TensorMap map_k, map_v;  // 4-D: D, rows, heads_kv, entries, innermost first; boxes are 64 columns of BOX_ROWS keys. Empty
