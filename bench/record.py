@@ -26,7 +26,7 @@ from multiattn.bars import Bar
 from multiattn.inspect.mix import GENERATIONS
 from multiattn.inspect.options import sizes_of
 from multiattn.inspect.pool import run_isolated
-from multiattn.layout import DTYPES
+from multiattn.layout import DTYPES, STORED
 from multiattn.operands import Operands, Options, ScoreSpec, with_score
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import GPU_ARCHS, by_name
@@ -34,7 +34,7 @@ from multiattn.plan.backend import BACKENDS, DIRECTIONS, Direction, Plan, Varian
 from multiattn.plan.config import Rule, has_whole_sectors, select
 from multiattn.plan.toolchain import find_cuobjdump
 from multiattn.problem import Problem, problem_of
-from multiattn.sequences import Batching
+from multiattn.sequences import Batching, Scaling
 
 SCHEMA = 1
 FOLDER = ROOT / "bench" / "compiled"
@@ -130,11 +130,14 @@ def _plan(
     sizes = (_lengths(variant.rules), _batches(variant.rules), PAGES if is_cached else PAGES[:1])
     for is_mapped, dtype, seq, batch, page in itertools.product((True, False), RULE_DTYPES, *sizes):
         is_grouped, pages = is_cached or rule.rows_max is not None, -(-seq // page)
-        cache = Batching.cached(batch, batch * pages, page, pages) if is_cached else None
+        heads_kv = HEADS // GROUP if is_grouped else HEADS
+        scales = Scaling(shape=(batch, heads_kv), strides=(heads_kv, 1)) if rule.stored else None
+        more = {"k_scaling": scales, "v_scaling": scales}
+        cache = Batching.cached(batch, batch * pages, page, pages, **more) if is_cached else None
         problem = Problem.contiguous(
             batch=1 if rule.packed else batch,
             heads_q=HEADS,
-            heads_kv=HEADS // GROUP if is_grouped else HEADS,
+            heads_kv=heads_kv,
             seq_q=seq if rule.rows_max is None else -(-rule.rows_max // GROUP),
             seq_kv=seq,
             head_dim=head_dim,
@@ -142,6 +145,7 @@ def _plan(
             dtype=dtype,
             causal=causal,
             batching=Batching.packed(batch) if rule.packed else cache,
+            stored=next(iter(STORED)) if rule.stored else None,
         )
         if not is_mapped:
             problem = replace(problem, strides_k=(0, *problem.strides_k[1:]))

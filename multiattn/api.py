@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 _NAMES, _EXPLAINED = names_of(CallOptions), names_of(ExplainOptions)
-_NOT_CACHED = ("alibi_slopes", "bias", "score_mod", "block_mask", "cu_seqlens_kv", "max_seqlen_kv")
+_NOT_CACHED = ("cu_seqlens_kv", "max_seqlen_kv")
+_CACHED_ALONE = ("page_table", "num_splits", "k_scale", "v_scale")
 _OF_PROBLEM = {*Scores._fields, *Lengths._fields, "window", "scale", "sinks", "seqlens_kv"}
 """Options of `explain` that a Problem has values of."""
 
@@ -245,8 +246,8 @@ def explain(
             refused where either direction is refused, as by `fmha`.
         all from causal to deterministic: As for `fmha`. A Problem has its own of those before backend.
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: As for `fmha_varlen`, with its q, k and v.
-        seqlens_kv, page_table, cu_seqlens_q, max_seqlen_q, num_splits: As for `fmha_kvcache`, with its q, and its
-            k_cache and v_cache as k and v.
+        seqlens_kv, page_table, cu_seqlens_q, max_seqlen_q, num_splits, k_scale, v_scale: As for `fmha_kvcache`, with
+            its q, and its k_cache and v_cache as k and v.
         arch: Explain for this arch (``"sm80"``) instead of the tensors' device. This consults only the data, not
             whether this machine has such a GPU.
         direction: ``"backward"`` gives the Plan of the gradient: from autograd if tensors require grad, else from
@@ -265,7 +266,7 @@ def explain(
     counts: BlockCounts | None = None
     given = {name: it for name, it in options.items() if it is not None}
     if seqlens_kv is None:
-        _refuse_given(given, ("page_table", "num_splits"), "without seqlens_kv")
+        _refuse_given(given, _CACHED_ALONE, "without seqlens_kv")
     elif direction != "forward":
         raise ValueError(f"direction: got {direction!r}; allowed forward with seqlens_kv: a cache has no gradient")
     if isinstance(q, Problem):

@@ -77,8 +77,8 @@ def fmha_kvcache(
         q: ``[B, Hq, Sq, D]``, fp16 or bf16, any strides with unit stride on D: the last Sq tokens of each sequence.
             With `cu_seqlens_q` it is ``[T, Hq, D]``.
         k_cache: ``[B, Hkv, S, D]`` with ``Hq % Hkv == 0`` (GQA, MQA), any strides with unit stride on D. Of the dtype
-            of q, or of 8-bit numbers with `k_scale`; on the device of q. With `page_table` it is ``[pages, Hkv, page, D]``, with pages of any size. Pass a transposed
-            view if pages are ``[page, Hkv, D]`` in memory (NHD).
+            of q, or of 8-bit numbers with `k_scale`; on the device of q. With `page_table` it is ``[pages, Hkv, page,
+            D]``, with pages of any size. Pass a transposed view if pages are ``[page, Hkv, D]`` in memory (NHD).
         v_cache: Like k_cache, with its own strides and head_dim Dv. Both may be views of one tensor: where the first
             Dv columns of a key are its value (MLA), v_cache is ``k_cache[..., :Dv]``.
         seqlens_kv: int32 ``[B]`` on the device of q: the keys of each sequence, from 0 to S (or ``max_pages * page``).
@@ -229,6 +229,7 @@ def _with_scales(
     assert where.seqlens_kv is not None
     found: dict[str, torch.Tensor] = {}
     for name, given, cache in (("k_scale", where.k_scale, k_cache), ("v_scale", where.v_scale, v_cache)):
-        found[name] = scales_of(name, given, cache, where.seqlens_kv)
+        if given is not None or is_stored(cache):  # else the other is refused
+            found[name] = scales_of(name, given, cache, where.seqlens_kv)
     of_k, of_v = (Scaling(it.ndim == 3) for it in found.values())
     return indices._replace(**found), of_k, of_v

@@ -72,7 +72,7 @@ _IN_CACHE = (
     "nothing: write new keys and values into the cache first, and count them in seqlens_kv; flash_attn_with_kvcache of "
     "multiattn.integrations.flash_attn writes them"
 )
-_NOT_CACHED = "nothing: a call with a cache has none; fmha and fmha_varlen have"
+_OF_LAST_KEYS = "bias, [B|1, Hq|1, Sq|1, n] of all keys that there is room for, or of the last n"
 _IN_BLOCK_MASK = "block_mask=create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
 _OF_TOKENS = "bias=mask[:, None, None, :] for [B, Skv], bool, where true is a token"
 _OF_CALLS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -80,7 +80,9 @@ _OF_CALLS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "fmha_kvcache": {
             **dict.fromkeys(("k", "v"), _IN_CACHE),
             **dict.fromkeys(("attention_mask", "key_padding_mask"), "seqlens_kv, the keys that each sequence has"),
-            **dict.fromkeys(("alibi_slopes", "bias", "score_mod", "block_mask", "attn_mask", "attn_bias"), _NOT_CACHED),
+            **dict.fromkeys(("attn_mask", "attn_bias", "custom_mask", "tree_mask"), _OF_LAST_KEYS),
+            **{"k_descale": "k_scale", "v_descale": "v_scale"},
+            **dict.fromkeys(("q_descale", "q_scale"), "nothing: q has 16 bits, and no scale; multiply scale by it"),
         },
         "flex_attention": {
             **dict.fromkeys(("mask_mod", "mask"), _IN_BLOCK_MASK),
@@ -130,6 +132,7 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
             ("seqlens_kv", "cache_seqlens", "seqused_k", "page_table", "block_table", "block_tables", "num_splits"),
             "fmha_kvcache takes keys in a cache",
         ),
+        **dict.fromkeys(("k_scale", "v_scale", "k_descale", "v_descale"), "fmha_kvcache takes caches of 8-bit numbers"),
     }
 )
 """Options that other calls have."""

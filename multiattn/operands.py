@@ -212,7 +212,10 @@ class Operands(NamedTuple):
 
     @property
     def requires_grad(self) -> bool:
-        """True if a gradient of an input is wanted; indices have none."""
+        """True if a gradient of an input is wanted, or of the scales of a cache; other indices have none."""
+        k_scale, v_scale = self.indices.k_scale, self.indices.v_scale
+        if k_scale is not None and v_scale is not None and (k_scale.requires_grad or v_scale.requires_grad):
+            return True
         if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
             return True
         if self.sinks is not None and self.sinks.requires_grad:

@@ -225,7 +225,8 @@ class Problem:
             has_sinks=has_sinks,
             v_in_k=v_in_k,
             alignment=math.gcd(
-                VECTOR_BYTES, *(row * (STORED[stored] if stored else DTYPES[dtype]).itemsize for row in (head_dim, row_v))
+                VECTOR_BYTES,
+                *(row * (STORED[stored] if stored else DTYPES[dtype]).itemsize for row in (head_dim, row_v)),
             ),
             batching=batching,
             stored=stored,

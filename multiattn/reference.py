@@ -421,6 +421,7 @@ _VARIANT = Variant(
         arches=(),
         dtypes=("fp16", "bf16", "fp32", "fp64"),
         head_dim_multiple=1,
+        alignment=1,
         head_dim_max=1 << 16,
         masks=KINDS,
         sinks=True,

@@ -153,7 +153,7 @@ class Batching(NamedTuple):
             return CU_SEQLENS
         has = {"seqlens_kv": True, "page_table": self.kind == "pages", "cu_seqlens_q": self.max_q is not None}
         has |= {"k_scale": self.k_scaling is not None, "v_scale": self.v_scaling is not None}
-        return tuple(name for name in Indices._fields if has.get(name))
+        return tuple(name for name in CACHE_TENSORS if has[name])
 
     @property
     def tensors(self) -> Mapping[str, Layout]:
@@ -179,7 +179,7 @@ class Batching(NamedTuple):
     @property
     def _scaling_bits(self) -> int | None:
         """A bit for each of the scales that are of tokens; None without scales."""
-        given = self.scalings.values()
+        given = tuple(self.scalings.values())  # a view that is empty is True to Dynamo
         return sum(it.per_token << place for place, it in enumerate(given)) if given else None
 
     @property

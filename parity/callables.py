@@ -276,6 +276,19 @@ def _rounded(sizes: Sizes) -> ScoreMod:
     return rounded
 
 
+@_score("Inkling's relative logits: each token of each head has its own, by distance, as far as they reach")
+def _relative_logits(sizes: Sizes) -> ScoreMod:
+    extent = 64
+    logits = sizes.normal(sizes.batch, sizes.heads, sizes.longest, extent, dtype=torch.bfloat16)
+
+    def relative_logits(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        distance = q - kv
+        is_near = (distance >= 0) & (distance < extent)
+        return s + torch.where(is_near, logits[b, h, q, distance.clamp(0, extent - 1)], 0.0)
+
+    return relative_logits
+
+
 # ---------------------------------------------------------------- masks
 
 
@@ -380,6 +393,12 @@ def _transfusion(sizes: Sizes) -> MaskMod:
         return visible
 
     return transfusion
+
+
+@_mask("PaliGemma and Gemma: the tokens of an image before the text see each other, another number in each entry")
+def _image_prefix(sizes: Sizes) -> MaskMod:
+    prefix = sizes.longest // 3 + sizes.integers(max(sizes.longest // 3, 1), sizes.batch)
+    return lambda b, h, q, kv: (q >= kv) | ((q < prefix[b]) & (kv < prefix[b]))
 
 
 @_mask("padded batches: the mask does not depend on the query")

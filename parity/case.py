@@ -15,6 +15,10 @@ Size = Literal["any", "gpu", "huge"]
 """`any`: interpreted in about 0.1 s. `gpu`: too many scores for that. `huge`: past 2^31 elements, alone on a GPU."""
 
 DType = Literal["fp16", "bf16"]
+Stored = Literal["e4m3", "int8"]
+"""Dtypes of a cache of 8-bit numbers."""
+Scales = Literal["number", "head", "batch", "token"]
+"""The granularity of scales: one number, ``[Hkv]``, ``[B, Hkv]``, or one for each token and head."""
 Broadcast = Literal["none", "heads", "batch"]
 
 Values = Literal[
@@ -95,6 +99,13 @@ class CacheCase:
     """How much more than the most queries `max_seqlen_q` is."""
     splits: int | None = None
     """The parts that the caller has the keys divided into."""
+    tree: Literal["none", "bool", "scores"] = "none"
+    """A bias of the last keys, as many as there are queries: each of these drafted tokens sees its ancestors alone. Of
+    bools, or of numbers, -inf where they hide."""
+    stored: Stored | None = None
+    """Keys and values are 8-bit numbers, with scales."""
+    scales: tuple[Scales, Scales] = ("head", "head")
+    """Scales of stored keys, and of values."""
 
     def owned(self, case: Case) -> list[range]:
         """The keys of each sequence that it may read."""

@@ -12,6 +12,7 @@ import torch
 
 from parity.block_cases import block_masks
 from parity.cache_cases import caches
+from parity.cache_score_cases import caches_with_scores, stored_caches
 from parity.case import Broadcast, Case, DType, Memory, Size, Values
 from parity.mask_cases import sinks, windows
 from parity.score_cases import scores
@@ -433,6 +434,8 @@ CASES: tuple[Case, ...] = (
     *block_masks(),
     *packed_batches(),
     *caches(),
+    *caches_with_scores(),
+    *stored_caches(),
     *_long(),
     *_huge(),
 )

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 
 from parity.case import PLANTED, CacheCase, Case
 
-OF_HEADS = ("alibi", "learned_alibi", "head_temperature", "full_bias", "shared_bias", "composite", "periodic")
+OF_HEADS = (
+    *("alibi", "learned_alibi", "head_temperature", "full_bias", "shared_bias", "composite", "periodic"),
+    "relative_logits",
+)
 """Callables that tell the query heads of a group apart; the first has no captured tensor, which some kernels refuse."""
 
 
@@ -62,6 +65,11 @@ def code_kinds_of(case: Case) -> Iterator[str]:
         keys = "dense" if page is None else "by rows" if page % 8 else "by boxes" if page < 64 else "by tiles"
         yield f"cache {keys}{freed}"
         yield f"cache with packed queries{freed}" if case.cache.queries is not None else f"cache{freed}"
+        if case.cache.tree != "none":
+            yield "a tree of drafted tokens"
+        if case.cache.stored is not None:
+            yield f"stored {case.cache.stored}"
+            yield from (f"scales of a {it}" for it in {*case.cache.scales} if it == "token")
 
 
 def _knows_heads(case: Case) -> bool:
@@ -104,6 +112,8 @@ def _properties(case: Case) -> Iterator[str]:
 
 def _properties_of_cache(cache: CacheCase) -> Iterator[str]:
     yield f"cache {cache.order}, {cache.joint}"
+    if cache.stored is not None:
+        yield f"scales {', '.join(cache.scales)}"
     if cache.splits is not None:
         yield "a number of parts is asked for" if cache.splits > 1 else "one part is asked for"
     for name in ("offset", "row_pad", "shared", "slack", "room"):

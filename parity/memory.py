@@ -11,6 +11,9 @@ from parity.case import Memory
 POISON = 0x7FC5
 """A 16-bit pattern that is NaN as fp16 and as bf16, and twice in a row as fp32."""
 
+POISON_8 = 0x7F
+"""An 8-bit pattern that is NaN as float8_e4m3fn, and the largest number as int8, which has no NaN."""
+
 GUARD = 1 << 15
 """Poisoned elements before and after each tensor: a whole tile of rows; a multiple of any alignment."""
 
@@ -30,9 +33,16 @@ def synchronize(device: torch.device) -> None:
 
 
 def poisoned(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``GUARD + numel + GUARD`` elements of NaN, each 16 bits of them POISON."""
-    memory = torch.empty(GUARD + numel + GUARD, dtype=dtype, device=device)
-    memory.view(torch.int16).fill_(POISON)
+    """``GUARD + numel + GUARD`` elements of NaN, each 16 bits of them POISON; one more if bytes are an odd number.
+
+    Each byte of 8-bit numbers is `POISON_8`, and each bool True.
+    """
+    is_byte = dtype.itemsize == 1
+    memory = torch.empty(GUARD + numel + numel % 2 * is_byte + GUARD, dtype=dtype, device=device)
+    if is_byte:
+        memory.view(torch.uint8).fill_(1 if dtype == torch.bool else POISON_8)
+    else:
+        memory.view(torch.int16).fill_(POISON)
     return memory
 
 

@@ -293,7 +293,7 @@ def describe_cache(cache: CacheCase) -> str:
     """Where a case's keys are, and what else its cache is not by default."""
     parts = ["dense" if cache.page is None else f"pages of {cache.page}"]
     defaults = CacheCase(lengths=())
-    for field in ("order", "joint", "offset", "row_pad", "shared", "splits"):
+    for field in ("order", "joint", "offset", "row_pad", "shared", "splits", "tree", "stored", "scales"):
         value = getattr(cache, field)
         if value != getattr(defaults, field):
             parts.append(f"{field}={value}")

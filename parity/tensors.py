@@ -8,29 +8,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
-from multiattn.block_mask import (
-    KEYS_OF_QUERIES,
-    QUERIES_OF_KEYS,
-    BlockLists,
-    MaskMod,
-    in_sequences,
-    of_sequences,
-    read_block_mask,
-    seen_in_lists,
-)
+from multiattn.block_mask import BlockLists
 from multiattn.layout import Strides
 from multiattn.problem import Problem
-from multiattn.score import BoundScore, bind_score
+from multiattn.score import BoundScore
 from multiattn.sequences import Batching, Indices
 from parity.cache_tensors import draw_cache
-from parity.callables import CALLABLES, Sizes
 from parity.case import Case, Memory
 from parity.memory import GUARD, POISON, Values3, generator_of, poisoned, poisoned_view
+from parity.score_tensors import asked_of, modified
 from parity.tolerance import Cached, Packed, indices_of
 
 
@@ -88,16 +77,12 @@ class Inputs(Watched):
             sinks = sinks_memory[GUARD:-GUARD]
             sinks.copy_(_draw_sinks(case))
             memory = (*memory, sinks_memory)
-        block_mask = _block_mask(case, device)
-        packed = _packed_of(case, device)
-        blocks, mask_mod = (None, None) if block_mask is None else read_block_mask(block_mask, q, k)
-        if packed is not None and blocks is not None:
-            blocks, mask_mod = of_sequences(blocks, packed.cu_seqlens), in_sequences(mask_mod, packed.cu_seqlens)
-        score, memory_of_score = bound_score(case, device, mask_mod)
-        slots = () if score is None else score.slots_requiring_grad
+        asked, packed = asked_of(case, device), _packed_of(case, device)
+        score, blocks = modified(case, asked, q, k, packed)
+        slots = () if score is None or cached is not None else score.slots_requiring_grad
         if score is not None:
             score = score._replace(tensors=tuple(it.detach() for it in score.tensors))
-        bits, copies = _watch((*memory, *memory_of_score))
+        bits, copies = _watch((*memory, *asked.memory))
         return cls(
             q=q, k=k, v=v, sinks=sinks, score=score, slots=slots, blocks=blocks, packed=packed,
             cached=cached, memory=bits, memory_before=copies,
@@ -349,79 +334,6 @@ def _draw_sinks(case: Case) -> torch.Tensor:
     elif case.sinks == "some":
         sinks[0] = -torch.inf
     return sinks
-
-
-def _block_mask(case: Case, device: torch.device) -> BlockMask | None:
-    """A case's block mask, as PyTorch makes it."""
-    if case.mask_mod is None:
-        return None
-    sizes = case.lengths if case.packed is None else (1, case.seq_q, case.seq_kv)  # over the packed axis
-    mask_mod = _callable(case, case.mask_mod, device, sizes)["mask_mod"]
-    batch, heads = (size if name in case.lists else None for name, size in (("b", case.batch), ("h", case.heads_q)))
-    made = create_block_mask(mask_mod, batch, heads, case.seq_q, case.seq_kv, device=device, BLOCK_SIZE=case.blocks)
-    return _loosened(made) if case.loose_lists else made
-
-
-def _loosened(made: BlockMask) -> BlockMask:
-    """A block mask's lists from the last block to the first, and -1 behind them, in room for one block more.
-
-    With `noop_mask` all blocks are full, those that an end cuts too.
-    """
-    names = KEYS_OF_QUERIES[:2], KEYS_OF_QUERIES[2:]
-    partial, full = (seen_in_lists(getattr(made, counts), getattr(made, indices)) for counts, indices in names)
-    if made.mask_mod is noop_mask:
-        partial, full = torch.zeros_like(full), partial | full
-    named = {}
-    for names_of, seen in ((KEYS_OF_QUERIES, (partial, full)), (QUERIES_OF_KEYS, (partial.mT, full.mT))):
-        for counts, indices, its in zip(names_of[::2], names_of[1::2], seen, strict=True):
-            numbers = torch.where(its, torch.arange(its.shape[-1], dtype=torch.int32, device=its.device), -1)
-            named[counts] = its.sum(-1, dtype=torch.int32)
-            named[indices] = torch.nn.functional.pad(numbers, (0, 1), value=-1).sort(dim=-1, descending=True).values
-    return BlockMask(made.seq_lengths, BLOCK_SIZE=made.BLOCK_SIZE, mask_mod=made.mask_mod, **named)
-
-
-def _callable(
-    case: Case, name: str, device: torch.device, lengths: tuple[int, int, int] | None = None
-) -> dict[str, Any]:
-    batch, seq_q, seq_kv = lengths or case.lengths
-    sizes = Sizes(batch=batch, heads=case.heads_q, seq_q=seq_q, seq_kv=seq_kv, device=device)
-    (found,) = (it for it in CALLABLES if it.name == name)
-    return found.make(sizes)
-
-
-def bound_score(
-    case: Case, device: torch.device, mask_mod: MaskMod | None = None
-) -> tuple[BoundScore | None, list[torch.Tensor]]:
-    """A case's modification of scores, and the memory of its tensors, poisoned around them."""
-    generator = torch.Generator().manual_seed(case.seed + 3)
-    memory: list[torch.Tensor] = []
-
-    def draw(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        padded = [*shape[:-1], shape[-1] + 3]  # strides are not those of a dense tensor
-        around = poisoned(torch.Size(padded).numel(), dtype, device)
-        memory.append(around)
-        tensor = around[GUARD:-GUARD].view(padded)[..., : shape[-1]]
-        return tensor.copy_(torch.randn(tuple(shape), generator=generator))
-
-    (batch, seq_q, seq_kv), slopes, bias, score_mod = case.lengths, None, None, None
-    if case.alibi != "none":
-        slopes = draw((batch, case.heads_q)[0 if case.alibi == "batch" else 1 :], torch.float32).abs_().mul_(0.1)
-    if case.bias is not None:
-        all_sizes = zip("bhqk", (batch, case.heads_q, seq_q, seq_kv), strict=True)
-        shape = [size if name in case.bias else 1 for name, size in all_sizes]
-        bias = draw(shape, torch.float32 if case.wide_bias else case.torch_dtype)
-        if case.bias_hides:
-            bias.masked_fill_(bias < -1.0, -torch.inf)  # a sixth of all
-    if case.score_mod is not None:
-        score_mod = _callable(case, case.score_mod, device)["score_mod"]
-    for tensor in (slopes, bias):
-        if tensor is not None:
-            tensor.requires_grad_()
-    device = torch.empty(0, device=device).device  # with its index
-    bound = bind_score(
-        device=device, softcap=case.softcap, alibi_slopes=slopes, bias=bias, score_mod=score_mod, mask_mod=mask_mod
-    )
-    return bound, memory
 
 
 def _large(case: Case, drawn: torch.Tensor) -> torch.Tensor:

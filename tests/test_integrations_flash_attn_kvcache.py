@@ -161,6 +161,10 @@ def test_it_compiles_into_one_graph():
         cached.add(torch.stack((k, v), dim=1))
         cached.assert_rows()
     assert torch.equal(*outs)
+    scale, slopes = torch.full((3, HEADS_KV), 0.5), SLOPES["heads"]
+    stored = [it.nan_to_num().to(torch.float8_e4m3fn) for it in cached.views]
+    more = {**cached.where, "k_descale": scale, "v_descale": scale, "alibi_slopes": slopes}
+    assert torch.equal(compiled(q, *stored, **more), flash_attn_with_kvcache(q, *stored, **more))
 
 
 @pytest.mark.parametrize("kind", ["dense", "pages of 8"])
@@ -185,6 +189,95 @@ def test_the_packed_function_takes_caches(kind):
         by_position = starts(asked), starts(LENGTHS), 4, 24, 0.0, 0.3, True, (6, 0)
         again = flash_attn_varlen_func(q, k, v, *by_position, block_table=cached.table, s_aux=sinks)
         assert torch.equal(again, out)
+
+
+SLOPES = {"heads": torch.tensor([0.5, 0.25, 0.1, 0.0]), "batch": torch.linspace(0, 1, 12).view(3, HEADS_Q)}
+
+
+@pytest.mark.parametrize("slopes", SLOPES.values(), ids=SLOPES)
+@pytest.mark.parametrize("kind", CACHES)
+def test_slopes_are_of_the_end_of_each_sequence(kind, slopes):
+    cached = Cached(kind)
+    q, k, v = (normal(3, NEW, heads, HEAD_DIM, seed=9 + heads) for heads in (HEADS_Q, HEADS_KV, HEADS_KV))
+    options = {"alibi_slopes": slopes, "causal": True, "softcap": 2.0}
+    out, lse = flash_attn_with_kvcache(q, *cached.views, k, v, **cached.where, **options, return_softmax_lse=True)
+    cached.add(torch.stack((k, v), dim=1))
+    for entry, (its_q, rows) in enumerate(zip(q, cached.rows, strict=True)):
+        options["alibi_slopes"] = slopes if slopes.ndim == 1 else slopes[entry]
+        wanted, wanted_lse = plain(*(it[None] for it in (its_q, *rows.unbind(1))), **options)
+        torch.testing.assert_close(out[entry], wanted[0])
+        torch.testing.assert_close(lse[entry], wanted_lse[0])
+    if kind != "dense":
+        return
+    where = {"seqused_k": cached.where["cache_seqlens"] + NEW, "cu_seqlens_q": starts((NEW,) * 3), "max_seqlen_q": NEW}
+    found = flash_attn_varlen_func(q.flatten(0, 1), *cached.views, **where, **options | {"alibi_slopes": slopes})
+    torch.testing.assert_close(found, out.flatten(0, 1))
+
+
+def quantised(tensor, scale, dtype):
+    numbers = (tensor / scale).clamp(-127, 127)
+    return (numbers.round() if dtype == torch.int8 else numbers).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=["e4m3", "int8"])
+@pytest.mark.parametrize("new", ["batch", "packed"])
+@pytest.mark.parametrize("kind", CACHES)
+def test_8_bit_caches_have_the_descales_of_flash_attention_3(kind, new, dtype):
+    """``[B, Hkv]`` of keys and of values, as vLLM expands a layer's one; new keys are quantised by the caller."""
+    cached = Cached(kind, dtype=torch.float16)
+    scales = [normal(3, HEADS_KV, seed=it).abs().add(1.0) / 32 for it in (20, 21)]
+    views = []
+    for cache, scale in zip(cached.views, scales, strict=True):
+        stored = torch.zeros(cache.shape, dtype=dtype)
+        for entries, its in zip(cached.table.long(), scale, strict=True):
+            stored[entries] = quantised(cache[entries].nan_to_num(), its[:, None], dtype)
+        views.append(stored)
+    q, k, v = (normal(3, NEW, heads, HEAD_DIM, seed=9 + heads).half() for heads in (HEADS_Q, HEADS_KV, HEADS_KV))
+    k, v = (quantised(it, scale[:, None, :, None], dtype) for it, scale in zip((k, v), scales, strict=True))
+    more = {"causal": True, "k_descale": scales[0], "v_descale": scales[1], "return_softmax_lse": True}
+    given = (q, k, v)
+    if new == "packed":
+        given = [it.flatten(0, 1) for it in given]
+        more |= {"cu_seqlens_q": starts((NEW,) * 3), "max_seqlen_q": NEW, "cu_seqlens_k_new": starts((NEW,) * 3)}
+    out, lse = flash_attn_with_kvcache(given[0], *views, *given[1:], **cached.where, **more)
+    lses = lse if new == "batch" else lse.unflatten(1, (3, NEW)).transpose(0, 1)
+    for entry, length in enumerate(LENGTHS):
+        rows = [
+            (it[cached.table[entry].long()].flatten(0, 1)[: length + NEW].float() * scale[entry][:, None])
+            for it, scale in zip(views, scales, strict=True)
+        ]
+        assert all(
+            torch.equal(it[length:], of[entry].float() * scale[entry][:, None])
+            for it, of, scale in zip(rows, (k, v), scales, strict=True)
+        )
+        wanted, wanted_lse = plain(q[entry][None].float(), *(it[None] for it in rows), causal=True)
+        its = out.unflatten(0, (3, NEW))[entry] if new == "packed" else out[entry]
+        torch.testing.assert_close(its.float(), wanted[0], rtol=0, atol=2e-3)
+        torch.testing.assert_close(lses[entry], wanted_lse[0], rtol=0, atol=1e-4)
+
+
+def test_the_packed_function_has_descales_where_a_cache_has_8_bits():
+    """Over 16 bits it ignores them; q's is refused, as q has none."""
+    cached, asked = Cached("pages of 8", dtype=torch.float16), (4, 0, 3)
+    where = {"seqused_k": cached.where["cache_seqlens"], "block_table": cached.table, "causal": True}
+    where |= {"cu_seqlens_q": starts(asked), "max_seqlen_q": 4, "max_seqlen_k": CAPACITY}
+    q, scale = normal(7, HEADS_Q, HEAD_DIM).half(), torch.tensor(1 / 32).expand(3, HEADS_KV)
+    k, v = (it.nan_to_num() for it in cached.views)
+    wanted = flash_attn_varlen_func(q, k, v, **where, k_descale=scale, v_descale=scale, q_descale=scale)
+    assert torch.equal(wanted, flash_attn_varlen_func(q, k, v, **where))
+    k, v = (quantised(it, 1 / 32, torch.int8) for it in (k, v))
+    found = flash_attn_varlen_func(q, k, v, **where, k_descale=scale, v_descale=scale, q_descale=1.0)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0.05)
+    for other in (scale, 0.5):
+        with pytest.raises(NotImplementedError, match=r"flash_attn_varlen_func: q_descale: got .*; allowed None or 1,"):
+            flash_attn_varlen_func(q, k, v, **where, k_descale=scale, q_descale=other)
+
+
+def test_new_keys_of_16_bits_go_into_no_8_bit_cache():
+    q, new = normal(1, 1, HEADS_Q, HEAD_DIM).half(), normal(1, 1, HEADS_KV, HEAD_DIM).half()
+    cache = torch.zeros(1, CAPACITY, HEADS_KV, HEAD_DIM, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"k: got .*float16 .*; allowed .* torch.int8 .*; divide by its scale"):
+        flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=3, k_descale=torch.ones(1, HEADS_KV))
 
 
 def test_out_without_a_cache_is_written():

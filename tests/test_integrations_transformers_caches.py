@@ -48,6 +48,24 @@ def test_steps_over_a_static_cache_take_lengths(name, calls):
     assert lengths == [[it] * BATCH for it in expected for _layer in range(2)]
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_steps_over_a_static_cache_of_padded_prompts_read_the_keys_in_use(name, calls):
+    """The padding goes with the lengths, as a mask of keys; nothing waits for the device."""
+    padding = torch.ones(BATCH, 5, dtype=torch.int64)
+    padding[0, :2] = 0
+
+    def logits(model):
+        options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
+        more = {"attention_mask": padding, "output_logits": True, "return_dict_in_generate": True}
+        return model.generate(tokens(length=5), **more, **options).logits
+
+    check(decoder(name), logits)
+    lengths = [it["seqlens_kv"].tolist() for it in calls]
+    expected = [min(length, 6) if name == "Mistral" else length for length in range(6, 11)]
+    assert lengths == [[it] * BATCH for it in expected for _layer in range(2)]
+    assert all(it["bias"].shape[1:3] == (1, 1) and it["bias"].dtype == torch.bool for it in calls)
+
+
 def test_compiled_steps_need_no_other_code():
     """The length is a number on the device, and no shape depends on it."""
     model = decoder("Llama", layers=1)
@@ -86,17 +104,25 @@ def test_masks_of_a_step():
     full = {"q_offset": 20, "kv_offset": 15, **window}
     mask = hook.make_mask(BATCH, **STEP | {"kv_length": 6}, **full)
     assert (mask.kind, mask.told.tolist(), mask.window) == ("lengths", [6] * BATCH, None)
+    tokens_of = torch.ones(BATCH, 5, dtype=torch.int64)
+    tokens_of[0, :2] = 0
+    padded = hook.make_mask(BATCH, q_offset=length, attention_mask=tokens_of, **STEP)
+    assert (padded.kind, padded.told.dtype, padded.told[0].tolist()) == (
+        "lengths", torch.int32, [5, 0, 0, 1, 1, 1, 0, 0, 0, 0],
+    )  # fmt: skip
+    assert padded.visible()[0].tolist() == [[[False, False, True, True, True, False, False, False, False]]]
     other = {"mask_function": lambda *it: causal_mask_function(*it)}
     assert hook.make_mask(BATCH, q_offset=length, **STEP, **other).told.shape[1:] == (1, 1, 9)
 
 
-@pytest.mark.parametrize("kind", ["gradient", "bias"])
+@pytest.mark.parametrize("kind", ["gradient", "bias", "gradient of a bias"])
 @pytest.mark.parametrize("window", [None, 3])
-def test_lengths_beside_a_gradient_or_a_bias(kind, window):
+def test_lengths_beside_a_gradient_or_a_bias(kind, window, calls):
+    """A position bias goes to the kernel of caches, which reads the keys in use; a gradient to the others."""
     seed = torch.Generator().manual_seed(6)
     q, k, v = (torch.randn(BATCH, 4, length, 8, generator=seed) for length in (2, 9, 9))
-    bias = torch.randn(1, 4, 2, 9, generator=seed) if kind == "bias" else None
-    q.requires_grad_(kind == "gradient")
+    bias = torch.randn(1, 4, 2, 9, generator=seed) if "bias" in kind else None
+    (q if bias is None else bias).requires_grad_("gradient" in kind)
     lengths = torch.tensor([7, 4], dtype=torch.int32)
     mask = hook.LazyMask(lengths, "lengths", True, window, (BATCH, 1, 2, 9), torch.float32)
     out, _ = hook.attend(torch.nn.Module(), q, k, v, mask, position_bias=bias)
@@ -105,12 +131,43 @@ def test_lengths_beside_a_gradient_or_a_bias(kind, window):
         its_bias = None if bias is None else bias[..., :length]
         its = (q[row : row + 1], k[row : row + 1, :, :length], v[row : row + 1, :, :length])
         torch.testing.assert_close(out[row].transpose(0, 1), multiattn.reference(*its, bias=its_bias, **band)[0][0])
-    assert out.requires_grad == (kind == "gradient")
+    assert out.requires_grad == ("gradient" in kind)
+    assert bool(calls) == (kind == "bias")
+
+
+def test_a_compiled_step_with_a_position_bias_has_one_graph_for_all_lengths():
+    torch._dynamo.reset()
+    graphs = []
+
+    def step(q, k, v, lengths, bias):
+        mask = hook.lazy_mask(lengths, "lengths", True, None, (BATCH, 1, 1, 9), q.dtype)
+        return hook.attend(torch.nn.Module(), q, k, v, mask, position_bias=bias)[0]
+
+    compiled = torch.compile(step, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    seed = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(BATCH, 4, length, 8, generator=seed) for length in (1, 9, 9))
+    bias = torch.randn(1, 4, 1, 9, generator=seed)
+    with torch.no_grad():
+        for length in (9, 4, 1):
+            lengths = torch.full((BATCH,), length, dtype=torch.int32)
+            found = compiled(q, k, v, lengths, bias)
+            keys, values, its = k[:, :, :length], v[:, :, :length], bias[..., :length]
+            torch.testing.assert_close(found.transpose(1, 2), multiattn.reference(q, keys, values, bias=its)[0])
+    assert len(graphs) == 1
 
 
 of_its_release = pytest.mark.skipif(
     (RELEASE.major, RELEASE.minor) < (5, 24), reason=f"wraps what transformers 5.24 has; got {RELEASE}"
 )
+
+
+@pytest.mark.parametrize("name", ["position_bias", "sinks"])
+def test_what_attention_over_pages_would_leave_out_is_refused(name):
+    q = torch.zeros(1, 4, 3, 8)
+    lengths = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.arange(4, dtype=torch.int32))
+    pages = {"block_table": torch.zeros(3, 1), **dict.fromkeys(("k_cache", "v_cache"), torch.zeros(1, 4, 4, 8))}
+    with pytest.raises(NotImplementedError, match=f"{name}: got .* beside a block_table; allowed None; max_blocks"):
+        hook.attend(torch.nn.Module(), q, q, q, None, is_causal=True, **lengths, **pages, **{name: q})
 
 
 @of_its_release

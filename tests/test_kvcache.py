@@ -239,7 +239,11 @@ WRONG = {
     TypeError: [
         (dense, {"q": [0.0]}, "q must be a torch.Tensor; got list"),
         (dense, {"k_cache": lambda k: k.to_sparse()}, "k_cache must be a dense strided tensor; got layout"),
-        (dense, {"k_cache": lambda k: k.half()}, "must share one dtype; got torch.bfloat16, torch.float16, "),
+        (
+            dense,
+            {"k_cache": lambda k: k.half()},
+            "must share one dtype, or both caches be of 8 bits; got torch.bfloat16, torch.float16, ",
+        ),
         (dense, {"sinks": zeros(4)}, "sinks must be a dense floating-point tensor; got torch.int32"),
         (dense, {"seqlens_kv": [3, 4, 5]}, "seqlens_kv must be a torch.Tensor; got list"),
         (dense, {"seqlens_kv": 3}, "got int | torch.full((B,), seqlens_kv, dtype=torch.int32, device=q.device)"),
@@ -337,14 +341,15 @@ OF_THE_CALL = {
 OF_EXPLAIN = {
     TypeError: [
         (dense, {"v_cache": None}, "explain needs q, k and v"),
-        (dense, {"alibi_slopes": torch.zeros(4)}, "alibi_slopes: got Tensor; allowed None with seqlens_kv"),
-        (dense, {"bias": torch.zeros(1, 1, 1, 1)}, "bias: got Tensor; allowed None with seqlens_kv: fmha_kvcache has"),
-        (dense, {"score_mod": lambda _: min}, "score_mod: got builtin_function_or_method; allowed None"),
-        (dense, {"block_mask": 1}, "block_mask: got int; allowed None with seqlens_kv"),
-        (dense, {"cu_seqlens_kv": zeros(4)}, "cu_seqlens_kv: got Tensor; allowed None with seqlens_kv"),
+        (
+            dense,
+            {"cu_seqlens_kv": zeros(4)},
+            "cu_seqlens_kv: got Tensor; allowed None with seqlens_kv: fmha_kvcache has",
+        ),
         (dense, {"max_seqlen_kv": 9}, "max_seqlen_kv: got int; allowed None with seqlens_kv"),
         (dense, {"seqlens_kv": None, "page_table": zeros(3, 2)}, "page_table: got Tensor; allowed None without seq"),
         (dense, {"seqlens_kv": None, "num_splits": 2}, "num_splits: got int; allowed None without seqlens_kv"),
+        (dense, {"seqlens_kv": None, "k_scale": 2.0}, "k_scale: got float; allowed None without seqlens_kv"),
     ],
     ValueError: [(dense, {"direction": "backward"}, "direction: got 'backward'; allowed forward with seqlens_kv")],
 }

@@ -13,9 +13,8 @@ import multiattn
 from multiattn.operands import Operands
 from multiattn.problem import options_of as its_options
 from multiattn.reference import attend as attend_to
-from parity.cache_cases import cached
+from parity.cache_cases import cached, caches
 from parity.cache_tensors import NO_PAGE
-from parity.cases import CASES
 from parity.launch import launch_plan, plan_case, prepare_case
 from parity.results import Contender
 from parity.tensors import Inputs
@@ -73,7 +72,7 @@ def biased_by_first(case, inputs):
 # ---------------------------------------------------------------- caches
 
 
-CACHES = [case for case in CASES if case.cache is not None and case.size == "any"]
+CACHES = [case for case in caches() if case.size == "any"]
 CACHED = "cache_page_16 cache_page_5 cache_page_1 cache_mixed cache_splits_3_few cache_window_few"
 
 

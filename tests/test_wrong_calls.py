@@ -44,6 +44,7 @@ TOKENS, NEW = torch.ones(2, 8, dtype=torch.bool), bf16(2, 1, 2, 16)
 STATE, FEWER = ((bf16(7, heads, 16), torch.zeros(7, heads)) for heads in (4, 2))
 AUX, FOR_TABLE = AuxRequest(lse=True), (STARTS, STARTS, 5, 5)
 OF_20 = dict.fromkeys(("q", "k_cache", "v_cache"), bf16(2, 1, 2, 20))
+BYTES = dict.fromkeys(("k_cache", "v_cache"), bf16(2, 32, 2, 16).to(torch.int8))
 qkvpacked = flash_attn.flash_attn_qkvpacked_func
 
 
@@ -101,8 +102,9 @@ NAMES = {
         (lambda: kvcache(s_aux=None), "'s_aux' | here it is sinks"),
         (lambda: kvcache(scheduler_metadata=None), "'scheduler_metadata' | here it is nothing"),
         (lambda: kvcache(k=ONE), "'k' | write new keys | first"),
-        (lambda: kvcache(bias=ONE), "'bias' | a call with a cache has none; fmha and fmha_varlen have"),
-        (lambda: kvcache(attn_mask=ONE), "'attn_mask' | a call with a cache has none"),
+        (lambda: kvcache(attn_mask=ONE), "'attn_mask' | bias, [B|1, Hq|1, Sq|1, n] of all keys | or of the last n"),
+        (lambda: kvcache(k_descale=ONE), "'k_descale' | k_scale"),
+        (lambda: kvcache(q_descale=ONE), "'q_descale' | q has 16 bits, and no scale"),
         (lambda: flex_attention(Q, Q, Q, is_causal=True), "'is_causal' | create_block_mask | causal=True"),
         (lambda: flex_attention(Q, Q, Q, mask_mod=max), "'mask_mod' | block_mask=create_block_mask"),
         (lambda: flex_attention(Q, Q, Q, dropout_p=0.1), "'dropout_p' | no call drops anything"),
@@ -181,8 +183,13 @@ VALUES = {
         (lambda: over_cache(rotary_cos=torch.ones(5, 8)), "rotary_cos: got a tensor of shape [5, 8]; allowed"),
         (lambda: over_cache(cache_leftpad=LENGTHS), "cache_leftpad: got a tensor"),
         (lambda: over_cache(attention_chunk=64), "attention_chunk: got 64; allowed 0"),
-        (lambda: over_cache(k_descale=torch.ones(2, 2)), "k_descale: got a tensor"),
-        (lambda: over_cache(alibi_slopes=torch.ones(4)), "alibi_slopes: got a tensor"),
+        (
+            lambda: over_cache(k_descale=torch.ones(2, 2)),
+            "k_descale: got a tensor | allowed None or 1 for a cache of torch.",
+        ),
+        (lambda: over_cache(q_descale=torch.ones(2, 2)), "q_descale: got a tensor of shape [2, 2]; allowed None or 1"),
+        (lambda: over_cache(**BYTES, q_descale=0.5), "q_descale: got 0.5; allowed None or 1, as q is fp16 or bf16"),
+        (lambda: over_cache(qv=torch.ones(2, 3)), "flash_attn_with_kvcache: qv: got a tensor of shape [2, 3]"),
         (lambda: over_cache(v_cache=bf16(2, 32, 2, 12)), "v_cache: got head_dim 12; allowed multiples of 8, as a"),
         # A cache is never copied.
         (lambda: over_cache(**OF_20), "k_cache: got head_dim 20; allowed multiples of 8, as a cache"),

@@ -14,7 +14,7 @@ from multiattn.plan.backend import Plan
 
 _TYPES = {
     **{"bf16": "bf16", "fp16": "f16"},
-    **{"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"},
+    **{"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "float8_e4m3fn": "f8E4M3FN"},
     **{"int8": "i8", "uint8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "bool": "i1"},
 }
 """The types of problems' dtypes, and of those of captured tensors."""

@@ -52,6 +52,7 @@ _DTYPES = {
     **{getattr(torch, name): getattr(ct, name) for name in ("float16", "bfloat16", "float32", "float64")},
     **{getattr(torch, name): getattr(ct, name) for name in ("int8", "uint8", "int16", "int32", "int64")},
     torch.bool: ct.bool_,
+    torch.float8_e4m3fn: ct.float8_e4m3fn,
 }
 
 

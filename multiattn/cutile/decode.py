@@ -11,7 +11,13 @@ import torch
 
 from multiattn.cutile import launches
 from multiattn.cutile.arrays import Assumptions
-from multiattn.cutile.kernels.constants import SMALLEST_TILE, MergeSplitsConstants, SplitKeysConstants, Widths
+from multiattn.cutile.kernels.constants import (
+    SMALLEST_TILE,
+    MergeSplitsConstants,
+    SplitKeysConstants,
+    StoredKeysConstants,
+    Widths,
+)
 from multiattn.cutile.launches import Asked, Family, KernelLaunch
 from multiattn.layout import VECTOR_BYTES, Layout, row_major
 from multiattn.plan import abi
@@ -30,7 +36,7 @@ from multiattn.plan.schedule import (
 )
 from multiattn.plan.support import Reason
 from multiattn.problem import Problem
-from multiattn.sequences import SPLITS_MAX, area_layouts
+from multiattn.sequences import CACHE_TENSORS, SCALES, SPLITS_MAX, area_layouts
 
 NAME = "split_keys"
 """The name of the variant."""
@@ -40,6 +46,9 @@ AREA_DTYPE = torch.float32
 
 NO_TMA = ("sm80", "sm86", "sm89")
 """Arches with neither TMA nor kernels that overlap."""
+
+NO_E4M3 = NO_TMA
+"""Arches for which cuTile 1.7 has no float8_e4m3fn."""
 
 KEYS_MIN = 128
 """The fewest keys of a split, where lengths are the most that they may be. A guess."""
@@ -201,6 +210,10 @@ def reads_v_in_k(problem: Problem) -> bool:
 
 def why_not(problem: Problem, arch: Arch, config: SplitKeysConfig) -> tuple[Reason, ...]:
     """Every reason why `config` cannot be compiled or launched for `problem`."""
+    if problem.stored == "e4m3" and arch.name in NO_E4M3:
+        allowed = f"int8 on {', '.join(NO_E4M3)}, for which cuTile has no float8_e4m3fn"
+        hint = "quantise to torch.int8, or use another backend"
+        return (Reason(code="stored", got=f"a cache of e4m3 on {arch.name}", allowed=allowed, hint=hint),)
     grids = [grid_of(problem, config)]
     if config.splits > 1:
         grids.append(merge_grid(problem, config.splits))
@@ -237,6 +250,14 @@ def _split_keys(call: Asked) -> KernelLaunch:
     if cache is not None:
         pages = "dense" if cache.page is None else f"pages in {page_rows}"
         assumed.exactly(cache=pages, packed_queries=cache.max_q is not None)
+    kind: type[SplitKeysConstants] = SplitKeysConstants
+    more: dict[str, bool] = {}
+    if problem.stored is not None and cache is not None:
+        dtype = str(problem.cache_dtype).removeprefix("torch.")
+        assumed.exactly(k_dtype=dtype, v_dtype=dtype, scales_of_tokens=",".join(cache.per_token) or "none")
+        kind, in_weights = StoredKeysConstants, problem.dtype == "bf16"
+        each = {f"scales_{it}": name in cache.per_token for it, name in zip(("keys", "values"), SCALES, strict=True)}
+        more = {**each, "in_weights": in_weights}
     captured, derived = launches.aux_of(plan, assumed)
     layouts, names = {**problem.layouts}, {name: name for name in launches.FORWARD}
     if divided:
@@ -253,10 +274,10 @@ def _split_keys(call: Asked) -> KernelLaunch:
         optional={
             "sinks": assumed.sinks() if not divided else (),
             "captured": captured,
-            "cache": assumed.all_captured(problem.cache_tensors),
+            "cache": assumed.all_captured(it for it in CACHE_TENSORS if it in problem.cache_tensors),
         },
         scalars={"scale": problem.scale_log2, "reach": launches.reach_of(problem), "derived": derived},
-        constants=SplitKeysConstants(
+        constants=kind(
             tile_m=config.tile_m,
             tile_n=config.tile_n,
             qk=widths_of(problem.head_dim),
@@ -278,6 +299,7 @@ def _split_keys(call: Asked) -> KernelLaunch:
             packed_queries=problem.has_packed_queries,
             overlapped=divided and can_overlap(plan.arch),
             score=launches.lowered_of(plan),
+            **more,
         ),
         assumed=assumed.constants,
     )
@@ -364,6 +386,7 @@ FAMILY = Family(
         packed_blocks=0,
         packing=False,
         caches=True,
+        stored=True,
     ),
     launches=describe,
     fits=why_not,

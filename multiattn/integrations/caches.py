@@ -16,8 +16,10 @@ def put(
 
     `entry`, `row` and `is_kept` have the leading dimensions of `news`. With `is_kept` they have one; a row that is not
     kept repeats the first that is, as no row may be written twice with two values. Where none is kept the first row of
-    the cache is written as it is.
+    the cache is written as it is. Numbers of 8 bits are moved as bytes, which every device can index.
     """
+    if caches[0].dtype.itemsize == 1:
+        caches, news = ((it[0].view(torch.uint8), it[1].view(torch.uint8)) for it in (caches, news))
     if is_kept is None:
         for cache, new in zip(caches, news, strict=True):
             cache.index_put_((entry, row), new)

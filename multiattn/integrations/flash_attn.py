@@ -9,9 +9,9 @@ FlashAttention's too, except in three points:
 - The log-sum-exp is that of the scores as they are defined below. FlashAttention 2 shifts it where `alibi_slopes` meets
   a causal mask, because it adds ``slope * j`` there; its output is the same.
 - The log-sum-exp is differentiable here.
-- Missing features are refused by name, before anything runs: dropout, quantised inputs (descales), a second query
-  (`qv`), chunks (`attention_chunk`), used lengths (`seqused_q`, and `seqused_k` without a cache), and rotary
-  embeddings.
+- Missing features are refused by name, before anything runs: dropout, quantised inputs (descales) but for caches, a
+  second query (`qv`), chunks (`attention_chunk`), used lengths (`seqused_q`, and `seqused_k` without a cache), and
+  rotary embeddings.
 
 As in FlashAttention, a head_dim that is no multiple of 8 is padded with zeros, at the cost of a copy of q, k and v. A
 cache is never copied, so there such a head_dim is refused.
@@ -33,6 +33,7 @@ from multiattn.integrations.flash_attn_options import (
     as_ours,
     refuse,
     result_of,
+    scales_of,
     sinks_of,
 )
 from multiattn.layout import unit_stride
@@ -191,7 +192,8 @@ def flash_attn_varlen_func(
     """`flash_attn.flash_attn_varlen_func`: attention of sequences that lie behind each other in one tensor.
 
     k and v may be caches, as in vLLM: ``[pages, page, Hkv, D]`` with `block_table`, or ``[B, S, Hkv, D]`` with
-    `seqused_k`. Over caches nothing waits for the device, there is no gradient, and `alibi_slopes` is refused.
+    `seqused_k`. They may be 8-bit numbers, with `k_descale` and `v_descale`. Over caches nothing waits for the device,
+    and there is no gradient.
 
     Args:
         q: ``[Tq, Hq, D]``: the queries of all sequences.
@@ -206,8 +208,8 @@ def flash_attn_varlen_func(
             them.
         s_aux: vLLM's name for `learnable_sink`.
         out: A tensor ``[Tq, Hq, Dv]`` to write the results to, and to return. Without a cache that costs a copy.
-        fa3: As for `flash_attn_func`. For caches `num_splits` counts, and descales are ignored, as FlashAttention 3
-            ignores them for fp16 and bf16.
+        fa3: As for `flash_attn_func`. For caches `num_splits` counts. Descales are as for `flash_attn_with_kvcache`
+            over 8-bit caches; over others they are ignored, as FlashAttention 3 ignores them for fp16 and bf16.
         all others: As for `flash_attn_func`. Each sequence has its own mask, i and j.
 
     Returns:
@@ -220,7 +222,7 @@ def flash_attn_varlen_func(
     max_seqlen_q = _length("max_seqlen_q", max_seqlen_q)
     if block_table is not None or (seqused_k is not None and k.ndim == 4):
         others = {name: it for name, it in fa3.items() if name not in DESCALES}
-        refuse("flash_attn_varlen_func", others, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+        refuse("flash_attn_varlen_func", others, dropout_p=dropout_p)
         found, lse = varlen_over_cache(
             q,
             k,
@@ -234,10 +236,12 @@ def flash_attn_varlen_func(
             causal=causal,
             window_size=window_size,
             softcap=softcap,
+            alibi_slopes=alibi_slopes,
             sinks=sinks,
             num_splits=fa3.get("num_splits", 0),
             backend=backend,
             out=out,
+            **scales_of("flash_attn_varlen_func", k, fa3, ignores=True),
         )
         return result_of(found, lse, return_attn_probs, return_softmax_lse)
     refuse("flash_attn_varlen_func", fa3, dropout_p=dropout_p, seqused_k=seqused_k)

@@ -19,11 +19,13 @@ from multiattn.integrations.flash_attn_options import (
     as_ours,
     refuse,
     result_of,
+    scales_of,
 )
 from multiattn.kvcache import fmha_kvcache
 from multiattn.layout import unit_stride
 from multiattn.plan.backend import BackendName
 from multiattn.run.values import can_be_read
+from multiattn.validate.scales import is_stored
 from multiattn.validate.sequences import check_starts
 
 _NAME = "flash_attn_with_kvcache"
@@ -76,12 +78,13 @@ def flash_attn_with_kvcache(
         q: ``[B, Sq, Hq, D]``, fp16 or bf16: the last Sq tokens of each sequence. With `cu_seqlens_q` it is
             ``[T, Hq, D]``.
         k_cache: ``[B, S, Hkv, D]``, or with `page_table` ``[pages, page, Hkv, D]`` of any page size; any strides with
-            unit stride on D. If k is given, the call writes to it.
+            unit stride on D. Of the dtype of q, or float8_e4m3fn or int8. If k is given, the call writes to it.
         v_cache: Like k_cache, but for its own head_dim Dv.
         k: New keys ``[B, Snew, Hkv, D]``, or ``[Tnew, Hkv, D]`` with `cu_seqlens_k_new`. They are put into the cache
             from place ``cache_seqlens[b]`` of each sequence on, and attended to. The cache must have room for them: a
             ValueError on a CPU, and with ``MULTIATTN_CHECK=1``. Else the host does not read the lengths, and the GPU's
             kernel that writes new keys fails.
+            Over 8-bit caches they are 8-bit numbers of the same scales.
         v: New values, as k is, of Dv columns.
         cache_seqlens: int32 ``[B]`` on the device, or an int for all: the keys of each sequence, without new ones. None
             is as many as the cache has room for.
@@ -91,16 +94,18 @@ def flash_attn_with_kvcache(
         cu_seqlens_q: int32 ``[B + 1]``: where each sequence of q begins, and the end of the last.
         cu_seqlens_k_new: int32 ``[B + 1]``, the same for k and v.
         max_seqlen_q: With `cu_seqlens_q`, at least the most rows of a sequence.
+        k_descale, v_descale: Of 8-bit caches, fp32 ``[B, Hkv]``, or any `k_scale` of `multiattn.fmha_kvcache`: a stored
+            number stands for itself times its scale. None is 1.
         softmax_scale: A number. None is ``1/sqrt(D)``.
         causal: Aligned at the bottom right, by the length of each sequence with its new keys.
-        window_size, softcap: As for `flash_attn_func`.
+        window_size, softcap, alibi_slopes: As for `flash_attn_func`, by the length of each sequence.
         num_splits: The number of parts that keys are divided into. 0 leaves it to the plan.
         return_softmax_lse: Return (out, lse).
         block_table: FlashAttention 2's name for `page_table`.
         learnable_sink: ``[Hq]``: for each head, the logit of one more column without a value.
         backend: One of `multiattn.backends()`, ``"reference"`` or ``"auto"``.
-        qv, rotary_cos, rotary_sin, cache_leftpad, q_descale, k_descale, v_descale, attention_chunk, alibi_slopes:
-            Refused, except None, and 0.
+        qv, rotary_cos, rotary_sin, cache_leftpad, attention_chunk: Refused, except None, and 0.
+        q_descale: Refused, except None and 1, because q keeps its 16 bits. So are the other two without an 8-bit cache.
         rotary_seqlens, rotary_interleaved, scheduler_metadata, pack_gqa, sm_margin: Ignored, because they change no
             result here.
 
@@ -119,12 +124,9 @@ def flash_attn_with_kvcache(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         cache_leftpad=cache_leftpad,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
         attention_chunk=attention_chunk,
-        alibi_slopes=alibi_slopes,
     )
+    scales = scales_of(_NAME, k_cache, {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale})
     if page_table is not None and block_table is not None:
         raise TypeError("page_table and block_table are two names of one tensor: got both; give one of them")
     _check(q, k_cache, v_cache, is_packed=cu_seqlens_q is not None)
@@ -159,9 +161,11 @@ def flash_attn_with_kvcache(
         causal=causal,
         window_size=window_size,
         softcap=softcap,
+        alibi_slopes=alibi_slopes,
         sinks=learnable_sink,
         num_splits=num_splits,
         backend=backend,
+        **scales,
     )
     return result_of(out, lse, with_probs=False, with_lse=return_softmax_lse)
 
@@ -246,6 +250,7 @@ def _append(
         if not is_like or new.shape[:-1] != k.shape[:-1] or (cu_seqlens is None and new.shape[0] != batch):
             allowed = f"[{', '.join([*rows, *map(str, cache.shape[2:])])}], {cache.dtype} on {device}"
             hint = f"{name}.to(k_cache) has its dtype and device"
+            hint = "divide by its scale and round" if is_stored(cache) and not is_stored(new) else hint
             raise ValueError(f"{name}: got {list(new.shape)}, {new.dtype} on {new.device}; allowed {allowed}; {hint}")
     is_kept = None
     if cu_seqlens is not None and not torch.compiler.is_compiling() and can_be_read(cu_seqlens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ import torch
 from multiattn.mask import Window
 from multiattn.plain import plain
 from multiattn.validate import as_float
+from multiattn.validate.scales import is_stored
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, None]
 WindowSize = tuple[int | None, int | None] | list[int] | torch.Tensor | None
 
 DESCALES = ("q_descale", "k_descale", "v_descale")
+"""FlashAttention 3's scales, fp32 ``[B, Hkv]``: over caches of 8-bit numbers those of k and v count."""
 
 REFUSED = {
     "qv": None,
@@ -61,9 +64,34 @@ def refuse(function: str, others: dict[str, Any], **options: Any) -> None:
         allowed, value = REFUSED.get(name), plain(value)
         if name in HINTS or value is None or (isinstance(value, (int, float)) and value == allowed):
             continue
-        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         hint = "leave it out, or call FlashAttention's own function"
-        raise NotImplementedError(f"{function}: {name}: got {got}; allowed {allowed}; {hint}")
+        raise NotImplementedError(f"{function}: {name}: got {_told(value)}; allowed {allowed}; {hint}")
+
+
+def _told(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def scales_of(
+    function: str, k: torch.Tensor, descales: Mapping[str, Any], *, ignores: bool = False
+) -> dict[str, torch.Tensor | float | None]:
+    """The scales of a call over caches as `multiattn.fmha_kvcache` takes them, of FlashAttention 3's `DESCALES`.
+
+    NotImplementedError for a scale of q, which keeps its 16 bits, and for one of a cache of 16 bits, unless it is 1 or
+    the function `ignores` them there, as FlashAttention 3's does.
+    """
+    given = {name: plain(descales.get(name)) for name in DESCALES}
+    if not is_stored(k) and ignores:
+        return {}
+    allowed, hint = f"None or 1 for a cache of {k.dtype}, whose numbers have no scale", "leave it out"
+    if is_stored(k):
+        allowed = "None or 1, as q is fp16 or bf16 over a cache of 8-bit numbers"
+        hint = "give q as it was before it was quantised"
+    for name in DESCALES[:1] if is_stored(k) else DESCALES:
+        scale = given[name]
+        if not (scale is None or (isinstance(scale, (int, float)) and scale == 1)):
+            raise NotImplementedError(f"{function}: {name}: got {_told(scale)}; allowed {allowed}; {hint}")
+    return {"k_scale": given["k_descale"], "v_scale": given["v_descale"]} if is_stored(k) else {}
 
 
 def as_ours(*, causal: bool, window_size: WindowSize, softcap: float, **same: Any) -> dict[str, Any]:

@@ -157,6 +157,7 @@ def attend(
         mask = apart(mask, position_ids)
     if table is not None:  # continuous batching
         assert cu_seq_lens_k is not None
+        _refuse_over_pages(position_bias=position_bias, sinks=sinks, indices=selected)
         caches, band_options = (kwargs["k_cache"], kwargs["v_cache"]), band_of(says_causal is not False, sliding_window)
         lengths_kv = cu_seq_lens_k.to(torch.int32)
         out = attend_paged(query, key, value, caches, table, lengths_kv, options | band_options)
@@ -307,6 +308,18 @@ def _causal_mask(call: Inputs, sliding_window: int | None) -> LazyMask:
     band_of(True, sliding_window)
     told = torch.empty((0, seq_kv), dtype=torch.bool, device=call.q.device)
     return lazy_mask(told, "padding", True, sliding_window, (batch, 1, seq_q, seq_kv), call.q.dtype)
+
+
+def _refuse_over_pages(**given: torch.Tensor | None) -> None:
+    """Refuse what attention over pages would leave out.
+
+    Raises:
+        NotImplementedError: For a bias or sinks of each query, and for keys that are selected.
+    """
+    for name, it in given.items():
+        if it is not None:
+            hint = "max_blocks_per_request=0 of ContinuousBatchingConfig has packed sequences in place of pages"
+            raise NotImplementedError(f"{name}: got {list(it.shape)} beside a block_table; allowed None; {hint}")
 
 
 def _refuse_holes(mask: torch.Tensor, sliding_window: int | None) -> None:

@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from multiattn.block_mask import blocks_of
 from multiattn.integrations.padding import dense, fmha_padded, packed
-from multiattn.integrations.transformers_lazy import LazyMask
+from multiattn.integrations.transformers_lazy import LazyMask, lengths_of
 from multiattn.kvcache import fmha_kvcache
 
 
@@ -42,12 +42,22 @@ def band_of(is_causal: bool, sliding_window: int | None) -> dict[str, Any]:
 
 
 def attend_lengths(call: Inputs, mask: LazyMask) -> torch.Tensor:
-    """Causal attention over a static cache; a gradient or a position bias costs a mask of every score."""
+    """Causal attention over a static cache; a gradient, or a bias beside padding, costs a mask of every score."""
     q, k, v, bias, options = call
-    wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if bias is None and not wants_gradient:
+    lengths, tokens = lengths_of(mask.told)
+    given = (q, k, v) if bias is None else (q, k, v, bias)
+    wants_gradient = torch.is_grad_enabled() and any(it.requires_grad for it in given)
+    bias = None if bias is None else _as_bias(bias, q)[..., : k.shape[2]]
+    is_of_all = bias is None or bias.shape[3] in (1, k.shape[2])  # one of fewer keys is another's, of the last
+    if is_of_all and not wants_gradient and (bias is None or tokens is None):
         options = {name: it for name, it in options.items() if name != "deterministic"}
-        out: torch.Tensor = fmha_kvcache(q, k, v, seqlens_kv=mask.told, **options, **band_of(True, mask.window))
+        named = {
+            "seqlens_kv": lengths,
+            "bias": tokens if bias is None else bias,
+            **options,
+            **band_of(True, mask.window),
+        }
+        out: torch.Tensor = fmha_kvcache(q, k, v, **named)
         return out
     out = attend_masked(call, mask.visible())
     return out

@@ -30,7 +30,8 @@ class LazyMask(torch.Tensor):
             - ``"padding"``: bool ``[B, n]``, true for tokens, of the first n keys. With no row, ``[0, n]``, nothing is
               padding. Keys behind them are unused places of a static cache. Queries are the last Sq of the n places
               where the mask is causal or has a window.
-            - ``"lengths"``: int32 ``[B]``, the used keys of each sequence in a static cache; queries are the last.
+            - ``"lengths"``: int32 ``[B]``, the used keys of each sequence in a static cache; queries are the last. Or
+              ``[B, 1 + Skv]``: behind that number 1 for each key that is a token, and 0 for padding.
             - ``"packed"``: int32 ``[longest, N + 1]``, the same in every row: ``cu_seqlens`` of the N sequences that
               the batch packs, row after row.
             - ``"visible"``: bool ``[B, 1, Sq, Skv]``, the mask itself.
@@ -108,8 +109,10 @@ class LazyMask(torch.Tensor):
             seen = sequences[..., :, None] == sequences[..., None, :]
             seen = torch.nn.functional.pad(seen, (0, seq_kv - seq_q))
         elif self.kind == "lengths":
-            rows = rows + (self.told - seq_q)[:, None, None, None]
+            lengths, tokens = lengths_of(self.told)
+            rows = rows + (lengths - seq_q)[:, None, None, None]
             seen = (keys <= rows).expand(batch, 1, seq_q, seq_kv)
+            seen = seen if tokens is None else seen & tokens
         else:
             count = self.told.shape[1]
             rows = rows + (count - seq_q)
@@ -173,6 +176,13 @@ class LazyMask(torch.Tensor):
 def _is_all(mask: LazyMask, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> bool:
     """True for a slice of everything."""
     return not start and step == 1 and (end is None or end >= mask.shape[dim])
+
+
+def lengths_of(told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The lengths ``[B]`` of a mask of them, and its tokens as bools ``[B, 1, 1, Skv]``, None without padding."""
+    if told.ndim == 1:
+        return told, None
+    return told[:, 0].contiguous(), told[:, 1:].to(torch.bool)[:, None, None]
 
 
 def _lazy_mask(

@@ -127,7 +127,8 @@ def _keys(
     (causal, window), is_on_device = band, isinstance(q_offset, torch.Tensor)
     keys = q_offset + q_length - kv_offset
     if causal and (is_step or (is_compiling() and is_on_device)):
-        return _lengths(keys, batch, device) if attention_mask is None else None
+        lengths = _lengths(keys, batch, device)
+        return lengths if attention_mask is None else _with_tokens(lengths, attention_mask, kv_offset, kv_length)
     if not causal and (window is None or is_on_device or keys != kv_length):
         keys = kv_length  # queries need not be of the sequence of the keys
         if window is not None:
@@ -213,6 +214,13 @@ def _lengths(keys: int | torch.Tensor, batch: int, device: torch.device) -> torc
     if isinstance(keys, torch.Tensor):
         return keys.reshape(1).to(torch.int32).repeat(batch)
     return torch.full((batch,), keys, dtype=torch.int32, device=device)
+
+
+def _with_tokens(lengths: torch.Tensor, attention_mask: torch.Tensor, kv_offset: int, kv_length: int) -> torch.Tensor:
+    """Lengths, and whether each key is a token, as `LazyMask` is told them: int32 ``[B, 1 + Skv]``."""
+    tokens = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + kv_length].to(torch.int32)
+    tokens = torch.nn.functional.pad(tokens, (0, kv_length - tokens.shape[1]))
+    return torch.cat((lengths[:, None], tokens.to(lengths.device)), dim=1)
 
 
 def _packed(ids: torch.Tensor) -> torch.Tensor:

@@ -237,7 +237,10 @@ class Rule(Generic[C]):
     )
     """For keys in a cache, or for those that are not; None for both."""
     stored: bool | None = _either(
-        "stored", lambda it: it.features.stored is not None, "for caches of 8-bit numbers", "for numbers of the dtype of q"
+        "stored",
+        lambda it: it.features.stored is not None,
+        "for caches of 8-bit numbers",
+        "for numbers of the dtype of q",
     )
     """For caches of 8-bit numbers, or for those of the dtype of q, and for keys in no cache; None for both."""
     page_multiple: int = _field(

@@ -20,8 +20,8 @@ from multiattn.problem import Problem
 class Reason:
     """One reason why not: the subject, what came, what is accepted, and what to do.
 
-    `code` is a stable key: of a Problem (head_dim, dtype, seq, mask, sinks, cache, page, stored, strides, alignment), or one of
-    arch, direction, variant, config, deterministic, module, driver, compiler, gpu, host.
+    `code` is a stable key: of a Problem (head_dim, dtype, seq, mask, sinks, cache, page, stored, strides, alignment),
+    or one of arch, direction, variant, config, deterministic, module, driver, compiler, gpu, host.
     """
 
     code: str

@@ -63,9 +63,7 @@ PARTIAL, WHOLE = 1, 2
 """Numbers of blocks that are seen in part, and whole; any other shows nothing."""
 
 
-def sees_block(
-    at: ScorePlace, kinds: torch.Tensor, sizes: tuple[int, int], mask: torch.Tensor | None
-) -> torch.Tensor:
+def sees_block(at: ScorePlace, kinds: torch.Tensor, sizes: tuple[int, int], mask: torch.Tensor | None) -> torch.Tensor:
     """True where a block mask shows the key; `kinds` int32 ``[B|1, H|1, rows, columns]`` numbers its blocks of `sizes`.
 
     In a partial block `mask` holds; None is true everywhere.

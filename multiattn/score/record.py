@@ -174,9 +174,7 @@ def program_of(
         slopes, bias, visible, kinds = (next(first) if is_there else None for is_there in has[1:])
         score_mod, mask_mod = (None if it is None else _runner(it, captured) for it in (score, mask))
         softcap = 1.0 if has[0] else None
-        asked = Modification(
-            softcap, slopes, bias, score_mod, visible, mask_mod, of_cache, last, kinds, block_sizes
-        )
+        asked = Modification(softcap, slopes, bias, score_mod, visible, mask_mod, of_cache, last, kinds, block_sizes)
         program, tensors = trace_program(torch.device("meta"), asked)
         if not program.roots:
             return None, (), ()

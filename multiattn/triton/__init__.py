@@ -84,6 +84,7 @@ _FORWARD = (
             packed_blocks=0,
             packing=False,
             caches=True,
+            stored=True,
         ),
     ),
     gluon_forward.FAMILY.variant(

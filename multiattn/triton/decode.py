@@ -64,6 +64,8 @@ _MERGED_PARTS = (4, 16, 64, SPLITS_MAX)
 """Parts that code to merge them is made for."""
 _MERGED_LINES = 64
 """Lines of all parts that a program reads, if these are no more."""
+_E4M3_FROM = (8, 9)
+"""The first arch on which Triton converts float8_e4m3fn."""
 _WGMMA_ROWS = 64
 """Rows of a tile from which tensor cores read it in the background, on the arches that can."""
 
@@ -166,15 +168,19 @@ def widths_of(problem: Problem) -> tuple[Width, Width, bool]:
 def smem_bytes(problem: Problem, arch: Arch, config: TritonSplitConfig) -> int:
     """Shared memory that the tiles of q, k and v take; the compiler adds barriers and scratch of a few KiB.
 
-    One more tile of keys is held where the tensor cores read it in the background.
+    One more tile of keys is held where the tensor cores read it in the background; of 8 bits, one in the dtype of q.
     """
     in_background = arch.name in ASYNCHRONOUS and config.tile_m >= _WGMMA_ROWS
-    in_flight = config.stages if in_background else config.stages - 1
+    is_stored = problem.stored is not None
+    in_flight = config.stages if in_background and not is_stored else config.stages - 1
     width, rest, v_in_k = widths_of(problem)
     of_q = width.pad + (rest.pad if rest else 0)
     of_v = 0 if v_in_k else one_width(problem.head_dim_v)
     streamed = in_flight * (of_q + of_v) if config.stages > 1 else max(of_q, of_v)
-    return (config.tile_m * of_q + config.tile_n * streamed) * ELEMENT_BYTES
+    of_keys = streamed * problem.cache_dtype.itemsize
+    if in_background and is_stored:
+        of_keys += max(of_q, of_v) * ELEMENT_BYTES
+    return config.tile_m * of_q * ELEMENT_BYTES + config.tile_n * of_keys
 
 
 def why_not_fit(problem: Problem, arch: Arch, config: TritonSplitConfig) -> tuple[Reason, ...]:
@@ -182,6 +188,10 @@ def why_not_fit(problem: Problem, arch: Arch, config: TritonSplitConfig) -> tupl
     config = settle(problem, arch, config)
     if wrong := limits.failed(limits.limit_checks(config)):
         return wrong
+    if problem.stored == "e4m3" and arch.is_gpu and arch.capability < _E4M3_FROM:
+        allowed = "int8 on arches before sm89, on which Triton has no float8_e4m3fn"
+        hint = "quantise to torch.int8, or use another backend"
+        return (Reason(code="stored", got=f"a cache of e4m3 on {arch.name}", allowed=allowed, hint=hint),)
     programs = row_tiles(problem, config.tile_m) * config.splits
     merging = 0 if config.splits == 1 else merge_programs(problem, config.splits)
     rows = f"{problem.rows} queries of the heads that share a key"
@@ -227,7 +237,8 @@ def _parts(plan: Plan, config: TritonSplitConfig) -> KernelTable:
             splits=config.splits,
         ),
         "strides": {
-            **{name: stride_rows(name, known[name].strides[:3], constants.vector) for name in ("q", *streamed)},
+            "q": stride_rows("q", known["q"].strides[:3], constants.vector),
+            **{name: stride_rows(name, known[name].strides[:3], constants.key_vector) for name in streamed},
             "out": _out_strides(problem),
         },
         "paging": paging,
@@ -235,6 +246,7 @@ def _parts(plan: Plan, config: TritonSplitConfig) -> KernelTable:
         "sinks": given(constants.whole, sinks_row(problem)),
         "aux": aux_row(problem, constants.score),
         **{name: _index(problem, name) for name in ("seqlens_kv", "page_table", "cu_seqlens_q")},
+        "scales": _scales(problem),
         "C": Constant(value=constants),
     }
     return KernelTable(
@@ -260,6 +272,7 @@ def _constants(plan: Plan, config: TritonSplitConfig) -> SplitConstants:
         step=STEPS["full"].step,
         far_rows=max(problem.strides_k[2], problem.strides_v[2]) * config.tile_n >= INT32,
         vector=problem.alignment // ELEMENT_BYTES,
+        per_token=() if cache is None else cache.per_token,
         score=lowered_score(problem, plan.arch),
         has_mask=problem.has_tail,
         ragged=problem.has_tail,
@@ -307,6 +320,19 @@ def _overlaps(plan: Plan) -> bool:
 def _index(problem: Problem, name: str) -> Parameter:
     """A tensor that says where keys or queries are, at any multiple of 4 bytes; None where a problem has none."""
     return given(name in problem.cache_tensors, Tensor(of=name, is_aligned=False))
+
+
+def _scales(problem: Problem) -> Parameter:
+    """The scales of keys and values of 8 bits, with their strides, of which no code knows anything."""
+    if problem.stored is None or problem.cache is None:
+        return NONE
+    pairs = zip("kv", problem.cache.scalings.items(), strict=True)
+    found: dict[str, Parameter] = {}
+    strides: dict[str, Parameter] = {}
+    for short, (name, its) in pairs:
+        found[short] = Tensor(of=name, is_aligned=False)
+        strides[f"of_{short}"] = stride_rows(name, its.strides if its.per_token else (*its.strides, 0), 1)
+    return found | strides
 
 
 def _out_strides(problem: Problem) -> Parameter:

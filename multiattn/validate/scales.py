@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 
 import torch
+from torch.compiler import is_compiling
 
 from multiattn.layout import STORED, STORED_NAMES
 from multiattn.plain import plain
-from multiattn.validate import not_a_tensor
+from multiattn.validate import as_float, not_a_tensor
 
 
 def is_stored(cache: object) -> bool:
@@ -25,8 +27,11 @@ def scales_of(name: str, given: object, cache: torch.Tensor, seqlens_kv: torch.T
         allowed = f"None for caches of the dtype of q; those of {', '.join(map(str, STORED.values()))} have scales"
         raise ValueError(f"{name}: got a scale for a cache of {cache.dtype}; allowed {allowed}")
     number = plain(given)
-    if number is None or (isinstance(number, Real) and not isinstance(number, bool)):
-        given = torch.full((), 1.0 if number is None else float(number), dtype=torch.float32, device=cache.device)
+    if number is None or (isinstance(number, Real | torch.SymFloat | torch.SymInt) and not isinstance(number, bool)):
+        number = 1.0 if number is None else as_float(number, name)
+        if not is_compiling() and not math.isfinite(number):  # else it may be a symbol
+            raise ValueError(f"{name} must be finite; got {number}")
+        given = torch.full((), number, dtype=torch.float32, device=cache.device)
     if not isinstance(given, torch.Tensor):
         raise not_a_tensor(name, given, "a number, a torch.Tensor or None")
     if given.dtype != torch.float32:

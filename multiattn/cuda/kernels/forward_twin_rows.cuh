@@ -68,7 +68,7 @@ struct TwinGroups {
   static DEVICE TwinGroups of(const typename T::Params& params) {
     Owned<T> owned = Owned<T>::of(params.forward);
     owned.find_lengths();
-    return {owned, owned.mask(), with_tail<T>(owned.keys(), params, owned.len_kv)};
+    return {owned, owned.mask(), keys_of(owned, params)};
   }
 
   DEVICE bool is_none() const { return owned.first_row >= owned.len_q * owned.params.group; }

@@ -82,7 +82,7 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
   // The next tile. Its Q is there.
   DEVICE Rows begin() {
     if constexpr (T::GROUPED) {
-      const Rows rows = Rows::of(owned_, with_tail<T>(owned_.keys(), params_, owned_.len_kv), warpgroup_);
+      const Rows rows = Rows::of(owned_, keys_of(owned_, params_), warpgroup_);
       rows.gather(Shared::q(0), warpgroup_);
       await_warpgroup();  // everybody's part of Q is there, for wgmma too
       take_queries(0);

@@ -139,8 +139,13 @@ DEVICE void attend_to_tile(Outputs<T>& out, RowState (&state)[T::ROW_FRAGMENTS],
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m) {
     float top[2];
-    find_tops(scores[m], top, it.scale_log2());
-    update_softmax<MAX_LAG>(scores[m], top, state[m], decay[m], it.scale_log2());
+    if constexpr (T::IS_STORED) {
+      find_tops(scores[m], top, stored.row_scales[m]);
+      update_softmax<MAX_LAG>(scores[m], top, state[m], decay[m], stored.row_scales[m]);
+    } else {
+      find_tops(scores[m], top, it.scale_log2());
+      update_softmax<MAX_LAG>(scores[m], top, state[m], decay[m], it.scale_log2());
+    }
     decays |= decay[m][0] != 1.0f || decay[m][1] != 1.0f;
   }
   decays |= stored.scale_weights(scores, decay, k);
@@ -267,7 +272,7 @@ DEVICE void split_keys(const typename T::Params& params) {
   if (owned.first_row >= owned.len_q * params.group) return;
   load_queries<T>(owned);
   cp_async_commit();
-  const Blocks tiles = with_tail<T>(owned.keys(), params, owned.len_kv);
+  const Blocks tiles = keys_of(owned, params);
   const KeyStream<T> stream(params, owned, shared_base() + T::Q_BYTES + T::team() * T::RING);
   const int first = tiles.begin + T::team();  // the team's tiles are every TEAMS-th from here on
   typename KeyStream<T>::Pages pages[T::STAGES];
@@ -282,7 +287,7 @@ DEVICE void split_keys(const typename T::Params& params) {
   cp_async_wait<T::STAGES - 1>();
   sync_block();  // everybody's part of Q has landed
   if constexpr (T::IS_STORED) {
-    halve_queries<T>(params.scale_sign);
+    halve_queries<T>(params.scale_sign, StoredWalk<T>::keys_of_head(params, owned));
     sync_block();  // Q is rewritten before anybody reads it
   } else if (params.scale_sign != 1) {
     for (int i = thread_index(); i < T::TileQ::BYTES / CHUNK_BYTES; i += T::THREADS)
@@ -293,7 +298,7 @@ DEVICE void split_keys(const typename T::Params& params) {
   const SplitQueries<T> queries;
   const LaneRows<T> rows(owned);
   const SplitWalk<T> it{params, owned, queries, rows};
-  StoredWalk<T> stored(params, owned);
+  StoredWalk<T> stored(params, owned, it.scale_log2());
   Outputs<T> out;                     // [WARP_ROWS, the warp's columns]
   RowState state[T::ROW_FRAGMENTS];   // of WARP_ROWS rows
   clear(out);

@@ -17,9 +17,11 @@ DEVICE SharedAddress row_factor(int row) {
 }
 
 // Rewrites Q in fp16, its 16 columns at a time in the order that keys have. Numbers of bf16 become smaller or larger by a power of two,
-// a row's own, which its scores are multiplied by: then all that counts is exact. The sign of the scale goes in, too.
+// a row's own, which its scores are multiplied by: then all that counts is exact. The sign of the scale goes in, and that of the
+// scale of a head's keys, if all have one.
 template <class T>
-DEVICE void halve_queries(int sign) {
+DEVICE void halve_queries(int scale_sign, float scale_of_keys) {
+  const float sign = scale_of_keys == 0.0f ? 0.0f : scale_of_keys < 0.0f ? -scale_sign : scale_sign;
   using Tile = typename T::TileQ;
   using E = typename T::OutElement;
   constexpr int GROUPS = Tile::CHUNKS / 2, WARPS = T::THREADS / WARP;
@@ -43,7 +45,7 @@ DEVICE void halve_queries(int sign) {
       inverse = float_of_bits(static_cast<uint32>(127 + raised) << 23);
       factor = float_of_bits(static_cast<uint32>(127 - raised) << 23);
     }
-    inverse *= static_cast<float>(sign);  // 0 * inf and 0 * NaN are NaN
+    inverse *= sign;  // 0 * inf and 0 * NaN are NaN
     Chunk made[2];
     for_each<2, 4>([&](int chunk, int word) {
       const uint32 pair = given[chunk].word[word];
@@ -70,11 +72,13 @@ DEVICE void multiply_stored_keys(Scores<T>& scores, LoadLeft load_left, Load loa
       load_left(columns[0], d);
       load_left(columns[1], d + 1);
     }
-    for_each<2, T::ROW_FRAGMENTS>([&](int side, int m) {
-      const uint32 upper = words.reg[side], lower = words.reg[side + 2];  // of keys 0 to 7, and of the 8 behind
-      const Fragment keys{{halves_of<NUMBERS, 0, 1>(upper), halves_of<NUMBERS, 2, 3>(upper), halves_of<NUMBERS, 0, 1>(lower),
-                           halves_of<NUMBERS, 2, 3>(lower)}};
-      mma_pair<fp16>(scores[m][n], columns[side][m], keys);
+    for_each<2>([&](int side) {
+      uint32 upper[2], lower[2];  // of keys 0 to 7, and of the 8 behind
+      halve<NUMBERS, false>(upper, words.reg[side]);
+      halve<NUMBERS, false>(lower, words.reg[side + 2]);
+      const Fragment keys{{upper[0], upper[1], lower[0], lower[1]}};
+#pragma unroll
+      for (int m = 0; m < T::ROW_FRAGMENTS; ++m) mma_pair<fp16>(scores[m][n], columns[side][m], keys);
     });
   });
 }
@@ -86,11 +90,13 @@ DEVICE void add_stored_values(Outputs<T>& out, const Fragment (&weights)[T::ROW_
   constexpr int D = T::OUT_FRAGMENTS / 2;
   const auto of_32 = [&](int step) { return load(step / D * T::OUT_FRAGMENTS + step % D); };
   read_ahead<T::KEY_FRAGMENTS * D, AHEAD>(of_32, [&](int step, const Fragment& words) {
-    for_each<2, T::ROW_FRAGMENTS>([&](int side, int m) {
-      const uint32 upper = words.reg[2 * side], lower = words.reg[2 * side + 1];
-      const Fragment values{{halves_of<NUMBERS, 0, 2>(upper), halves_of<NUMBERS, 0, 2>(lower), halves_of<NUMBERS, 1, 3>(upper),
-                             halves_of<NUMBERS, 1, 3>(lower)}};
-      mma_pair<fp16>(out[m][step % D * 2 + side], weights[m][step / D], values);
+    for_each<2>([&](int side) {
+      uint32 upper[2], lower[2];  // even and odd columns of keys 0 to 7, and of the 8 behind
+      halve<NUMBERS, true>(upper, words.reg[2 * side]);
+      halve<NUMBERS, true>(lower, words.reg[2 * side + 1]);
+      const Fragment values{{upper[0], lower[0], upper[1], lower[1]}};
+#pragma unroll
+      for (int m = 0; m < T::ROW_FRAGMENTS; ++m) mma_pair<fp16>(out[m][step % D * 2 + side], weights[m][step / D], values);
     });
   });
 }
@@ -98,7 +104,7 @@ DEVICE void add_stored_values(Outputs<T>& out, const Fragment (&weights)[T::ROW_
 // The scales of a walk. Without any nothing is done, and nothing is kept.
 template <class T, bool = T::IS_STORED>
 struct StoredWalk {
-  DEVICE StoredWalk(const typename T::Params&, const Owned<T>&) {}
+  DEVICE StoredWalk(const typename T::Params&, const Owned<T>&, float) {}
   DEVICE void scale_scores(Scores<T>&, SharedAddress) const {}
   static DEVICE bool scale_weights(Scores<T>&, float (&)[T::ROW_FRAGMENTS][2], SharedAddress) { return false; }
   static DEVICE float scaled(float factor) { return factor; }
@@ -106,32 +112,37 @@ struct StoredWalk {
 
 template <class T>
 struct StoredWalk<T, true> {
-  float row_factors[T::ROW_FRAGMENTS][2];  // of scores
+  // Factors of scores to the log2 domain, or with an expression, which wants them scaled, 1.
+  float row_scales[T::ROW_FRAGMENTS][2];
+  float row_factors[T::ROW_FRAGMENTS][2];  // of q k, for an expression
   float values = 1.0f;                     // scale of a head's values
   float unit = UNIT_MIN;                   // of outputs: a power of two, the largest of the scales of tokens so far
 
   static constexpr float UNIT_MIN = 0x1p-100f;
 
-  DEVICE StoredWalk(const typename T::Params& params, const Owned<T>& owned) {
-    const CacheScales& scales = params.lists;
-    const auto of_head = [&](const float* all, const Strides& strides) {
-      return load_global_4(all + owned.sequence * strides.batch + owned.head_kv * strides.head);
-    };
-    float keys = 1.0f;
-    if constexpr (!T::STORED.k_per_token) keys = of_head(scales.k_scale, scales.strides_k_scale);
-    if constexpr (!T::STORED.v_per_token) values = of_head(scales.v_scale, scales.strides_v_scale);
+  DEVICE StoredWalk(const typename T::Params& params, const Owned<T>& owned, float scale_log2) {
+    const float scale = fabsf(keys_of_head(params, owned)), keys = scale == 0.0f ? 1.0f : scale;
+    if constexpr (!T::STORED.v_per_token) values = of_head(owned, params.lists.v_scale, params.lists.strides_v_scale);
     for_each<T::ROW_FRAGMENTS, 2>([&](int m, int half) {
-      row_factors[m][half] = keys * load_shared_4(row_factor<T>(T::warp_row() + 16 * m + accumulator_row(2 * half)));
+      const float factor = keys * load_shared_4(row_factor<T>(T::warp_row() + 16 * m + accumulator_row(2 * half)));
+      row_factors[m][half] = HAS_SCORE<typename T::Score> ? factor : 1.0f;
+      row_scales[m][half] = HAS_SCORE<typename T::Score> ? 1.0f : factor * scale_log2;
     });
   }
 
+  // The scale of all keys of the block's head, where it is one; else 1. It may have any sign.
+  static DEVICE float keys_of_head(const typename T::Params& params, const Owned<T>& owned) {
+    if constexpr (T::STORED.k_per_token) return 1.0f;
+    return of_head(owned, params.lists.k_scale, params.lists.strides_k_scale);
+  }
+
   DEVICE void scale_scores(Scores<T>& scores, SharedAddress slot) const {
+    if constexpr (!T::STORED.k_per_token && !HAS_SCORE<typename T::Score>) return;
     for_each<T::KEY_FRAGMENTS, 2>([&](int n, int side) {
       float scale[2] = {1.0f, 1.0f};
       if constexpr (T::STORED.k_per_token) load_shared_8(scale, of_keys(slot + T::K_SCALES_AT, n, side));
-      for_each<T::ROW_FRAGMENTS, 4>([&](int m, int e) {
-        scores[m][n][side].value[e] *= T::STORED.k_per_token ? row_factors[m][e / 2] * scale[e % 2] : row_factors[m][e / 2];
-      });
+      for_each<T::ROW_FRAGMENTS, 4>(
+          [&](int m, int e) { scores[m][n][side].value[e] *= row_factors[m][e / 2] * scale[e % 2]; });
     });
   }
 
@@ -165,6 +176,9 @@ struct StoredWalk<T, true> {
   }
 
  private:
+  static DEVICE float of_head(const Owned<T>& owned, const float* all, const Strides& strides) {
+    return load_global_4(all + owned.sequence * strides.batch + owned.head_kv * strides.head);
+  }
   // The scales of the lane's two keys of a fragment.
   static DEVICE SharedAddress of_keys(SharedAddress scales, int n, int side) {
     return scales + (16 * n + 8 * side + accumulator_column(0)) * 4;

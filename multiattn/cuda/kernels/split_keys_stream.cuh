@@ -14,28 +14,25 @@ DEVICE void sync_team() {
 }
 
 // The scales of a cache's tokens, of one head: where they are. A base class: without any it has no place in memory.
-template <class T, bool = T::STORED.k_per_token || T::STORED.v_per_token>
+template <class T, bool = T::HAS_TOKEN_SCALES>
 struct TokenScales {
   DEVICE TokenScales(const typename T::Params&, int) {}
-  DEVICE void load(SharedAddress, int, int, int64, int64, bool) const {}
 };
 template <class T>
 struct TokenScales<T, true> {
   const CacheScales& scales;
-  const int head_kv;
+  const float *k, *v;
 
-  DEVICE TokenScales(const typename T::Params& params, int head_kv) : scales(params.lists), head_kv(head_kv) {}
+  DEVICE TokenScales(const typename T::Params& params, int head_kv)
+      : scales(params.lists), k(scales.k_scale + head_kv * scales.strides_k_scale.head),
+        v(scales.v_scale + head_kv * scales.strides_v_scale.head) {}
 
-  // Begins to load those of a row of an entry into a slot, by two of the threads that share the row of a tile, or by one.
-  DEVICE void load(SharedAddress slot, int row_of_tile, int thread_of_row, int64 entry, int64 row, bool is_there) const {
-    const auto begin = [&](const float* all, const Strides& strides, int at) {
-      const float* source = all + entry * strides.batch + head_kv * strides.head + row * strides.seq;
-      cp_async_4(slot + at + row_of_tile * 4, source, is_there);
-    };
-    if constexpr (T::STORED.k_per_token)
-      if (thread_of_row == 0) begin(scales.k_scale, scales.strides_k_scale, T::K_SCALES_AT);
-    if constexpr (T::STORED.v_per_token)
-      if (thread_of_row == 1) begin(scales.v_scale, scales.strides_v_scale, T::V_SCALES_AT);
+  // Begins to load those of a row of an entry into a slot, or zeros.
+  DEVICE void load(SharedAddress slot, int row_of_tile, int64 entry, int64 row, bool is_there) const {
+    const auto at = [&](const Strides& strides) { return entry * strides.batch + row * strides.seq; };
+    const SharedAddress target = slot + row_of_tile * 4;
+    if constexpr (T::STORED.k_per_token) cp_async_4(target + T::K_SCALES_AT, k + at(scales.strides_k_scale), is_there);
+    if constexpr (T::STORED.v_per_token) cp_async_4(target + T::V_SCALES_AT, v + at(scales.strides_v_scale), is_there);
   }
 };
 
@@ -50,6 +47,8 @@ class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>, TokenScales<T> {
   static constexpr int ROWS_PER_PASS = T::TEAM_THREADS / SPAN;
   static constexpr int PASSES = (T::TILE_N + ROWS_PER_PASS - 1) / ROWS_PER_PASS;
   static constexpr int LOOKUPS = T::PAGING == Paging::ANY ? PASSES : 1;
+  static constexpr int SCALE_PASSES = T::HAS_TOKEN_SCALES ? (T::TILE_N + T::TEAM_THREADS - 1) / T::TEAM_THREADS : 0;
+  static constexpr int SCALE_LOOKUPS = T::PAGING == Paging::ANY ? SCALE_PASSES : 0;
 
  public:
   DEVICE KeyStream(const typename T::Params& params, const Owned<T>& owned, SharedAddress ring)
@@ -59,9 +58,9 @@ class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>, TokenScales<T> {
 
   DEVICE SharedAddress k(int step) const { return ring_ + step % T::STAGES * T::SLOT; }
 
-  // The pages of the thread's rows of a tile, or of all of them.
+  // The pages of the thread's rows of a tile, or of all of them; then those of the keys whose scales it loads.
   struct Pages {
-    int32 number[LOOKUPS];
+    int32 number[LOOKUPS + SCALE_LOOKUPS];
   };
 
   // Keys beyond the last, or freed, have no page: their entries may name anything.
@@ -74,6 +73,12 @@ class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>, TokenScales<T> {
         const int key = tile * T::TILE_N + (T::PAGING == Paging::ANY ? first_row() + i * ROWS_PER_PASS : 0);
         const bool has_page = key < len_ && (T::PAGING != Paging::ANY || !Freed::is_freed(key));
         pages.number[i] = has_page ? load_global_4(table + PlaceOfKey::of(params_, key).entry) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < SCALE_LOOKUPS; ++i) {
+        const int row = row_of_scale(i), key = tile * T::TILE_N + row;
+        const bool has_page = row < T::TILE_N && key < len_ && !Freed::is_freed(key);
+        pages.number[LOOKUPS + i] = has_page ? load_global_4(table + PlaceOfKey::of(params_, key).entry) : 0;
       }
     }
     return pages;
@@ -95,11 +100,18 @@ class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>, TokenScales<T> {
         copy<typename T::TileK, 0>(target, row, column, rows.k, is_there);
         if constexpr (!T::V_IN_K) copy<typename T::TileV, T::V_AT>(target, row, column, rows.v, is_there);
       }
-      if constexpr (T::STORED.k_per_token || T::STORED.v_per_token)
-        TokenScales<T>::load(target, row, first_chunk(), entry(pages.number[T::PAGING == Paging::ANY ? pass : 0]),
-                             T::IS_PAGED ? PlaceOfKey::of(params_, key).row : key, key < len_ && !Freed::is_freed(key));
       rows.k += ROWS_PER_PASS * params_.strides_k.seq;
       rows.v += ROWS_PER_PASS * params_.strides_v.seq;
+    }
+    if constexpr (T::HAS_TOKEN_SCALES) {
+#pragma unroll
+      for (int i = 0; i < SCALE_PASSES; ++i) {
+        const int row = row_of_scale(i), key = first_key + row;
+        if (T::TILE_N % T::TEAM_THREADS != 0 && row >= T::TILE_N) break;
+        const int entry = T::IS_PAGED ? pages.number[SCALE_LOOKUPS ? LOOKUPS + i : 0] : sequence_;
+        TokenScales<T>::load(target, row, entry, T::IS_PAGED ? PlaceOfKey::of(params_, key).row : key,
+                             key < len_ && !Freed::is_freed(key));
+      }
     }
   }
 
@@ -124,14 +136,14 @@ class KeyStream : FreedKeys<FREES_KEYS<T::BAND, T::PAGING>>, TokenScales<T> {
 
   static DEVICE int first_row() { return thread_index() % T::TEAM_THREADS / SPAN; }
   static DEVICE int first_chunk() { return thread_index() % SPAN; }
-
-  DEVICE int64 entry(int32 page) const { return T::IS_PAGED ? page : sequence_; }
+  // The key of a tile whose scales the thread loads.
+  static DEVICE int row_of_scale(int pass) { return thread_index() % T::TEAM_THREADS + pass * T::TEAM_THREADS; }
 
   // The sources of a key in a page; where no tile crosses pages, of the thread's first row of the tile from `key` on.
   DEVICE Sources sources(int key, int32 page) const {
-    const int64 entry = this->entry(page);
-    int64 row = key;
-    if constexpr (T::IS_PAGED) row = PlaceOfKey::of(params_, key).row;
+    int64 entry = page, row = key;
+    if constexpr (!T::IS_PAGED) entry = sequence_;
+    else row = PlaceOfKey::of(params_, key).row;
     if constexpr (T::PAGING != Paging::ANY) row += first_row();
     return {k_ + entry * params_.strides_k.batch + row * params_.strides_k.seq + first_chunk() * CHUNK_NUMBERS,
             v_ + entry * params_.strides_v.batch + row * params_.strides_v.seq + first_chunk() * CHUNK_NUMBERS};

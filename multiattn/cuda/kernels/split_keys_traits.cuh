@@ -26,6 +26,7 @@ struct SplitTraits : Walks<Element_, F, SplitParams, Score, Blocked> {
   // ---- numbers: those of 8 bits are multiplied as fp16, and so is what they meet
   static constexpr StoredCache STORED = STORED_OF<Blocked>;
   static constexpr bool IS_STORED = STORED.numbers != Numbers::OF_QUERIES;
+  static constexpr bool HAS_TOKEN_SCALES = STORED.k_per_token || STORED.v_per_token;
   static constexpr int PACKING = IS_STORED ? 2 : 1;  // numbers of K and V in 16 bits
   using OutElement = Element_;
   using Element = typename Choice<IS_STORED, fp16, Element_>::Type;

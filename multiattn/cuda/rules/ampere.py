@@ -267,7 +267,7 @@ _STORED_GUESS = "a guess: as many bytes of a tile as of 16-bit numbers"
 _DECODE_ROWS = (
     *(
         _DecodeRow(16, width, 1, _teams(16, tile_n, 4, 3, blocks), _STORED_GUESS, is_plain=False, stored=True)
-        for width, tile_n, blocks in ((64, 64, 3), (128, 32, 2), (256, 32, 1))
+        for width, tile_n, blocks in ((64, 32, 3), (128, 32, 2), (256, 32, 1))
     ),
     _DecodeRow(
         16, 64, 64, _teams(16, 64, 4, 2, 1), _H200_DECODE + "B=128 32/8 32k, pages of 64: 1963 us, 32 keys 2009", _LONG

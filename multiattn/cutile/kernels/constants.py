@@ -105,6 +105,9 @@ class ForwardConstants(PackedBlocks):
     cached = False
     paged = False
     divided = False
+    stored = False
+    scales_keys = False
+    scales_values = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +275,22 @@ class SplitKeysConstants:
     lazy_max = False
     q_in_registers = False
     ln_base = LN_2
+    stored = False
+    scales_keys = False
+    scales_values = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredKeysConstants(SplitKeysConstants):
+    """Constants of that kernel for a cache of 8-bit numbers."""
+
+    scales_keys: bool
+    """Each key has a scale; else each head."""
+    scales_values: bool
+    """Each value has a scale; else each head."""
+    in_weights: bool
+    """Weights have the range of fp32, and take the scales of values."""
+    stored = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import forward, rows, walk
+from multiattn.cutile.kernels import forward, rows, scaling, walk
 from multiattn.cutile.kernels.constants import SplitKeysConstants
 from multiattn.cutile.kernels.keys import number_at
 from multiattn.cutile.kernels.packed import Sequence
@@ -27,7 +27,8 @@ from multiattn.cutile.kernels.tiles import Array32, Derived, Place, Reach, Tuple
 def find_place(const: Any, q: Any, k: Any, cache: Any, reach: Any, aux: Any) -> Any:
     """The rows that a block owns. Tiles of rows of all sequences are x of the grid, heads of keys y, splits z.
 
-    `cache` has the lengths of keys, then the page table and then where queries start, as far as there are any.
+    `cache` has the lengths of keys, then the page table, where queries start and two arrays of scales, as far as there
+    are any.
     """
     group = q.shape[1] // k.shape[1]
     batch, tile = ct.bid(0), 0
@@ -70,6 +71,7 @@ def find_place(const: Any, q: Any, k: Any, cache: Any, reach: Any, aux: Any) -> 
         entry=entry,
         result=result,
         cache=cache,
+        scales=cache[1 + const.paged + const.packed_queries :],
         first_key=first_key,
     )
 
@@ -78,7 +80,7 @@ def find_place(const: Any, q: Any, k: Any, cache: Any, reach: Any, aux: Any) -> 
 def attend_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, sinks: Any, scale: Any) -> None:
     """One tile of out and lse; or of one split's part of them."""
     blocks = walk.own_blocks(const, walk.with_tail(const, place, walk.key_blocks(const, place)))
-    place = replace(place, blocks=blocks)
+    place, scale = scaling.with_key_scale(const, replace(place, blocks=blocks), scale)
     if const.divided:
         if blocks.begin < blocks.end:
             forward.forward_tile(const, place, q, k, v, out, lse, sinks, (), scale)
@@ -92,7 +94,7 @@ def split_keys_kernel(const: SplitKeysConstants) -> Callable[..., None]:
     """out and lse of attention, or with `divided` a part of each for every split, one after another.
 
     q ``[B, Hq, Sq, D]`` or packed ``[1, Hq, T, D]``, k and v ``[B or pages, Hkv, rows, D]``; sinks: one ``[Hq]``, or
-    none; cache: seqlens_kv, page_table and cu_seqlens_q, as far as there are any.
+    none; cache: seqlens_kv, page_table, cu_seqlens_q, k_scale and v_scale, as far as there are any.
     """
 
     def split_keys(

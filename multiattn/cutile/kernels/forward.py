@@ -19,7 +19,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import packed, parts, scores, tiles, walk
+from multiattn.cutile.kernels import packed, parts, scaling, scores, tiles, walk
 from multiattn.cutile.kernels.constants import SMALLEST_TILE, ForwardConstants
 from multiattn.cutile.kernels.rows import load_sinks, store_lse
 from multiattn.cutile.kernels.tiles import Array32, ConstBool, Derived, Numbers, Reach, Tuple32, Vectors32
@@ -80,7 +80,8 @@ def shift(const: Any, s: Any, m: Any, scale: Any) -> Any:
 @ct.function
 def score_found(const: Any, at: Any, block: Any, found: Any, masked: ConstBool) -> Any:
     """Scores of one block of keys, without their scale, ``[tile_m, tile_n]``; -inf where a query does not see a key."""
-    s = scores.modify(const, at.place, parts.multiply_keys(const, at.place, at.q, at.k, found), block)
+    s = parts.multiply_keys(const, at.place, at.q, at.k, found)
+    s = scores.modify(const, at.place, scaling.of_scores(const, at.place, s, found, block, masked), block)
     seen = tiles.seen_keys(const, at.place, block, masked, const.masked)
     if seen is not None:
         s = ct.where(seen, s, -math.inf)
@@ -102,7 +103,8 @@ def attend(const: Any, at: Any, rows: Any, block: Any, masked: ConstBool) -> Any
     p = power(const, shifted, False)  # [tile_m, tile_n]
     alpha = power(const, rows.m - m, False)  # [tile_m, 1]
     l = rows.l * alpha + parts.partial_sums(const, p)
-    p, acc = p.astype(at.k.dtype), parts.scaled(const, rows.acc, alpha)
+    p = scaling.of_weights(const, at.place, p, found, block, masked).astype(parts.dtype_of(const, at))
+    acc = parts.scaled(const, rows.acc, alpha)
     return RunningSoftmax(acc=parts.add_values(const, at.place, at.v, p, acc, found, block, masked), m=m, l=l)
 
 
@@ -401,6 +403,9 @@ def forward_tile(
         store_rows(const, place, out, lse, rows, l, sink)
     else:
         rows = online_rows(const, at)
+        if const.stored and not const.scales_values:
+            acc = parts.scaled(const, rows.acc, scaling.of_head(place, place.scales[1]))
+            rows = replace(rows, acc=acc)
         store_rows(const, place, out, lse, rows, row_sum(rows.l), sink)
 
 

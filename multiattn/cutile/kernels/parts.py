@@ -11,7 +11,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from multiattn.cutile.kernels import keys, rows, walk
+from multiattn.cutile.kernels import keys, rows, scaling, walk
 from multiattn.cutile.kernels.tiles import ZERO, ConstBool, ConstInt, load_part, own_tile
 
 APPROX = ct.RoundingMode.APPROX
@@ -72,6 +72,8 @@ def load_q_part(const: Any, place: Any, q: Any, part: ConstInt) -> Any:
         tile = rows.load(place, q, column(const.qk, part), width(const.qk, part), const.qk.head_dim)
     if const.sign != 1:
         tile = tile * const.sign
+    if place.key_sign is not None:
+        tile = (tile * place.key_sign).astype(q.dtype)
     if const.q_in_registers:
         # What was computed is in registers, and tileiras leaves it there. That this is 1 it cannot know.
         tile = (tile * min(place.seq_q, 1)).astype(q.dtype)
@@ -88,6 +90,14 @@ def load_q(const: Any, place: Any, q: Any) -> Any:
             last = load_q_part(const, place, q, LAST)
         return Parts(first=first, tail=tail, last=last)
     return first
+
+
+@ct.function
+def dtype_of(const: Any, at: Any) -> Any:
+    """The dtype of products, that of q: also that of k, but for a cache of 8-bit numbers."""
+    if const.stored:
+        return at.q.first.dtype if const.qk.tail_d > 0 else at.q.dtype
+    return at.k.dtype
 
 
 @ct.function
@@ -165,12 +175,12 @@ def multiply_keys(const: Any, place: Any, q: Any, k: Any, found: Any) -> Any:
     """Q K^T of one block of keys, which is where `found` says (`find`), ``[tile_m, tile_n]`` in fp32."""
     none = ct.full((const.tile_m, const.tile_n), 0.0, dtype=ct.float32)
     if const.qk.tail_d > 0:
-        s = ct.mma(q.first, first_k(const, place, k, found), none)
-        s = ct.mma(q.tail, load_k(const, place, k, where(const, found), TAIL), s)
+        s = ct.mma(q.first, scaling.like(const, first_k(const, place, k, found), q.first), none)
+        s = ct.mma(q.tail, scaling.like(const, load_k(const, place, k, where(const, found), TAIL), q.tail), s)
         if const.qk.last_d > 0:
-            s = ct.mma(q.last, load_k(const, place, k, where(const, found), LAST), s)
+            s = ct.mma(q.last, scaling.like(const, load_k(const, place, k, where(const, found), LAST), q.last), s)
         return s
-    return ct.mma(q, first_k(const, place, k, found), none)
+    return ct.mma(q, scaling.like(const, first_k(const, place, k, found), q), none)
 
 
 @ct.function
@@ -182,6 +192,9 @@ def add_values_part(
         values = found.rows
     else:
         values = load_anywhere(const, place, v, const.vo, found, block, masked, const.v_latency, part)
+    values = scaling.like(const, values, p)
+    if const.scales_values:
+        values = scaling.of_values(const, place, values, found, block, masked)
     return ct.mma(p, keys.without_others(const, place, values, block, masked), acc)
 
 

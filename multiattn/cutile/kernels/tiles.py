@@ -56,9 +56,14 @@ class Place:
     entry: Any = None
     result: Any = None
     cache: Any = ()
-    """Lengths of keys, then the page table and then where queries start, as far as there are any."""
+    """Lengths of keys, then the page table, where queries start and `scales`, as far as there are any."""
     first_key: Any = None
     """The first key that any row sees, of a cache with a window: what lies before it may be freed."""
+    scales: Any = ()
+    """The arrays of scales of a cache of 8-bit numbers (`scaling`): of keys, and of values."""
+    key_size: Any = None
+    """The scale of a head's keys, where each head has one: its size, which is not 0, and its sign, which may be."""
+    key_sign: Any = None
     blocks: Any = None
     """The `walk.Blocks` of a tile that is told them, of a part of the keys; None for those that it sees."""
 

@@ -3,7 +3,7 @@
 It is Triton's interpreter (NumPy, one program after the other) made honest:
 
 - bf16 is computed as the GPU does it: operands widened to fp32, the result rounded to nearest even. Triton 3.6 to 3.9
-  store bf16 as integers and then do integer arithmetic on them.
+  store bf16 as integers and then do integer arithmetic on them. So are conversions from and to e4m3, NaN included.
 - Every load, store and atomic, through pointers or descriptors, is checked against the tensor arguments; an address
   outside all of them raises `OutOfBoundsError`.
 - It works whatever TRITON_INTERPRET is, and leaves `triton.language` as it was, so that kernels can be compiled and
@@ -195,12 +195,16 @@ class _HonestBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]  # T
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
         if _is_bf16(src):
             src = _to_fp32(src)
+        elif src.dtype.scalar == tl.float8e4nv != dst_type.scalar:
+            src = _of_e4m3(src)
+        if dst_type.scalar == tl.float8e4nv != src.dtype.scalar:
+            return _to_e4m3(src)
         if dst_type.scalar != tl.bfloat16:
             return super().cast_impl(src, dst_type)
         return _to_bf16(src)
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
-        if _is_bf16(src) or dst_type.scalar == tl.bfloat16:
+        if {src.dtype.scalar, dst_type.scalar} & {tl.bfloat16, tl.float8e4nv}:
             return self.cast_impl(src, dst_type)
         return super().create_fp_to_fp(src, dst_type, rounding_mode)
 
@@ -228,6 +232,21 @@ def _to_bf16(handle: Any) -> Any:
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     rounded = np.where(np.isnan(values), np.uint32(0x7FC0), rounded)
     return interpreter.TensorHandle(rounded.astype(np.uint16), tl.bfloat16)
+
+
+def _of_e4m3(handle: Any) -> Any:
+    """In fp32, exact."""
+    bits = np.ascontiguousarray(handle.data, dtype=np.uint8)
+    values: Array = torch.from_numpy(bits).view(torch.float8_e4m3fn).float().numpy()
+    return interpreter.TensorHandle(values.reshape(np.shape(handle.data)), tl.float32)
+
+
+def _to_e4m3(handle: Any) -> Any:
+    """Round to nearest even, and saturate as a GPU does; a NaN stays one."""
+    values = torch.from_numpy(np.ascontiguousarray(handle.data, dtype=np.float32))
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    bits = values.clamp(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return interpreter.TensorHandle(bits.reshape(np.shape(handle.data)), tl.float8e4nv)
 
 
 def _widen(handle: Any) -> Any:

@@ -174,6 +174,25 @@ class SplitConstants(TileConstants):
     """All keys are one part: there is nothing to merge."""
     overlaps: bool = False
     """The kernel that merges parts may begin before this one ends."""
+    stored: str | None = None
+    """The dtype of keys and values of 8 bits; None: that of q."""
+    per_token: tuple[str, ...] = ()
+    """The scales of such numbers that are of each token; others are of each head."""
+
+    @property
+    def key_vector(self) -> int:
+        """As `vector`, of k and v alone: their elements may have half the bytes."""
+        return self.vector if self.stored is None else 2 * self.vector
+
+    @property
+    def scales_keys(self) -> bool:
+        """True if each key has a scale."""
+        return "k_scale" in self.per_token
+
+    @property
+    def scales_values(self) -> bool:
+        """True if each value has a scale."""
+        return "v_scale" in self.per_token
 
     @property
     def frees_keys(self) -> bool:
@@ -182,11 +201,8 @@ class SplitConstants(TileConstants):
 
     @property
     def masks_all(self) -> bool:
-        """True if each tile of scores is masked, as a branch costs more than to compare so few.
-
-        Not by a program's mask, which is of the last keys.
-        """
-        return self.tile_m <= FEW_ROWS and not self.has_mask
+        """True if each tile of scores is masked, as a branch costs more than to compare so few."""
+        return self.tile_m <= FEW_ROWS
 
     @property
     def sum_columns(self) -> int:

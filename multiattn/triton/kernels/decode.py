@@ -13,6 +13,15 @@ import triton.language as tl
 
 from multiattn.triton.kernels.elements import load_in_place
 from multiattn.triton.kernels.forward import LOWEST, add_sink
+from multiattn.triton.kernels.scaling import (
+    UNIT_MIN,
+    halved,
+    in_dtype_of,
+    load_scales,
+    scaled,
+    scales_of_keys,
+    scales_of_values,
+)
 from multiattn.triton.kernels.tiles import key_blocks, modified, needs_mask, tile_offsets, visible_keys, with_sign
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -39,6 +48,8 @@ def attention_of_parts(
     seqlens_kv,  # pointer, int32 [sequences]; None where all have seq_kv keys
     page_table,  # pointer, int32 [sequences, pages]; None without pages
     cu_seqlens_q,  # pointer, int32 [sequences + 1]; None where all have seq_q queries
+    scales,  # of keys and values of 8 bits: pointers k and v, fp32 [B, Hkv] or one for each row of k and v, of_k and
+    #          of_v, their strides in elements; None for keys of the dtype of q
     C: tl.constexpr,  # multiattn.triton.kernels.constants.SplitConstants
 ):
     """Attention of tile_m rows over one part of their keys: out and lse, or a part of both."""
@@ -62,11 +73,11 @@ def attention_of_parts(
 
     band = (len_q, len_kv, reach.left, reach.right)
     blocks = key_blocks(first_row // group, band, C)  # as if the tile had more queries: it never has fewer
-    blocks = _with_tail(blocks, len_kv, aux, C)
     begin, end = _my_keys(blocks, split, sizes.splits, C)
     seen_from = _first_seen(first_row // group, band, C)
     own = q + _offsets(batch, head, row, strides.q, C.vector)[:, None]
     q_tile = _load_queries(own, exists, C.width, C)  # [tile_m, width.pad]
+    q_rest = q_tile
     if C.rest > 0:
         q_rest = _load_queries(own + C.width, exists, C.rest, C)  # [tile_m, rest.pad]
 
@@ -74,42 +85,38 @@ def attention_of_parts(
     if C.paged:
         entry = 0
         page_table += sequence.to(tl.int64) * paging.table_stride
-    k += (tl.cast(entry, tl.int64) * strides.k[0] + head_kv.to(tl.int64) * strides.k[1]) * C.vector
+    k += (tl.cast(entry, tl.int64) * strides.k[0] + head_kv.to(tl.int64) * strides.k[1]) * C.key_vector
     if not C.v_in_k:
-        v += (tl.cast(entry, tl.int64) * strides.v[0] + head_kv.to(tl.int64) * strides.v[1]) * C.vector
+        v += (tl.cast(entry, tl.int64) * strides.v[0] + head_kv.to(tl.int64) * strides.v[1]) * C.key_vector
+
+    v_factor, scaling = 1.0, None
+    if C.stored is not None:
+        k_scales, k_factor, sign = scales_of_keys(scales, sequence, entry, head_kv, C)
+        v_scales, v_factor = scales_of_values(scales, sequence, entry, head_kv, begin < end, C)
+        q_tile, q_rest, factor = halved(q_tile, q_rest, sign, C)
+        factor = factor * k_factor  # [tile_m]
+        scaling = (scales, k_scales, v_scales, factor)
+        if C.has_score:  # the program wants scaled products
+            scale = tl.full([C.tile_m], 1.0, tl.float32)
+        else:
+            scale = scale * factor
 
     acc = tl.full([C.tile_m, C.width_v.pad], 0.0, tl.float32)
     row_max = tl.full([C.tile_m], LOWEST, tl.float32)
     row_sum = tl.full([C.tile_m, C.sum_columns], 0.0, tl.float32)
-    cached = (seen_from, end, paging)
-    ahead = _pages(page_table, begin, cached, False, C)
-    for first_key in tl.range(begin, end, C.tile_n, num_stages=C.stages):
-        pages = ahead
-        if C.paged:
-            ahead = _pages(page_table, first_key + C.tile_n, cached, True, C)
-        k_tile = _load_keys(k, strides.k, pages, first_key, cached, C.width, C)  # [tile_n, width.pad]
-        scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
-        if C.rest > 0:
-            rest_tile = _load_keys(k + C.width, strides.k, pages, first_key, cached, C.rest, C)  # [tile_n, rest.pad]
-            scores = tl.dot(q_rest, tl.trans(rest_tile), scores)
-        keys = first_key + tl.arange(0, C.tile_n)
-        of_score = (sequence, head[:, None], aux)
-        scores = modified(scores, query[:, None], keys[None, :], of_score, band, C)
-        if C.masks_all or needs_mask(first_key, band[1], blocks, C):
-            visible = visible_keys(query[:, None], keys[None, :], of_score, band, C.has_mask, C)
-            scores = tl.where(visible, scores, float("-inf"))
-
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-        weights = tl.math.exp2(scores * scale - new_max[:, None])
-        decay = tl.math.exp2(row_max - new_max)
-        row_sum = row_sum * decay[:, None] + _summed(weights, C)
-        acc = acc * decay[:, None]
-        row_max = new_max
-
-        v_tile = k_tile  # [tile_n, width_v.pad]
-        if not C.v_in_k:
-            v_tile = _load_keys(v, strides.v, pages, first_key, cached, C.width_v, C)
-        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc)
+    sums = (acc, row_max, row_sum, UNIT_MIN)
+    queries = (q_tile, q_rest, query, scale)
+    cached = (k, v, strides, page_table, (seen_from, end, paging), scaling)
+    of_score = (sequence, head[:, None], aux)
+    if C.has_mask:  # two loops: where a branch loads a mask, Triton makes the walk over all keys a slow one
+        tail = _tail(begin, end, len_kv, aux, C)
+        sums = _attend(sums, queries, cached, begin, tail, blocks, of_score, band, False, C)
+        sums = _attend(sums, queries, cached, tail, end, blocks, of_score, band, True, C)
+    else:
+        sums = _attend(sums, queries, cached, begin, end, blocks, of_score, band, False, C)
+    acc, row_max, row_sum, unit = sums
+    if C.scales_values:
+        v_factor = unit
 
     total = tl.sum(row_sum, 1)  # [tile_m]
     columns = tl.arange(0, C.width_v.pad)[None, :]
@@ -120,6 +127,8 @@ def attention_of_parts(
         # A row that saw no key and no sink has the total 0: out is 0 / 1, lse is LOWEST + log(0) = -inf.
         tl.store(lse + line, (row_max + tl.math.log2(total)) * LN_2, mask=exists)
         result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]  # [tile_m, width_v.pad]
+        if C.stored is not None:
+            result = result * v_factor
         out += _offsets(batch, head, row, strides.out, C.out_vector)[:, None] + columns
         tl.store(out, result.to(out.dtype.element_ty), mask=inside)
     else:
@@ -127,9 +136,62 @@ def attention_of_parts(
         part = split.to(tl.int64) * lines + line
         tl.store(partial_lse + part, row_max + tl.math.log2(total), mask=exists)
         result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+        if C.stored is not None:
+            result = result * v_factor
         tl.store(
             partial_out + part[:, None] * C.width_v + columns, result, mask=inside & (total != 0.0)[:, None]
         )  # what nobody reads is not written
+
+
+@triton.jit
+def _attend(sums, queries, cached, begin, end, blocks, of_score, band, TAIL: tl.constexpr, C: tl.constexpr):
+    """The sums with the keys from `begin` to `end`. TAIL: the program's mask may hide some of these."""
+    acc, row_max, row_sum, unit = sums
+    q_tile, q_rest, query, scale = queries
+    score_scale = scale
+    if C.stored is not None:
+        score_scale = scale[:, None]
+    k, v, strides, page_table, limits, scaling = cached
+    ahead = _pages(page_table, begin, limits, False, C)
+    for first_key in tl.range(begin, end, C.tile_n, num_stages=1 if TAIL else C.stages):
+        pages = ahead
+        if C.paged:
+            ahead = _pages(page_table, first_key + C.tile_n, limits, True, C)
+        k_tile = _load_keys(k, strides.k, pages, first_key, limits, C.width, C)  # [tile_n, width.pad]
+        k_tile = in_dtype_of(q_tile, k_tile, C)
+        scores = tl.dot(q_tile, tl.trans(k_tile))  # [tile_m, tile_n] fp32
+        if C.rest > 0:
+            rest_tile = _load_keys(k + C.width, strides.k, pages, first_key, limits, C.rest, C)  # [tile_n, rest.pad]
+            rest_tile = in_dtype_of(q_rest, rest_tile, C)
+            scores = tl.dot(q_rest, tl.trans(rest_tile), scores)
+        if C.scales_keys:
+            is_key = _is_key(first_key, limits, C)
+            scales = load_scales(scaling[1], scaling[0].of_k, pages, first_key, limits[2], is_key, C)
+            scores = scores * scales[None, :]
+        if C.stored is not None and C.has_score:
+            scores = scores * scaling[3][:, None]
+        keys = first_key + tl.arange(0, C.tile_n)
+        scores = modified(scores, query[:, None], keys[None, :], of_score, band, C)
+        if TAIL or C.masks_all or needs_mask(first_key, band[1], blocks, C):
+            visible = visible_keys(query[:, None], keys[None, :], of_score, band, TAIL, C)
+            scores = tl.where(visible, scores, float("-inf"))
+
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        weights = tl.math.exp2(scores * score_scale - new_max[:, None])
+        decay = tl.math.exp2(row_max - new_max)
+        row_sum = row_sum * decay[:, None] + _summed(weights, C)
+        acc = acc * decay[:, None]
+        row_max = new_max
+
+        v_tile = k_tile  # [tile_n, width_v.pad]
+        if not C.v_in_k:
+            v_tile = in_dtype_of(q_tile, _load_keys(v, strides.v, pages, first_key, limits, C.width_v, C), C)
+            if C.scales_values:
+                is_key = _is_key(first_key, limits, C)
+                v_scale = load_scales(scaling[2], scaling[0].of_v, pages, first_key, limits[2], is_key, C)  # [tile_n]
+                weights, acc, unit = scaled(weights, acc, v_scale, unit)
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc)
+    return acc, row_max, row_sum, unit
 
 
 @triton.jit
@@ -185,13 +247,11 @@ def _my_keys(blocks, split, splits, C: tl.constexpr):
 
 
 @triton.jit
-def _with_tail(blocks, len_kv, aux, C: tl.constexpr):
-    """The blocks of a tile, of which those with keys that the program's mask may hide are not seen in full."""
-    begin, full_begin, full_end, end = blocks
-    if C.has_mask:
-        tail = C.score.tail(0, 0, 0, 0, 0, 0, aux)
-        full_end = tl.minimum(full_end, tl.maximum(len_kv - tl.cast(tail, tl.int32), 0) // C.tile_n * C.tile_n)
-    return begin, full_begin, full_end, end
+def _tail(begin, end, len_kv, aux, C: tl.constexpr):
+    """The first tile, of those from `begin` to `end`, with keys that the program's mask may hide."""
+    hidden = tl.cast(C.score.tail(0, 0, 0, 0, 0, 0, aux), tl.int32)
+    first = tl.maximum(len_kv - hidden, 0) // C.tile_n * C.tile_n
+    return tl.minimum(tl.maximum(first, begin), tl.maximum(begin, end))
 
 
 @triton.jit
@@ -278,23 +338,30 @@ def _load_keys(source, strides, pages, first_key, cached, WIDTH: tl.constexpr, C
 
     So nothing that is beyond a sequence or freed reaches a product: a weight of 0 would not hide NaN.
     """
-    seen_from, end, paging = cached
+    _seen_from, _end, paging = cached
     if C.page > 0:
         keys = (first_key + tl.arange(0, C.tile_n)) % C.page
         places = pages.to(tl.int64) * strides[0] + keys.to(tl.int64) * strides[2]  # [tile_n]
-        pointers = source + (places * C.vector)[:, None] + tl.arange(0, WIDTH.pad)[None, :]
+        pointers = source + (places * C.key_vector)[:, None] + tl.arange(0, WIDTH.pad)[None, :]
     else:
         row = first_key
         if C.paged:
-            source += pages.to(tl.int64) * strides[0] * C.vector
+            source += pages.to(tl.int64) * strides[0] * C.key_vector
             row = first_key % paging.page_keys
-        source += tl.cast(row, tl.int64) * strides[2] * C.vector
-        pointers = source + tile_offsets(strides[2], C.tile_n, WIDTH, C.vector, C.far_rows)
+        source += tl.cast(row, tl.int64) * strides[2] * C.key_vector
+        pointers = source + tile_offsets(strides[2], C.tile_n, WIDTH, C.key_vector, C.far_rows)
+    inside = _is_key(first_key, cached, C)[:, None] & (tl.arange(0, WIDTH.pad) < WIDTH)[None, :]
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def _is_key(first_key, cached, C: tl.constexpr):
+    """The keys of a tile from `seen_from` to `end`: bool ``[tile_n]``."""
+    seen_from, end, _paging = cached
     is_key = first_key + tl.arange(0, C.tile_n) < end
     if C.frees_keys:
         is_key = is_key & (first_key + tl.arange(0, C.tile_n) >= seen_from)
-    inside = is_key[:, None] & (tl.arange(0, WIDTH.pad) < WIDTH)[None, :]
-    return tl.load(pointers, mask=inside, other=0.0)
+    return is_key
 
 
 # ---------------------------------------------------------------- the merge

@@ -139,15 +139,17 @@ struct Owned {
   }
 };
 
-// The blocks of a part, where an expression's mask may hide the last keys: tiles with any of these are not seen in full.
+// `Owned::keys`, where an expression's mask may hide the last keys: tiles with any of these are not seen in full.
 template <class T>
-DEVICE Blocks with_tail(Blocks blocks, const typename T::Params& params, int len_kv) {
-  using Score = typename T::Score;
-  if constexpr (HAS_TAIL<Score>) {
-    const int tail = static_cast<int>(Score::tail(0, 0, 0, Position(0), 0, 0, params.aux));
-    blocks.full_end = min(blocks.full_end, max(len_kv - tail, 0) / T::TILE_N);
+DEVICE Blocks keys_of(const Owned<T>& owned, const typename T::Params& params) {
+  if constexpr (HAS_TAIL<typename T::Score>) {
+    Blocks blocks = owned.keys();
+    const int tail = static_cast<int>(T::Score::tail(0, 0, 0, Position(0), 0, 0, params.aux));
+    blocks.full_end = min(blocks.full_end, max(owned.len_kv - tail, 0) / T::TILE_N);
+    return blocks;
+  } else {
+    return owned.keys();
   }
-  return blocks;
 }
 
 // The keys that a window has left behind, for all rows of a tile. A base class: without a window it has no place in memory, which

@@ -26,9 +26,13 @@ struct RowState {
   static DEVICE RowState empty() { return {{-infinity(), -infinity()}, {0.0f, 0.0f}}; }
 };
 
+// The factor of the scores of one of a lane's two rows: that of all, or its own.
+DEVICE float of_half(float scale, int) { return scale; }
+DEVICE float of_half(const float (&scales)[2], int half) { return scales[half]; }
+
 // The largest score of each of a lane's two rows, in the log2 domain; all lanes of a quad have it. scale_log2 is positive.
-template <int N>
-DEVICE void find_tops(const Accumulator (&scores)[N][2], float (&top)[2], float scale_log2) {
+template <int N, class Scale>
+DEVICE void find_tops(const Accumulator (&scores)[N][2], float (&top)[2], const Scale& scale_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     top[half] = -infinity();
@@ -37,15 +41,15 @@ DEVICE void find_tops(const Accumulator (&scores)[N][2], float (&top)[2], float 
 #pragma unroll
       for (int side = 0; side < 2; ++side)
         top[half] = fmaxf(top[half], fmaxf(scores[n][side].value[2 * half], scores[n][side].value[2 * half + 1]));
-    top[half] = reduce_row(top[half], [](float a, float b) { return fmaxf(a, b); }) * scale_log2;
+    top[half] = reduce_row(top[half], [](float a, float b) { return fmaxf(a, b); }) * of_half(scale_log2, half);
   }
 }
 
 // Turns scores into weights, `exp2(score * scale_log2 - max)`, and brings the state up to date: its maximum is raised to
 // `top` where that is more than LAG above it. `decay` is what older sums and outputs must be multiplied by.
-template <int LAG, int N>
+template <int LAG, int N, class Scale>
 DEVICE void update_softmax(Accumulator (&scores)[N][2], const float (&top)[2], RowState& state, float (&decay)[2],
-                           float scale_log2) {
+                           const Scale& scale_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float old = state.max[half];
@@ -61,7 +65,7 @@ DEVICE void update_softmax(Accumulator (&scores)[N][2], const float (&top)[2], R
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           float& score = scores[n][side].value[e];
-          score = exp2_approx(fmaf(score, scale_log2, -base));
+          score = exp2_approx(fmaf(score, of_half(scale_log2, half), -base));
           sum += score;
         }
     state.sum[half] = state.sum[half] * decay[half] + sum;

@@ -21,8 +21,10 @@ inline float float_of_e4m3(uint32 byte) {
   const float magnitude = exponent == 0 ? ldexpf(float(fraction), -9) : ldexpf(float(8 + fraction), exponent - 10);
   return byte & 0x80 ? -magnitude : magnitude;
 }
-inline uint32 halves_of_e4m3(uint32 word) {
-  return pack<fp16>(float_of_e4m3(word & 0xff), float_of_e4m3(word >> 8 & 0xff));
+template <bool HIGH>
+uint32 halves_of_e4m3(uint32 word) {
+  const uint32 pair = word >> (HIGH ? 16 : 0);
+  return pack<fp16>(float_of_e4m3(pair & 0xff), float_of_e4m3(pair >> 8 & 0xff));
 }
 
 }  // namespace multiattn
