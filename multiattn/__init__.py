@@ -12,6 +12,7 @@ from multiattn.merging import merge, merge_all
 from multiattn.plan.backend import BACKENDS, Plan
 from multiattn.plan.support import Reason, Unsupported
 from multiattn.problem import Problem
+from multiattn.quantizing import quantize_cache
 from multiattn.reference import reference, reference_backward
 from multiattn.run.execute import launch, launch_backward
 from multiattn.varlen import fmha_varlen, fmha_varlen_backward
@@ -38,6 +39,7 @@ __all__ = [
     "merge",
     "merge_all",
     "nn",
+    "quantize_cache",
     "reference",
     "reference_backward",
 ]

@@ -12,6 +12,7 @@ from multiattn.operands import has_any_shape
 from multiattn.packed import TILE_LISTS
 from multiattn.plan import abi
 from multiattn.problem import Problem
+from multiattn.sequences import SCALES
 
 ALIGNMENT = 16
 """A compiler is told of strides and addresses that are multiples of 16 bytes."""
@@ -120,7 +121,8 @@ class Assumptions:
         shape, strides = layout.shape or (1,), layout.strides or (1,)
         itemsize = layout.dtype.itemsize
         self.exactly(**{f"{tensor}_dtype": str(layout.dtype).removeprefix("torch.")})
-        any_stride = self.flag(f"{tensor}_any_stride", strides[-1] != 1)
+        may_be_broadcast = tensor in SCALES and len(shape) == 2  # one of each head: code for all that callers give
+        any_stride = self.flag(f"{tensor}_any_stride", strides[-1] != 1 or may_be_broadcast)
         kind = ArrayKind(
             dtype=layout.dtype,
             alignment=self.multiple(f"{tensor}_alignment", itemsize, itemsize),
