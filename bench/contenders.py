@@ -19,7 +19,6 @@ from bench.decode_cells import DecodeCell, Served
 from bench.features import hide_others, ids_of
 from bench.matrix import Cell, Direction, InputError, Tensors
 from bench.results import NO_GPU
-from multiattn import kvcache
 from multiattn.block_mask import in_sequences, of_sequences, read_block_mask
 from multiattn.layout import Strides
 from multiattn.plan import backend as registry
@@ -55,6 +54,8 @@ class Contender:
     """For the call regime: the public call. Returns out, or the gradients of the cell's tensors."""
     output: Callable[[], Results]
     """Runs `launch` once and returns what it wrote."""
+    plain: Contestant | None = None
+    """Launches without the scores of a cell over a cache, and takes turns with `launch`; None for other cells."""
     plan: Plan | None = None
     """The Plan of the timed launch; of a forward and a backward it is the backward's."""
     detail: str = ""
@@ -238,12 +239,15 @@ class Ours:
 
 def over_cache(cell: DecodeCell, served: Served, backend: str, arch: Arch) -> Contender:
     """The public call of a backend on each copy of a cache in turns; Unsupported with reasons."""
-    options = {**cell.arguments(served), "backend": backend}
-    out, (k, v) = cell.empty_out(served), served.caches[0]
-    asked = kvcache.cached_call(served.q, k, v, options | {"out": out}, kvcache.Where.of(options))
+    out = cell.empty_out(served)
+    asked = cell.asked(served, backend=backend, out=out)
     (plan,) = choose(problem_of(*asked), arch, asked[1], "forward")
-    calls = [functools.partial(multiattn.fmha_kvcache, served.q, *it, **options) for it in served.caches]
-    launches = [functools.partial(call, out=out) for call in calls]
+
+    def calls_of(given: Served, **more: Any) -> list[Call]:
+        options = {**cell.arguments(given), "backend": backend, **more}
+        return [functools.partial(multiattn.fmha_kvcache, given.q, *it, **options) for it in given.caches]
+
+    launches = calls_of(served, out=out)
 
     def output() -> Results:
         for launch in launches:
@@ -251,8 +255,11 @@ def over_cache(cell: DecodeCell, served: Served, backend: str, arch: Arch) -> Co
             launch()
         return {"out": out}
 
-    launch = Contestant(call=in_turns(launches))
-    return Contender(launch=launch, call=Contestant(call=in_turns(calls)), output=output, plan=plan)
+    launch, call = (Contestant(call=in_turns(its)) for its in (launches, calls_of(served)))
+    plain = None
+    if served.scores:
+        plain = Contestant(call=in_turns(calls_of(served._replace(scores={}), out=out)))
+    return Contender(launch=launch, call=call, output=output, plain=plain, plan=plan)
 
 
 def in_turns(calls: Sequence[Call]) -> Call:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,12 +27,12 @@ from bench.peers_decode import PEERS, providers
 from bench.results import Row, Store, grouped, is_ours, newest, results_dir
 from bench.run import Copy, Job, Machine, run, tensors_and_truth
 from multiattn.inspect.options import count, some_of
-from multiattn.mask import FULL
-from multiattn.operands import Operands, Options
+from multiattn.packed import of_batch_of_one
 from multiattn.plan.backend import BACKENDS
 from multiattn.problem import problem_of
+from multiattn.truth.tolerance import expected_forward
 from multiattn.tune.timing import Budget
-from parity.tolerance import Expected, Truth, derive_budget, probe_rounding, reference_in_chunks
+from parity.tolerance import Truth
 
 BUDGET = Budget(rounds=7, sample_ms=15.0, warmup_ms=15.0)
 """A third of a second for each contender."""
@@ -41,8 +40,6 @@ SECONDS = 540.0
 REGIMES = ("graph", "device")
 COPY_BYTES = 1 << 30
 """The bytes that a copy reads; it writes as many."""
-TRUTH_ELEMENTS = 1 << 28
-"""Elements of keys that the truth holds in fp64 at a time: 2 GiB."""
 SUITE = "decode"
 
 
@@ -50,47 +47,19 @@ SUITE = "decode"
 
 
 def truth_of(cell: Cell, tensors: Any) -> Truths:
-    """The results that contenders must compute, from `multiattn.reference` in fp64, a few sequences at a time.
+    """The results that contenders must compute, from `multiattn.reference` in fp64, a sequence at a time.
 
     As `parity.tolerance.Truth` has it: with budgets by what naive attention in the cell's own dtype rounds.
     """
     assert isinstance(cell, DecodeCell)
-    q = tensors.q
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in ("out", "lse", "naive", "naive_lse")}
-    starts = (0, *itertools.accumulate(cell.lengths_q))
-    for first, last in _alike(cell):
-        rows = q[first:last] if not cell.mixed else q[starts[first] : starts[last]].transpose(0, 1).unsqueeze(0)
-        parts = _reference(cell, rows, *cell.dense(tensors, first, last))
-        for name, part in zip(found, parts, strict=True):
-            found[name].append(part[0].transpose(0, 1) if cell.mixed else part)
-    out, lse, naive, naive_lse = (torch.cat(its) for its in found.values())
-    atol, atol_lse = probe_rounding(out, q.dtype), probe_rounding(lse, torch.float32)
-    expected = Expected(name="out", truth=out, budget=derive_budget((naive,), out, atol=atol))
-    sums = Expected(name="lse", truth=lse, budget=derive_budget((naive_lse,), lse, atol=atol_lse))
-    truth = Truth(out=expected, lse=sums, lse_in_halves=lambda: sums, lse_of_rough_tanh=lambda: sums)
+    shape = tensors.q.shape
+    if cell.queries == 1 and cell.feature == "none":  # a group's heads are as many queries, so no key is repeated
+        tensors = tensors._replace(q=tensors.q.reshape(cell.batch, -1, cell.group, cell.head_dim))
+    operands, options = cell.asked(tensors)
+    out, lse = expected_forward(operands, problem_of(operands, options))
+    true = of_batch_of_one(out.truth) if cell.mixed else out.truth.view(*shape[:-1], cell.width_v)
+    truth = Truth(out=replace(out, truth=true), lse=lse, lse_in_halves=lambda: lse, lse_of_rough_tanh=lambda: lse)
     return Truths(forward=truth, backward=None)
-
-
-def _alike(cell: DecodeCell) -> Iterable[tuple[int, int]]:
-    """First and last of some sequences of the same lengths, of a mixed batch one at a time."""
-    heads = cell.heads // (cell.group if cell.queries == 1 else 1)
-    some = max(1, TRUTH_ELEMENTS // (heads * cell.seq * cell.head_dim)) if not cell.mixed else 1
-    for first in range(0, cell.batch, some):
-        yield first, min(first + some, cell.batch)
-
-
-def _reference(cell: DecodeCell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Out and lse of `q`, in fp64, then as naive attention has them: out in its own dtype, lse in fp32."""
-    shape, band = q.shape, cell.band
-    if shape[2] == 1:  # the heads of a group are as many queries, so that the reference repeats no keys
-        q, band = q.reshape(shape[0], k.shape[1], cell.group, shape[3]), FULL
-    operands = Operands(q, k, v)
-    problem = problem_of(operands, Options(*band.window))
-    out, lse = reference_in_chunks(operands, problem, torch.float64)
-    naive, _ = reference_in_chunks(operands, problem, q.dtype)
-    _, naive_lse = reference_in_chunks(operands, problem, torch.float32)
-    rows = shape[:3]
-    return out.view(*rows, -1), lse.view(rows), naive.view(*rows, -1), naive_lse.view(rows)
 
 
 # ---------------------------------------------------------------- running
@@ -219,6 +188,13 @@ def _us(row: Row | None) -> str:
     return report.NOTHING if row is None or row.measured is None else f"{1e3 * row.measured.time_ms:.1f}"
 
 
+def over_plain(row: Row | None) -> str:
+    """The time over that without the cell's scores in the same turns, for a table."""
+    if row is None or row.measured is None or row.measured.plain_ms is None:
+        return report.NOTHING
+    return f"{row.measured.time_ms / row.measured.plain_ms:.2f}"
+
+
 def line(rows: Sequence[Row]) -> str:
     """The rows of one cell, on one line."""
     cell, peer = cell_of(rows[0]), report.fastest(rows, ours=False)
@@ -230,7 +206,8 @@ def line(rows: Sequence[Row]) -> str:
         if row.measured is not None:
             ratio = f"x{report.over(row, peer)}" if is_ours(row.contender) else ""
             share = share_text(row).replace(report.NOTHING, "")
-            words = [row.contender, f"{_us(row)} us", figure(row), unit, share, ratio]
+            slower = f"plain x{over_plain(row)}" if row.measured.plain_ms else ""
+            words = [row.contender, f"{_us(row)} us", figure(row), unit, share, ratio, slower]
             words += [f"({row.detail})"] if row.detail else []
         parts.append(" ".join(filter(None, words)))
     return " | ".join(parts)
@@ -239,7 +216,9 @@ def line(rows: Sequence[Row]) -> str:
 def table(rows: Sequence[Row]) -> str:
     """A line for each cell, a column for each contender that has a time anywhere."""
     names = dict.fromkeys(row.contender for row in rows if row.measured is not None or row.error)
+    with_plain = dict.fromkeys(row.contender for row in rows if row.measured and row.measured.plain_ms)
     columns: dict[str, report.Column] = {
+        **({"scores": lambda cell, _: cell.feature} if with_plain else {}),
         "cache": lambda cell, _: cell.cache,
         "heads": lambda cell, _: cell.heads_text,
         "Q": lambda cell, _: cell.queries,
@@ -250,18 +229,20 @@ def table(rows: Sequence[Row]) -> str:
         "best of ours, us": lambda _, its: _us(_best(its)),
         "of a copy": lambda _, its: share_text(_best(its)),
         "over the best peer": lambda _, its: report.over(_best(its), report.fastest(its.values(), ours=False)),
+        **{f"{name}, time over plain": it for name, it in report.rates(with_plain, over_plain).items()},
     }
     return report.cells_table(sorted(rows, key=_place), columns)
 
 
-def _place(row: Row) -> tuple[int, ...]:
+def _place(row: Row) -> tuple[Any, ...]:
     cell = cell_of(row)
-    return cell.page or 0, cell.heads, cell.heads_kv or cell.heads, cell.queries, cell.seq, cell.batch
+    sizes = cell.heads, cell.heads_kv or cell.heads, cell.queries, cell.seq, cell.batch
+    return cell.feature, cell.page or 0, cell.cache, *sizes
 
 
 def summary(rows: Sequence[Row]) -> str:
     """Cells of one query by head_dim and kind of cache: geometric means over them, and the least of each."""
-    timed = [row for row in rows if row.measured is not None and cell_of(row).queries == 1]
+    timed = [row for row in rows if row.measured and cell_of(row).queries == 1 and cell_of(row).is_plain]
     timed.sort(key=lambda it: (it.cell.head_dim, it.cell.width_v, cell_of(it).page or 0))
     groups = grouped(timed, lambda row: (str(cell_of(row).widths), cell_of(row).cache))
     if not groups:
@@ -296,7 +277,8 @@ def block(path: Path) -> str:
         cell = cell_of(row)
         kind = {"mixed batch": "mixed batches", "prefill chunk": "chunks of prefill"}.get(cell.work, cell.work)
         unit = "TB/s" if cell.has_rate_of_memory else "TFLOPS"
-        kind += " of a latent" * cell.latent
+        kind += " of a latent" * cell.latent + " of 8-bit numbers" * (cell.stored is not None)
+        kind += " with scores" * (cell.feature != "none")
         groups.setdefault(f"{kind}, D = {cell.widths}, {cell.dtype}, {unit}", []).append(row)
     made = [f"**{title}**\n\n{table(members)}" for title, members in groups.items() if report.timed_names(members)]
     if not made:

@@ -16,14 +16,17 @@ Lists = Literal[
     "blocks128_tenth", "blocks128_half", "blocks128_top16", "blocks64_tenth", "blocks64_half", "prefix2k", "video",
     "packed_blocks2k",
 ]  # fmt: skip
-Feature = Literal[Scores, Packed, Lists]
+OverCache = Literal["none", "alibi", "relative", "tree"]
+Feature = Literal[Scores, Packed, Lists, OverCache]
 """More than a band in a cell: a sink for each head, scores capped at 30, ALiBi, 16 documents in each sequence; a
-packed batch of sequences, as `packed_lengths` has them; or a block mask, as `bench.block_lists` makes it."""
+packed batch of sequences, as `packed_lengths` has them; a block mask, as `bench.block_lists` makes it; over a cache a
+bias of each token's distance, or a tree of drafted tokens."""
 
 PACKED: tuple[Packed, ...] = get_args(Packed)
 LISTS: tuple[Lists, ...] = get_args(Lists)
 WITHOUT_LISTS: tuple[Feature, ...] = (*get_args(Scores), *PACKED)
 FEATURES: tuple[Feature, ...] = (*WITHOUT_LISTS, *LISTS)
+OVER_CACHE: tuple[Feature, ...] = get_args(OverCache)
 
 SOFTCAP = 30.0
 """Grok-1's."""
@@ -32,6 +35,8 @@ BLOCK_SEQUENCES = 8
 """Packed sequences under a block mask, as MagiAttention's benchmark has them."""
 SHORT = 60
 """Short sequences beside a long one."""
+EXTENT = 1024
+"""Distances that have a bias, as in Inkling."""
 BLOCK = 128
 """Queries and keys of a block of a BlockMask: Flex's own choice, and a tile of FlashAttention-4."""
 
@@ -110,6 +115,25 @@ def make_alibi(slopes: torch.Tensor, causal: bool) -> Mod:
         return score - slopes[head] * (distance if causal else abs(distance))
 
     return biased
+
+
+def make_relative(table: torch.Tensor) -> Mod:
+    """A `score_mod`: a bias ``[H, EXTENT]`` of how far a key is before the query, and none of those farther away."""
+
+    def biased(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        distance = query - key
+        return torch.where(distance < EXTENT, score + table[head, distance.clamp(0, EXTENT - 1)], score)
+
+    return biased
+
+
+def draw_trees(batch: int, tokens: int) -> torch.Tensor:
+    """A random tree of each sequence's tokens, bool ``[B, 1, tokens, tokens]``: True for itself and its ancestors."""
+    draw, seen = torch.Generator().manual_seed(tokens), torch.eye(tokens, dtype=torch.bool).repeat(batch, 1, 1)
+    for token in range(1, tokens):
+        parents = torch.randint(token, (batch,), generator=draw)
+        seen[:, token] |= seen[torch.arange(batch), parents]
+    return seen[:, None]
 
 
 def hide_others(ids: torch.Tensor) -> Mod:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -55,6 +55,7 @@ class Cell:
     window: int | None = None
     """The keys that a query of a causal cell sees, its own the last of them; None: all up to its own."""
     feature: features.Feature = "none"
+    allowed: ClassVar[tuple[features.Feature, ...]] = features.FEATURES
 
     def __post_init__(self) -> None:
         if self.direction not in DIRECTIONS:
@@ -66,8 +67,8 @@ class Cell:
             raise ValueError(f"heads_kv: got {self.heads_kv}; allowed {allowed}")
         if self.window is not None and not (self.causal and self.window > 0):
             raise ValueError(f"window: got {self.window}; allowed None, or 1 and more of a causal cell")
-        if self.feature not in features.FEATURES:
-            raise ValueError(f"feature: got {self.feature!r}; allowed {', '.join(features.FEATURES)}")
+        if self.feature not in self.allowed:
+            raise ValueError(f"feature: got {self.feature!r}; allowed {', '.join(self.allowed)}")
         if self.lists is not None and (self.causal or self.seq % (step := block_lists.multiple(self.lists))):
             told = f"seq={self.seq} causal={self.causal} with {self.feature}"
             raise ValueError(f"lists: got {told}; allowed multiples of {step}, not causal")
@@ -272,8 +273,9 @@ class Cell:
         return make((self.batch, self.seq, heads, width), dtype=dtype, device=device).transpose(1, 2)
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields by name, for JSON; without those that say nothing: None, and the feature ``none``."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, "none")}
+        """Fields by name, for JSON; without those that say nothing: None, the feature ``none``, False by default."""
+        of_itself = {it.name for it in fields(self) if it.default is False and not getattr(self, it.name)}
+        return {name: it for name, it in asdict(self).items() if it not in (None, "none") and name not in of_itself}
 
     def __str__(self) -> str:
         return self.key

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench.contenders import Ours, RefusedError, in_turns
-from bench.decode_cells import DecodeCell, Served, starts_of
+from bench.decode_cells import LARGEST_NUMBER, DecodeCell, Served, starts_of
 from bench.matrix import Cell, Tensors
 from bench.peers import Peer, Provider, find_peers, out_of
 from multiattn.plan.backend import BACKENDS
@@ -73,9 +73,15 @@ def _any(cell: DecodeCell) -> str:
 
 
 def _refuse(
-    *, dense: bool = True, paged: bool = True, mixed: bool = True, causal: bool = True, widths: Widths = _any
+    *,
+    dense: bool = True,
+    paged: bool = True,
+    mixed: bool = True,
+    causal: bool = True,
+    e4m3: bool = False,
+    widths: Widths = _any,
 ) -> Any:
-    """The `refuse` of a Peer that lacks some of these."""
+    """The `refuse` of a Peer that lacks some of these; `e4m3`: caches with scales of heads. None has scores."""
 
     def reasons(cell: Cell, tensors: Tensors) -> tuple[Reason, ...]:
         assert isinstance(cell, DecodeCell)
@@ -86,6 +92,12 @@ def _refuse(
             found.append(Reason(code="cache", got=cell.cache, allowed="dense" if dense else "pages"))
         if cell.mixed and not mixed:
             found.append(Reason(code="batch", got="packed queries", allowed="as many queries of each sequence"))
+        if cell.feature != "none":
+            found.append(Reason(code="feature", got=cell.feature, allowed="none"))
+        if cell.stored is not None and (not e4m3 or cell.stored != "e4m3" or cell.per_token):
+            numbers = f"{cell.dtype}, e4m3 with scales of heads" if e4m3 else cell.dtype
+            scales = "tokens" if cell.per_token else "heads"
+            found.append(Reason(code="stored", got=f"{cell.stored} with scales of {scales}", allowed=numbers))
         if cell.causal and not causal:
             hint = "its causal mask begins at the top left"
             found.append(Reason(code="queries", got=str(cell.queries), allowed="1", hint=hint))
@@ -244,6 +256,16 @@ def _fa3(module: str) -> Peer:
     return replace(known.instead, build=_over(build), refuse=_refuse(widths=_of_wheel))
 
 
+def _in_e4m3(cell: DecodeCell, served: Served) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    """q in the dtype of the cache, as FlashAttention-3 takes it, and scales ``[B, Hkv]`` of q, k and v."""
+    if cell.stored is None:
+        return served.q, (None, None, None)
+    grouped = served.q.unflatten(1, (-1, cell.group)).float()
+    scale = grouped.abs().amax((2, 3, 4)) / LARGEST_NUMBER["e4m3"]
+    numbers = (grouped / scale[..., None, None, None]).to(torch.float8_e4m3fn).flatten(1, 2)
+    return numbers, (scale, *served.scales.values())
+
+
 def forward_of_vllm(module: str) -> Callable[..., Sequence[torch.Tensor]]:
     """The forward of an extension module of vLLM's, which registers it as an op when it is loaded."""
     spec = importlib.util.find_spec(module)
@@ -258,12 +280,13 @@ def _fa3_of_vllm(*modules: str) -> Peer:
     module, *others = modules
 
     def build(cell: DecodeCell, served: Served) -> dict[str, Call]:
-        forward, (q, latent) = forward_of_vllm(module), _parted(cell, _tokens_first(served.q))
+        given, scales = _in_e4m3(cell, served)
+        forward, (q, latent) = forward_of_vllm(module), _parted(cell, _tokens_first(given))
         where = (
             *(None, None, latent, None),  # new keys and values, the latent part of q, out
             *(served.cu_seqlens_q, None, None, None, served.seqlens_kv),
             *(max(cell.lengths_q), None if served.page_table is None else cell.seq, served.page_table),
-            *(None,) * 8,  # entries of the batch, padding on the left, rotations, scales of fp8
+            *(*(None,) * 5, *scales),  # entries of the batch, padding on the left, rotations
             *(cell.head_dim**-0.5, cell.causal, -1, -1, 0.0, True, None),  # no window, no softcap, no plan of its own
         )
         behind = None, 0, None, 1, 0, None  # heads packed as it likes, no SMs left free, no sinks, one GPU
@@ -279,7 +302,7 @@ def _fa3_of_vllm(*modules: str) -> Peer:
         module=module,
         install="pip install vllm",
         build=_over(build),
-        refuse=_refuse(widths=_of_vllm),
+        refuse=_refuse(widths=_of_vllm, e4m3=True),
         values=True,
         instead=_fa3_of_vllm(*others) if others else None,
     )
@@ -356,6 +379,7 @@ def _peers() -> tuple[Peer, ...]:
             module="cudnn",
             install="pip install nvidia-cudnn-frontend",
             build=_over(_build_cudnn),
+            refuse=_refuse(),
             values=True,
         ),
         _fa3("flash_attn_interface"),

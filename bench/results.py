@@ -58,6 +58,8 @@ class Measured:
     """10^12 bytes per second of keys, values, q and out, each moved once; None but in decode."""
     copy_tb_per_s: float | None = None
     """Those that a copy within the device's memory read and wrote in the same turns; None but in decode."""
+    plain_ms: float | None = None
+    """The time without the cell's scores, in the same turns; None but of ours in a cell of decode that has some."""
 
     def __post_init__(self) -> None:
         """Keep six significant digits: more than a timing has, and what a results file holds."""

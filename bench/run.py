@@ -31,8 +31,8 @@ PREWARM_CELLS: Mapping[Direction, int] = {"fwd": 8, "bwd": 1, "fwdbwd": 1}
 """From so many cells on, compiling ahead is worth the start of its processes: about 10 s, which is less than one
 backward of each backend takes to compile (a guess from compiling for sm90 on a CPU)."""
 
-COPY = "a copy"
-"""Names the copy among those that take turns."""
+COPY, PLAIN = "a copy", "{} without scores"
+"""Name the copy, and the launch without scores of a contender, among those that take turns."""
 
 Outcome = Timing | tuple[Reason, ...] | Exception
 
@@ -171,12 +171,17 @@ def _run_cell(job: Job, cell: Cell, machine: Machine | None, store: Store, setup
     contestants = {
         name: it.contender.call if job.regime == "call" else it.contender.launch for name, it in admitted.items()
     }
+    of_plain = {PLAIN.format(name): it.contender.plain for name, it in admitted.items()}
+    contestants |= {name: it for name, it in of_plain.items() if it is not None}
     if job.copy is not None and contestants:
         contestants[COPY] = Contestant(call=job.copy.call)
     timings = measure(contestants, machine.clock, regime=job.regime, budget=job.budget)
     copied = timings.pop(COPY, None)
+    without = {name: timings.pop(PLAIN.format(name), None) for name in admitted}
     for name, timing in timings.items():  # in the order in which they ended: the first error is the one that broke it
-        rows[name] = row_of(name, timing, admitted[name], run=turns, copied=copied)
+        plain = without[name]
+        timing = plain if isinstance(plain, Exception) else timing  # one that fails has no ratio
+        rows[name] = row_of(name, timing, admitted[name], run=turns, copied=copied, plain=plain)
         _stop_if_lost(machine, store, rows[name])
     return [rows[provider.name] for provider in job.providers]
 
@@ -230,6 +235,7 @@ def _row(
     admitted: Admitted | None = None,
     run: str = "",
     copied: Timing | Exception | None = None,
+    plain: Outcome | None = None,
 ) -> Row:
     plan = admitted.contender.plan if admitted is not None else None
     measured = None
@@ -242,6 +248,8 @@ def _row(
             told["tb_per_s"] = cell.moved_bytes / outcome.time_ms / 1e9
         if job.copy is not None and isinstance(copied, Timing):
             told["copy_tb_per_s"] = job.copy.moved_bytes / copied.time_ms / 1e9
+        if isinstance(plain, Timing):
+            told["plain_ms"] = plain.time_ms
         measured = Measured(**asdict(outcome), sample_ms=job.budget.sample_ms, **told)
     error = "".join(traceback.format_exception_only(outcome)) if isinstance(outcome, Exception) else ""
     return Row(

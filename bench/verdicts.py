@@ -142,7 +142,9 @@ def _cached(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
     groups: dict[tuple[str, int, int], dict[Cell, dict[str, Row]]] = {}
     for row in one_run(rows):
         cell = row.cell
-        if isinstance(cell, DecodeCell) and row.contender in BACKENDS and row.measured and row.regime == "graph":
+        if row.contender not in BACKENDS or row.measured is None or row.regime != "graph":
+            continue
+        if isinstance(cell, DecodeCell) and cell.is_plain:
             key = row.environment.gpu, sum(cell.widths) // 2, cell.queries * cell.group
             groups.setdefault(key, {}).setdefault(cell, {})[row.contender] = row
     for (gpu, head_dim, count), by_cell in sorted(groups.items()):

@@ -9,13 +9,14 @@ from xla_fakes import wheel
 
 import bench.peers
 import multiattn
-from bench import cli, decode, peers_decode, peers_jax
+from bench import cli, decode, features, peers_decode, peers_jax
 from bench.contenders import Ours, RefusedError, check, in_turns
 from bench.decode_cells import CELLS, CHUNKS, COPIES_ON_CPU, DecodeCell, matching, too_large
 from bench.matrix import cell_flops
 from bench.peers_decode import fastest
 from bench.results import Store, load
 from multiattn.plan.arch import ARCHS
+from multiattn.problem import problem_of
 from multiattn.reference import reference
 from parity.tolerance import Mismatch
 
@@ -38,6 +39,16 @@ KINDS = (
     ),
 )
 
+
+EIGHT = replace(DENSE, stored="e4m3")
+STORED = EIGHT, replace(PAGED, stored="e4m3"), replace(FEW, stored="e4m3")
+TOKENS = replace(EIGHT, per_token=True), replace(PAGED, stored="int8", per_token=True), replace(PAGED, stored="int8")
+TREE = replace(FEW, feature="tree", queries=8)
+SCORES = (
+    *(replace(PAGED, feature="relative", seq=1040), replace(DENSE, feature="alibi")),
+    *(TREE, replace(TREE, page=None, queries=16)),
+)
+ALL = *KINDS, *STORED, *TOKENS, *SCORES
 
 OURS = Ours(backend="reference")
 SPLITS = (0, 1, 8)
@@ -68,26 +79,45 @@ def run(folder, *providers, clock=None, seconds=60.0, now=None, told=print, **ch
 # ---------------------------------------------------------------- attention over caches, as peers are asked for it
 
 
-def attended(q, k, v, *, seqlens_kv, page_table=None, cu_seqlens_q=None, causal=False, **_):
+def attended(q, k, v, *, seqlens_kv, page_table=None, cu_seqlens_q=None, causal=False, **more):
     """Attention over a cache in fp64, a sequence at a time; q ``[B, Hq, Sq, D]`` or packed."""
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
+
+    def gathered(cache, name):
+        scale = more.get(name, torch.ones(len(seqlens_kv), cache.shape[1]))
+        if scale.ndim == 3:
+            cache, scale = cache.double() * scale[..., None], torch.ones(len(seqlens_kv), cache.shape[1])
+        pages = [entry] if page_table is None else page_table[entry].tolist()
+        return torch.cat([cache[page].double() for page in pages], dim=1)[:, :length] * scale[entry, :, None, None]
+
     for entry, length in enumerate(seqlens_kv.tolist()):
         own = entry if cu_seqlens_q is None else slice(*cu_seqlens_q[entry : entry + 2].tolist())
         rows = q[own] if cu_seqlens_q is None else q[own].transpose(0, 1)
-        keys, values = (
-            it[entry] if page_table is None else torch.cat([it[page] for page in page_table[entry].tolist()], dim=1)
-            for it in (k, v)
-        )
-        given = (it[None].double() for it in (rows, keys[:, :length], values[:, :length]))
-        result = reference(*given, causal=causal, compute_dtype=torch.float64)[0][0]
+        given = (it[None].double() for it in (rows, gathered(k, "k_scale"), gathered(v, "v_scale")))
+        bias = added(entry, *rows.shape[:2], length, **more)
+        result = reference(*given, causal=causal, bias=bias, compute_dtype=torch.float64)[0][0]
         out[own] = result if cu_seqlens_q is None else result.transpose(0, 1)
     return out
 
 
-def of_flash_attention(q, k, v, causal=False, packed=None, table=None, lengths=None):
+def added(entry, heads, queries, keys, *, alibi_slopes=None, score_mod=None, bias=None, **_):
+    """The sum that scores of a sequence are changed by."""
+    head, key = torch.arange(heads)[:, None, None], torch.arange(keys)
+    query = torch.arange(keys - queries, keys)[:, None]
+    found = torch.zeros(heads, queries, keys, dtype=torch.float64)
+    if alibi_slopes is not None:
+        found -= alibi_slopes[head] * (query - key)
+    if score_mod is not None:
+        found = score_mod(found, entry, head, query, key)
+    if bias is not None:
+        found[..., -queries:].masked_fill_(~bias[entry], -torch.inf)
+    return found[None]
+
+
+def of_flash_attention(q, k, v, causal=False, packed=None, table=None, lengths=None, **scales):
     """Attention of ``[B, S, H, D]`` or packed, by what flash-attn's functions are given."""
     swap = (lambda it: it) if packed is not None else (lambda it: it.transpose(1, 2))
-    options = {"seqlens_kv": lengths, "page_table": table, "cu_seqlens_q": packed, "causal": causal}
+    options = {"seqlens_kv": lengths, "page_table": table, "cu_seqlens_q": packed, "causal": causal, **scales}
     return swap(attended(swap(q), k.transpose(1, 2), v.transpose(1, 2), **options))
 
 
@@ -118,7 +148,11 @@ def fa3_of_vllm(q, k, v, *others):
     assert most == (None if table is None else table.shape[1] * k.shape[1])
     q, k = whole(q, k, v, latent)
     assert scale == q.shape[-1] ** -0.5
-    return of_flash_attention(q, k, v, causal, starts, table, lengths), None
+    if q.dtype != torch.float8_e4m3fn:
+        return of_flash_attention(q, k, v, causal, starts, table, lengths), None
+    of_q, of_k, of_v = others[17:20]
+    of_k = of_q * of_k  # scores have both
+    return of_flash_attention(q, k, v, causal, starts, table, lengths, k_scale=of_k, v_scale=of_v), None
 
 
 def fa4(q, k, v, *, seqused_k, max_seqlen_q, causal, page_table=None, cu_seqlens_q=None):
@@ -129,11 +163,39 @@ def fa4(q, k, v, *, seqused_k, max_seqlen_q, causal, page_table=None, cu_seqlens
 
 
 def test_cells_have_names_of_their_own_and_the_largest_are_left_out():
-    assert len(CELLS) == len(set(CELLS)) == len({cell.key for cell in CELLS}) == 3 * 4 * 3 * 4 * 4 + 48 + 6 + 20
+    assert len(CELLS) == len(set(CELLS)) == len({cell.key for cell in CELLS}) == 3 * 4 * 3 * 4 * 4 + 48 + 6 + 20 + 26
     assert min(cell.cache_bytes for cell in CELLS if too_large(cell)) > 32 << 30
     largest = replace(DENSE, batch=128, heads=64, heads_kv=8, seq=131072, head_dim=128)
     assert "got 68.7 GB of keys and values; allowed up to 34.4 GB" in too_large(largest)
     assert too_large(replace(DENSE, seq=1 << 20, head_dim=128), memory_bytes=1 << 30)
+
+
+def test_numbers_of_8_bits_have_a_byte_each_and_their_scales_four():
+    keys = 2 * 32 * 2  # of all heads
+    assert EIGHT.cache_bytes == keys * 32 + 2 * 4 * 2 * 2
+    assert replace(EIGHT, per_token=True).cache_bytes == keys * (32 + 2 * 4)
+    assert EIGHT.moved_bytes - EIGHT.cache_bytes == DENSE.moved_bytes - DENSE.cache_bytes
+    assert [replace(cell, stored=None, per_token=False).key for cell in TOKENS] == [DENSE.key, PAGED.key, PAGED.key]
+    assert [cell.key.split("bf16 ")[1] for cell in TOKENS] == ["dense e4m3 tokens", "page8 int8 tokens", "page8 int8"]
+    for wrong in ({"stored": "e5m2"}, {"per_token": True}):
+        with pytest.raises(ValueError, match=r"stored: got .*; allowed None without scales, e4m3, int8"):
+            replace(DENSE, **wrong)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_trees_have_a_root_and_whole_lines_of_ancestors(tokens):
+    (seen,) = features.draw_trees(1, tokens)[0]
+    assert seen.diagonal().all()
+    assert seen[:, 0].all()
+    assert not seen.triu(1).any()
+    assert torch.equal(seen, (seen.float() @ seen.float()) > 0)  # ancestors of an ancestor are its own
+
+
+@pytest.mark.parametrize("cell", ALL, ids=str)
+def test_the_problem_is_that_of_the_tensors(cell):
+    problem = problem_of(*cell.asked(cell.tensors("cpu")))
+    assert str(cell.problem) == str(problem)
+    assert (cell.problem.batching, cell.problem.alignment) == (problem.batching, problem.alignment)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +204,7 @@ def test_cells_have_names_of_their_own_and_the_largest_are_left_out():
         ((), lambda cell: True),
         (("H64/8 Q1 page*",), lambda cell: cell.heads_text == "64/8" and cell.queries == 1 and cell.page is not None),
         (("mixed", "Q512 B1"), lambda cell: cell.queries == 512),
+        (("relative", "int8"), lambda cell: cell.feature == "relative" or cell.stored == "int8"),
         (("N1024 dense", "Q4"), lambda cell: cell.queries == 4 or (cell.seq == 1024 and cell.page is None)),
     ],
 )
@@ -152,14 +215,14 @@ def test_patterns_choose_cells_by_words(patterns, holds):
 # ---------------------------------------------------------------- runs
 
 
-@pytest.mark.parametrize("limit", [1, 1 << 28])
-@pytest.mark.parametrize("cell", KINDS, ids=str)
-def test_the_truth_and_the_work_are_those_of_each_sequence(cell, limit, monkeypatch):
-    monkeypatch.setattr(decode, "TRUTH_ELEMENTS", limit)
+@pytest.mark.parametrize("cell", ALL, ids=str)
+def test_the_truth_and_the_work_are_those_of_each_sequence(cell):
     served = cell.tensors("cpu")
     truth = decode.truth_of(cell, served)
     assert len({k.data_ptr() for k, _ in served.caches}) == COPIES_ON_CPU
     pairs = [q * kv - q * (q - 1) // 2 for q, kv in zip(cell.lengths_q, cell.lengths_kv, strict=True)]
+    if cell.feature == "tree":
+        pairs = [cell.queries * (it - cell.queries) for it in cell.lengths_kv] + [int(served.scores["bias"].sum())]
     assert cell_flops(cell) == 2 * cell.heads * (cell.head_dim + cell.width_v) * sum(pairs)
     options = cell.arguments(served)
     out = attended(served.q.double(), *served.caches[1], **options)
@@ -170,7 +233,7 @@ def test_the_truth_and_the_work_are_those_of_each_sequence(cell, limit, monkeypa
             check({"out": wrong.to(served.q.dtype)}, truth, "eager")
 
 
-@pytest.mark.parametrize("cell", KINDS, ids=str)
+@pytest.mark.parametrize("cell", ALL, ids=str)
 def test_a_measured_row_has_rates_of_memory_and_its_plan(cell, tmp_path):
     told = []
     rows, unrun = run(tmp_path, OURS, cells=(cell,), told=told.append)
@@ -184,6 +247,39 @@ def test_a_measured_row_has_rates_of_memory_and_its_plan(cell, tmp_path):
     assert load(tmp_path / "decode.json") == rows
     assert told == [decode.line(rows)]
     assert f"reference 500.0 us {decode.figure(row)} TB/s {100 * decode.copy_share(row):.0f} %" in told[0]
+    assert ("plain x1.00" in told[0]) == (row.measured.plain_ms == 0.5) == (cell.feature != "none")
+
+
+def test_the_launch_without_scores_takes_turns_and_is_told(monkeypatch, tmp_path):
+    def attend(q, k_cache, v_cache, **options):
+        asked.append((options["causal"], "bias" in options))
+        return right(q, k_cache, v_cache, **options)
+
+    asked, right = [], multiattn.fmha_kvcache
+    monkeypatch.setattr(multiattn, "fmha_kvcache", attend)
+    rows, _ = run(tmp_path, OURS, cells=(TREE, *STORED[:1], DENSE))
+    assert set(asked) == {(False, True), (True, False), (False, False)}
+    (row, *_) = (replace(row, regime="graph") for row in rows)
+    row = replace(row, measured=replace(row.measured, plain_ms=0.4))
+    assert decode.table([row]).splitlines()[0].split(" | ")[-1].strip("| ") == "reference, time over plain"
+    assert decode.table([row]).splitlines()[2].split(" | ")[-1].strip("| ") == "1.25"
+    Store(tmp_path / "told.json", "decode").add([row, *(replace(it, regime="graph") for it in rows[1:])])
+    told = decode.block(tmp_path / "told.json")
+    assert "**decode with scores, D = 16, bf16, TB/s**" in told
+    assert "**decode of 8-bit numbers, D = 16, bf16, TB/s**" in told
+    assert "| all | all     | 1       |" in told
+
+
+def test_a_launch_without_scores_that_fails_is_an_error(monkeypatch, tmp_path):
+    def attend(*tensors, **options):
+        if "bias" not in options:
+            raise RuntimeError("no plain one")
+        return right(*tensors, **options)
+
+    right = multiattn.fmha_kvcache
+    monkeypatch.setattr(multiattn, "fmha_kvcache", attend)
+    (row,), _ = run(tmp_path, OURS, cells=(TREE,))
+    assert row.error == "RuntimeError: no plain one"
 
 
 def test_another_copy_than_the_first_is_checked(monkeypatch, tmp_path):
@@ -249,6 +345,16 @@ def test_peers_compute_every_cell_that_they_take(name, detail, cell, modules, tm
     (row,), _ = run(tmp_path, peer(name), cells=(cell,))
     assert row.measured, row.error or row.reasons
     assert row.detail == detail
+
+
+@pytest.mark.parametrize("cell", [*STORED, *TOKENS, *SCORES], ids=str)
+@pytest.mark.parametrize("it", peers_decode.PEERS, ids=lambda it: it.name)
+def test_one_peer_takes_e4m3_with_scales_of_heads_and_none_has_scores(it, cell, modules, tmp_path):
+    (row,), _ = run(tmp_path, it, cells=(cell,))
+    if it.name == "fa3-vllm" and cell in STORED:
+        assert row.measured, row.error
+    else:
+        assert {"stored", "feature"} & {it.code for it in row.reasons}
 
 
 @pytest.mark.parametrize(

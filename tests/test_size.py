@@ -14,10 +14,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LINES = {
     "multiattn": 64_210,
-    "tests": 31_490,
+    "tests": 31_600,
     "parity": 5_810,
-    "bench": 9_960,
-    "docs": 5_010,
+    "bench": 10_070,
+    "docs": 5_020,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""
