@@ -202,8 +202,8 @@ def _stored_with_others() -> Iterator[Case]:
         joint="rows", order="hnd", nightly=True,
     )  # fmt: skip
     yield cached(
-        "int8_unaligned", "rows that start anywhere", EDGES, stored="int8", scales=("head", "token"), page=16, offset=1,
-        row_pad=3, slack=1, nightly=True,
+        "int8_unaligned", "rows that start anywhere", EDGES, stored="int8", scales=("head", "token"), page=16, offset=2,
+        row_pad=6, slack=1, nightly=True,
     )  # fmt: skip
     yield cached(
         "e4m3_tree", "a tree, and scores of positions, over 8-bit numbers", DRAFTED, 16, stored="e4m3",

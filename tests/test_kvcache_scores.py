@@ -292,7 +292,7 @@ def test_a_compiled_call_reads_8_bit_numbers(granularity):
 
 @pytest.mark.parametrize("which", ["score_mod", "alibi_slopes", "bias", "k_scale", "v_scale"])
 def test_a_gradient_is_refused(which):
-    """Of what scores load from, and of scales: none is lost in silence."""
+    """No gradient is lost in silence: what scores load from has none, nor have scales."""
     (q, k, v), rest = stored(torch.int8, "head")
     learned = SLOPES.clone().requires_grad_()
     given = {

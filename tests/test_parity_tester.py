@@ -36,7 +36,7 @@ from parity import tolerance
 from parity.case import BACKWARD_HEAD_DIM_MAX, Case, Memory
 from parity.cases import CASES, suite
 from parity.launch import prepare_case
-from parity.memory import GUARD, POISON, poisoned
+from parity.memory import GUARD, POISON, POISON_8, poisoned
 from parity.tensors import Inputs, Outputs
 from parity.tolerance import (
     Allowance,
@@ -330,9 +330,13 @@ def test_inputs_lie_in_nan_and_are_the_same_each_time(case):
     one, two = Inputs.of(case, CPU), Inputs.of(case, CPU)
     for a, b in ((one.q, two.q), (one.k, two.k), (one.v, two.v)):
         assert torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
+    of_bytes = POISON_8 * 0x101, 0x101  # of 8-bit numbers, and of bools
     for memory in one.memory:
-        assert bool((memory[:GUARD] == POISON).all())
-        assert bool((memory[-GUARD:] == POISON).all())
+        poison = int(memory[0])
+        guard = GUARD if poison == POISON else GUARD // 2
+        assert poison in (POISON, *of_bytes)
+        assert bool((memory[:guard] == poison).all())
+        assert bool((memory[-guard:] == poison).all())
     assert not one.were_written
 
 
