@@ -22,7 +22,7 @@ from multiattn.plan.support import Reason, Unsupported
 from multiattn.plan.toolchain import probe_gpu
 from multiattn.problem import Problem, problem_of
 from multiattn.run import compat
-from multiattn.run.autograd import attend, autocast, differentiate, needs_grad, refuse_gradient
+from multiattn.run.autograd import attend, attend_with_max, autocast, differentiate, needs_grad, refuse_gradient
 from multiattn.run.tuning import tuning_for
 from multiattn.signatures import CallOptions, ExplainOptions, Scores, dense_call, names_of, settled, takes
 from multiattn.validate import not_a_tensor
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _NAMES, _EXPLAINED = names_of(CallOptions), names_of(ExplainOptions)
 _NOT_CACHED = ("cu_seqlens_kv", "max_seqlen_kv")
 _CACHED_ALONE = ("page_table", "num_splits", "k_scale", "v_scale")
-_OF_PROBLEM = {*Scores._fields, *Lengths._fields, "window", "scale", "sinks", "seqlens_kv"}
+_OF_PROBLEM = {*Scores._fields, *Lengths._fields, "window", "scale", "sinks", "seqlens_kv", "return_max"}
 """Options of `explain` that a Problem has values of."""
 
 
@@ -49,6 +49,7 @@ def fmha(
     v: torch.Tensor,
     *,
     return_lse: Literal[False] = ...,
+    return_max: Literal[False] = ...,
     **options: Unpack[CallOptions],
 ) -> torch.Tensor: ...
 
@@ -60,6 +61,7 @@ def fmha(
     v: torch.Tensor,
     *,
     return_lse: Literal[True],
+    return_max: Literal[False] = ...,
     **options: Unpack[CallOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -71,8 +73,45 @@ def fmha(
     v: torch.Tensor,
     *,
     return_lse: bool,
+    return_max: Literal[False] = ...,
     **options: Unpack[CallOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def fmha(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max: Literal[True],
+    **options: Unpack[CallOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def fmha(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max: Literal[True],
+    **options: Unpack[CallOptions],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def fmha(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool = ...,
+    return_max: bool,
+    **options: Unpack[CallOptions],
+) -> torch.Tensor | tuple[torch.Tensor, ...]: ...
 
 
 @refuses_calls
@@ -95,9 +134,10 @@ def fmha(
     backend: BackendName = "auto",
     variant: str | None = None,
     return_lse: bool = False,
+    return_max: bool = False,
     deterministic: bool | None = None,
     **unknown: NoReturn,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Fused multi-head attention: ``softmax(scale * q @ k^T + mask) @ v``, differentiable once.
 
     Args:
@@ -134,6 +174,8 @@ def fmha(
             measurements.
         variant: A variant of that backend's forward. None is its best one that can run the problem.
         return_lse: Also return the log-sum-exp.
+        return_max: Also return the largest score of each row, last. ``.amax((0, 2))`` of it is what QK-clip (Kimi K2,
+            arXiv 2507.20534, section 2.1) compares each head with.
         deterministic: Run only variants that give the same bits each time, at some cost in the backward. None follows
             `torch.use_deterministic_algorithms`.
 
@@ -141,7 +183,8 @@ def fmha(
         The output, ``[B, Hq, Sq, Dv]`` in the dtype of q; in memory it is ``[B, S, H, Dv]`` where q is. With
         `return_lse` also lse, fp32 ``[B, Hq, Sq]``: the natural log of the sum of exp of the final scores, sink
         included. A row that sees no key has ``out = 0`` and ``lse = -inf`` (with a sink: ``lse = sink``), and gives
-        zero gradients. Both results are differentiable.
+        zero gradients. Both results are differentiable. With `return_max` also the largest of the final scores that
+        each row sees, like lse and behind it, without a gradient. A sink is no score. Of no key it is -inf.
 
     Raises:
         TypeError, ValueError: An input is wrong for every backend.
@@ -173,6 +216,9 @@ def fmha(
     operands = Operands(q, k, v, sinks=sinks)
     if not (softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None):
         operands, options = with_score(operands, options, softcap, alibi_slopes, bias, score_mod, block_mask)
+    if return_max:
+        out, lse, row_max = attend_with_max(operands, options)
+        return (out, lse, row_max) if return_lse else (out, row_max)
     out, lse = attend(operands, options)
     return (out, lse) if return_lse else out
 
@@ -244,7 +290,7 @@ def explain(
     Args:
         q, k, v: As for `fmha`, or one `Problem` in place of all three, with `arch`. Tensors that require grad are
             refused where either direction is refused, as by `fmha`.
-        all from causal to deterministic: As for `fmha`. A Problem has its own of those before backend.
+        all from causal to deterministic, return_max: As for `fmha`. A Problem has its own of those before backend.
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: As for `fmha_varlen`, with its q, k and v.
         seqlens_kv, page_table, cu_seqlens_q, max_seqlen_q, num_splits, k_scale, v_scale: As for `fmha_kvcache`, with
             its q, and its k_cache and v_cache as k and v.
@@ -290,7 +336,7 @@ def explain(
             operands, asked = packed_call(q, k, v, options, Lengths.of(options))
         else:
             operands, asked = dense_call(Operands(q, k, v), options)
-        problem = problem_of(operands, asked)
+        problem = problem_of(operands, asked._replace(row_max=True) if options.get("return_max") else asked)
         target = detect(q.device) if arch is None else arch_by_name(arch)
         tuning = tuning_for(q.device) if arch is None else None
         from_autograd = needs_grad(operands) and (direction == "forward" or asked.variant is None)

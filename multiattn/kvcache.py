@@ -33,6 +33,7 @@ def fmha_kvcache(
     v_cache: torch.Tensor,
     *,
     return_lse: Literal[False] = ...,
+    return_max: Literal[False] = ...,
     **options: Unpack[CacheOptions],
 ) -> torch.Tensor: ...
 
@@ -44,6 +45,7 @@ def fmha_kvcache(
     v_cache: torch.Tensor,
     *,
     return_lse: Literal[True],
+    return_max: Literal[False] = ...,
     **options: Unpack[CacheOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -55,8 +57,45 @@ def fmha_kvcache(
     v_cache: torch.Tensor,
     *,
     return_lse: bool,
+    return_max: Literal[False] = ...,
     **options: Unpack[CacheOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def fmha_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max: Literal[True],
+    **options: Unpack[CacheOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def fmha_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max: Literal[True],
+    **options: Unpack[CacheOptions],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def fmha_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    return_lse: bool = ...,
+    return_max: bool,
+    **options: Unpack[CacheOptions],
+) -> torch.Tensor | tuple[torch.Tensor, ...]: ...
 
 
 @takes(CacheOptions)
@@ -66,8 +105,9 @@ def fmha_kvcache(
     v_cache: torch.Tensor,
     *extra: NoReturn,
     return_lse: bool = False,
+    return_max: bool = False,
     **options: Unpack[CacheOptions],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Fused attention of new queries over B caches that already hold the new keys and values. It has no gradient.
 
     The host reads no length and waits for nothing. So one CUDA graph serves every step of a generation: a replay reads
@@ -118,11 +158,12 @@ def fmha_kvcache(
         backend: As for `multiattn.fmha`. On CPU tensors ``"auto"`` is the reference, which reads lengths on the host.
         variant: A variant of that backend's forward. None is its best one that can run the problem.
         return_lse: Also return the log-sum-exp.
+        return_max: Also return the largest score of each row, last, as `multiattn.fmha` does.
 
     Returns:
         The output, like q but as wide as v_cache, laid out as by `multiattn.fmha` (or `multiattn.fmha_varlen`). With
         `return_lse` also lse, fp32 ``[B, Hq, Sq]`` or ``[Hq, T]``, natural log. A row that sees no key has ``out = 0``
-        and ``lse = -inf`` (with a sink: ``lse = sink``).
+        and ``lse = -inf`` (with a sink: ``lse = sink``). With `return_max` also the largest score of each row, last.
 
     Raises:
         TypeError, ValueError: An input is wrong for every backend. Values of lengths and pages are
@@ -144,12 +185,15 @@ def fmha_kvcache(
     operands, asked = cached_call(q, k_cache, v_cache, options, where)
     out, is_packed = options.get("out"), where.cu_seqlens_q is not None
     own = out if out is None or not is_packed else as_batch_of_one(out)
-    found, lse = attend_cached(operands, asked, own)
+    if return_max:
+        asked = asked._replace(row_max=True)
+    found, lse, *row_max = attend_cached(operands, asked, own)
     if out is None:
         out = of_batch_of_one(found) if is_packed else found
-    if not return_lse:
+    if not (return_lse or return_max):
         return out
-    return out, lse.squeeze(0) if is_packed else lse
+    sums = (lse, *row_max) if return_lse else row_max
+    return (out, *(it.squeeze(0) if is_packed else it for it in sums))
 
 
 class Where(NamedTuple):

@@ -53,6 +53,8 @@ class Options(NamedTuple):
     backend: str = "auto"
     variant: str | None = None
     deterministic: bool = False
+    row_max: bool = False
+    """The largest score of each row is a third result."""
 
     @classmethod
     def of(
@@ -91,7 +93,7 @@ class Options(NamedTuple):
             raise TypeError(f"variant must be a string; got {type(variant).__name__}; {hint}")
         if scale is not None and type(scale) is not float:
             scale = as_float(scale)
-        options = (left, right, scale, has_sinks, None, (), (), None, None, backend, variant, deterministic)
+        options = (left, right, scale, has_sinks, None, (), (), None, None, backend, variant, deterministic, False)
         return tuple.__new__(cls, options)  # what cls() does, in half the time
 
     def with_score(self, score: BoundScore | None) -> Options:
@@ -118,17 +120,18 @@ class Options(NamedTuple):
 
     @property
     def of_gradient(self) -> Options:
-        """The options of the backward that autograd runs: `variant` names one of the forward's."""
-        return self if self.variant is None else self._replace(variant=None)
+        """The options of the backward that autograd runs: `variant` and `row_max` are the forward's."""
+        return self._replace(variant=None, row_max=False) if self.row_max or self.variant is not None else self
 
 
 class Operands(NamedTuple):
     """Every tensor of a launch, by name; None where a launch has none.
 
     q ``[B, Hq, Sq, D]``, k ``[B, Hkv, Skv, D]``, v ``[B, Hkv, Skv, Dv]``; out and dout like q, but as wide as v; dq, dk
-    and dv like q, k and v; lse, dlse and delta fp32 ``[B, Hq, Sq]``; sinks ``[Hq]``, fp32 where a kernel reads it. A
-    forward reads q, k, v and sinks, and writes out and lse; a backward reads all of these, dout and perhaps dlse, and
-    writes dq, dk and dv, and delta where something is computed of it afterwards.
+    and dv like q, k and v; lse, dlse, delta and row_max fp32 ``[B, Hq, Sq]``; sinks ``[Hq]``, fp32 where a kernel reads
+    it. A forward reads q, k, v and sinks, and writes out, lse, and row_max where that is asked; a backward reads all of
+    these but row_max, dout and perhaps dlse, and writes dq, dk and dv, and delta where something is computed of it
+    afterwards.
 
     An optional input stands behind the others: calls without any pay nothing for it. Autograd, planning and launching
     take `inputs` and `read` whole.
@@ -151,6 +154,8 @@ class Operands(NamedTuple):
     dcaptured: tuple[torch.Tensor, ...] = ()
     """Sums of the gradients of some of them, to which a backward adds: `ScoreSpec.gradient_layouts`."""
     indices: Indices = NO_INDICES
+    row_max: torch.Tensor | None = None
+    """The largest final score of each row, natural units, -inf of none; a sink is no score."""
 
     @classmethod
     def of_inputs(cls, inputs: Sequence[Any], names: Sequence[str], *results: Any) -> Operands:

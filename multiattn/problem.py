@@ -27,7 +27,7 @@ from multiattn.layout import (
     widths,
 )
 from multiattn.mask import Band, Window, band_of
-from multiattn.operands import Operands, Options, ScoreSpec, score_spec
+from multiattn.operands import FORWARD_RESULTS, Operands, Options, ScoreSpec, score_spec
 from multiattn.packed import packed_strides, strides_of_packed
 from multiattn.score.expression import inputs_of, walk
 from multiattn.score.serial import dumps
@@ -65,6 +65,8 @@ class Problem:
     v_in_k: bool = False
     """v is a view of the first columns of k, row for row: a forward may read k alone. A backward may not, as hooks of
     saved tensors give it what they like."""
+    row_max: bool = False
+    """A forward also writes the largest score of each row."""
     score: ScoreSpec | None = None
     """The modification of every score."""
     blocks: BlockSpec | None = None
@@ -147,6 +149,7 @@ class Problem:
             band=options.band,
             scale=options.scale,
             has_sinks=operands.sinks is not None,
+            row_max=options.row_max,
             batching=batching,
             stored=STORED_NAMES.get(k.dtype),
         )
@@ -176,6 +179,7 @@ class Problem:
         scale: float | None = None,
         has_sinks: bool = False,
         v_in_k: bool = False,
+        row_max: bool = False,
         batching: Batching | None = None,
         stored: str | None = None,
     ) -> Problem:
@@ -224,6 +228,7 @@ class Problem:
             strides_v=strides_of_kv(row_v),
             has_sinks=has_sinks,
             v_in_k=v_in_k,
+            row_max=row_max,
             alignment=math.gcd(
                 VECTOR_BYTES,
                 *(row * (STORED[stored] if stored else DTYPES[dtype]).itemsize for row in (head_dim, row_v)),
@@ -303,6 +308,11 @@ class Problem:
     def mean_width(self) -> int:
         """The head_dim of the problem with one width whose forward has as many products."""
         return (self.head_dim + self.head_dim_v) // 2
+
+    @property
+    def forward_results(self) -> tuple[str, ...]:
+        """Names of the operands that a forward writes."""
+        return (*FORWARD_RESULTS, "row_max") if self.row_max else FORWARD_RESULTS
 
     def as_read_by(self, planned: Problem) -> Problem:
         """This problem for a plan of that one: a plan that does not know that v is in k reads v where it is."""
@@ -492,7 +502,7 @@ class Problem:
     def features(self) -> str:
         """Features beside the mask, each with a space before it: ``" sinks score=7c3b3fcc"``."""
         told = f"{' v in k' * self.v_in_k}{'' if self.stored is None else f' stored={self.stored}'}"
-        told += " sinks" * self.has_sinks
+        told += f"{' sinks' * self.has_sinks}{' row max' * self.row_max}"
         told += f" score={self.score.program.digest[:8]}" if self.score is not None else ""
         told += f" blocks={self.blocks.queries}x{self.blocks.keys}" if self.blocks is not None else ""
         return told + (f" cache: {self.cache}" if self.cache is not None else "")
@@ -536,13 +546,12 @@ def _layouts_of(problem: Problem) -> Mapping[str, Layout]:
     }
     row = max(problem.seq_q, 1)
     sums = contiguous_strides(shape_q)
+    of_rows = Layout(shape_q[:3], (problem.heads_q * row, row, 1), torch.float32)
     return MappingProxyType(
         {
             **{name: Layout(shape, (*strides, 1), problem.torch_dtype) for name, (shape, strides) in of_qkv.items()},
             **{name: Layout(of_qkv[name][0], (*of_qkv[name][1], 1), problem.cache_dtype) for name in ("k", "v")},
-            **dict.fromkeys(
-                ("lse", "dlse", "delta"), Layout(shape_q[:3], (problem.heads_q * row, row, 1), torch.float32)
-            ),
+            **dict.fromkeys(("lse", "dlse", "delta", *(("row_max",) if problem.row_max else ())), of_rows),
             "dq_sum": Layout(shape_q, (*sums, 1), torch.float32),
             **({"sinks": Layout((problem.heads_q,), (1,), torch.float32)} if problem.has_sinks else {}),
             **({} if problem.score is None else {**problem.score.layouts, **problem.score.gradient_layouts}),
@@ -570,7 +579,12 @@ def options_of(problem: Problem) -> Options:
     """Options that give this problem of tensors like its own."""
     score = problem.score
     plain = Options(
-        *problem.band.window, problem.scale, problem.has_sinks, blocks=problem.blocks, batching=problem.batching
+        *problem.band.window,
+        problem.scale,
+        problem.has_sinks,
+        blocks=problem.blocks,
+        batching=problem.batching,
+        row_max=problem.row_max,
     )
     if score is None:
         return plain

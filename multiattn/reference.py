@@ -14,7 +14,7 @@ from multiattn.block_mask import BlockLists, of_one_sequence, seen_blocks
 from multiattn.layout import shape_of_out
 from multiattn.mask import KINDS
 from multiattn.meant import refuse_call
-from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options
+from multiattn.operands import GRADIENTS, Operands, Options
 from multiattn.plan.backend import BACKENDS, REFERENCE, Backend, Launcher, Op, Plan, Variant
 from multiattn.plan.support import Capability, Reason
 from multiattn.problem import Problem, options_of
@@ -23,22 +23,22 @@ from multiattn.score import BoundScore, eager
 from multiattn.score.eager import Part
 from multiattn.score.transforms import is_wrapped
 from multiattn.sequences import NO_INDICES, SCALES, Indices
-from multiattn.signatures import ReferenceOptions, dense_call, names_of, takes
+from multiattn.signatures import ReferenceOptions, ReferenceResults, dense_call, names_of, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_NAMES = names_of(ReferenceOptions)
+_NAMES, _RESULTS = names_of(ReferenceOptions), names_of(ReferenceResults)
 
 
-@takes(ReferenceOptions)
+@takes(ReferenceResults)
 def reference(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *extra: NoReturn,
-    **options: Unpack[ReferenceOptions],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    **options: Unpack[ReferenceResults],
+) -> tuple[torch.Tensor, ...]:
     """Attention as the contract defines it, in plain differentiable PyTorch.
 
     ``out = softmax(s + mask) @ v`` and ``lse = log(sum(exp(s + mask)))``, natural log. The scores s are
@@ -51,8 +51,9 @@ def reference(
         causal: Aligned at the bottom right: query i sees key j when ``j <= i + Skv - Sq``.
         window, softcap, alibi_slopes, bias, sinks, score_mod, block_mask: As for `multiattn.fmha`.
         scale: A finite number. None is ``1/sqrt(D)``.
-        compute_dtype: The dtype of every intermediate and of both results. float64 gives the truth; the inputs' own
+        compute_dtype: The dtype of every intermediate and of all results. float64 gives the truth; the inputs' own
             dtype gives the rounding that a naive implementation commits.
+        return_max: Also return the largest score of each row, as `multiattn.fmha` does.
 
     Returns:
         out ``[B, Hq, Sq, Dv]`` and lse ``[B, Hq, Sq]``. A row that sees no key has ``out = 0`` and ``lse = -inf``, or
@@ -61,9 +62,10 @@ def reference(
     Raises:
         TypeError, ValueError: As `multiattn.fmha`.
     """
-    if extra or v is None or not _NAMES.issuperset(options):
+    if extra or v is None or not _RESULTS.issuperset(options):
         refuse_call(reference, extra, options, q=q, k=k, v=v)
-    return attend(*_asked(Operands(q, k, v), options))
+    operands, asked, dtype = _asked(Operands(q, k, v), options)
+    return attend(operands, asked._replace(row_max=options.get("return_max", False)), dtype)
 
 
 def _asked(operands: Operands, options: ReferenceOptions) -> tuple[Operands, Options, torch.dtype]:
@@ -76,7 +78,7 @@ def _asked(operands: Operands, options: ReferenceOptions) -> tuple[Operands, Opt
 
 def attend(
     operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """`reference` of operands and options; `part` says where q, k and v are from, if they are parts of sequences."""
     with _told(Problem.of_any(operands, options), operands.q.device):
         return _attend(operands, options, compute_dtype, part)
@@ -84,10 +86,10 @@ def attend(
 
 def _attend(
     operands: Operands, options: Options, compute_dtype: torch.dtype, part: Part | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     if options.batching is not None:
 
-        def attend_one(own: Operands, its: Options, place: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        def attend_one(own: Operands, its: Options, place: Part) -> tuple[torch.Tensor, ...]:
             return _attend(own, its, compute_dtype, place)
 
         return attend_each(operands, options, compute_dtype, attend_one)
@@ -111,7 +113,7 @@ def _told(problem: Problem, device: torch.device) -> contextlib.AbstractContextM
 
 def _attend_dense(
     problem: Problem, operands: Operands, compute_dtype: torch.dtype, part: Part | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     from einops import rearrange, repeat  # here and below: a sixth of the time that importing the package takes
 
     sinks = operands.sinks
@@ -121,6 +123,7 @@ def _attend_dense(
     scores = torch.einsum("b h i d, b h j d -> b h i j", q, k) * problem.scale
     scores, visible = _modify(scores, problem, operands, part)
     scores = scores.masked_fill(~visible, -math.inf)
+    largest = (_largest(scores),) if problem.row_max else ()
 
     if sinks is not None:  # one more column, of zeros in v
         column = repeat(sinks.to(compute_dtype), "h -> b h i 1", b=problem.batch, i=problem.seq_q)
@@ -128,7 +131,7 @@ def _attend_dense(
         visible = torch.nn.functional.pad(visible, (0, 1), value=True)
         v = torch.nn.functional.pad(v, (0, 0, 0, 1))
     if scores.shape[-1] == 0:
-        return scores @ v, scores.sum(dim=-1) - math.inf  # zeros and -inf, differentiable like any other
+        return scores @ v, scores.sum(dim=-1) - math.inf, *largest  # zeros and -inf, differentiable like any other
     row_max = scores.amax(dim=-1, keepdim=True).detach()
     row_max = row_max.masked_fill(row_max == -math.inf, 0.0)  # an empty row must not compute inf - inf
     weights = torch.exp(scores - row_max)
@@ -139,7 +142,13 @@ def _attend_dense(
         sees_some | row_sum.isnan(), row_max + torch.log(row_sum.masked_fill(row_sum == 0.0, 1.0)), -math.inf
     )
     lse = rearrange(lse, "b h i 1 -> b h i")
-    return _weighted_sum(weights, v, visible), lse
+    return _weighted_sum(weights, v, visible), lse, *largest
+
+
+def _largest(scores: torch.Tensor) -> torch.Tensor:
+    """The largest score of each row, without a gradient; -inf of none."""
+    scores = scores.detach()
+    return scores.amax(dim=-1) if scores.shape[-1] else scores.sum(dim=-1) - math.inf
 
 
 def _modify(
@@ -326,17 +335,18 @@ def attend_each(
     operands: Operands,
     options: Options,
     compute_dtype: torch.dtype,
-    attend_one: Callable[[Operands, Options, Part], tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out and lse of each sequence; rows of none are empty ones, which kernels leave where queries have a cache."""
+    attend_one: Callable[[Operands, Options, Part], tuple[torch.Tensor, ...]],
+) -> tuple[torch.Tensor, ...]:
+    """Results of each sequence; rows of none are empty ones, which kernels leave where queries have a cache."""
     q, sinks = operands.q, operands.sinks
     out = q.new_zeros(shape_of_out(q.shape, operands.v.shape), dtype=compute_dtype)
-    lse = q.new_full(q.shape[:3], -math.inf, dtype=compute_dtype)
+    lse, *largest = (q.new_full(q.shape[:3], -math.inf, dtype=compute_dtype) for _ in range(1 + options.row_max))
     if sinks is not None:
         lse.copy_(sinks[:, None].expand_as(lse))
     for own, its_options, part, (entries, rows, _) in sequences(operands, options):
-        out[entries, :, rows], lse[entries, :, rows] = attend_one(own, its_options, part)
-    return out, lse
+        for whole, its in zip((out, lse, *largest), attend_one(own, its_options, part), strict=True):
+            whole[entries, :, rows] = its
+    return out, lse, *largest
 
 
 def _differentiate_packed(operands: Operands, options: Options, compute_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -393,7 +403,7 @@ def _prepare(plan: Plan) -> Launcher:
     options = options_of(problem)
 
     def launch(operands: Operands) -> None:
-        run, names = (attend, FORWARD_RESULTS) if is_forward else (differentiate, GRADIENTS)
+        run, names = (attend, problem.forward_results) if is_forward else (differentiate, GRADIENTS)
         with torch.autocast(operands.q.device.type, enabled=False):  # it would round what the contract has in fp32
             results: Sequence[torch.Tensor] = run(operands, options, compute_dtype)
         rows = slice(None)
@@ -425,6 +435,7 @@ _VARIANT = Variant(
         head_dim_max=1 << 16,
         masks=KINDS,
         sinks=True,
+        row_max=True,
         scores=True,
         block_masks=1,
         packed_blocks=1,

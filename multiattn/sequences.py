@@ -37,7 +37,7 @@ SCALES = ("k_scale", "v_scale")
 CACHE_TENSORS = ("seqlens_kv", "page_table", "cu_seqlens_q", *SCALES)
 """The tensors that say where a cache has keys and where packed queries over it start, and those of its scales."""
 
-PARTIAL = ("partial_out", "partial_lse")
+PARTIAL = ("partial_out", "partial_lse", "partial_max")
 """Areas of workspace: `area_layouts` says what is where."""
 
 Kind = Literal["packed", "cache", "pages"]
@@ -266,12 +266,17 @@ def rows_of_sequences(cu_seqlens_q: torch.Tensor, rows: int) -> torch.Tensor:
     return (row >= cu_seqlens_q[0]) & (row < cu_seqlens_q[-1])
 
 
-def area_layouts(splits: int, batch: int, heads_q: int, seq_q: int, head_dim: int) -> Mapping[str, Layout]:
+def area_layouts(
+    splits: int, batch: int, heads_q: int, seq_q: int, head_dim: int, *, row_max: bool = False
+) -> Mapping[str, Layout]:
     """The areas of workspace where blocks that share a row leave their parts of it.
 
     ``partial_out`` fp32 ``[splits, B, Hq, Sq, D]``, each divided by its own sum of weights, and ``partial_lse`` fp32
     ``[splits, B, Hq, Sq]``, in the log2 domain; -inf where a part has no key, whose partial_out nobody reads.
+    With `row_max` also ``partial_max``, like partial_lse: the largest score of each row there.
     """
     rows = (splits, batch, heads_q, seq_q)
-    shapes = dict(zip(PARTIAL, ((*rows, head_dim), rows), strict=True))
+    shapes: dict[str, Shape] = dict(
+        zip(PARTIAL, ((*rows, head_dim), rows, *((rows,) if row_max else ())), strict=False)
+    )
     return {name: Layout(shape, row_major(shape), torch.float32) for name, shape in shapes.items()}

@@ -107,14 +107,21 @@ class ExplainOptions(CallOptions, total=False):
     num_splits: int | None
     k_scale: float | torch.Tensor | None
     v_scale: float | torch.Tensor | None
+    return_max: bool
     arch: str | None
     direction: Direction
 
 
 class ReferenceOptions(ScoreOptions, total=False):
-    """Options of `multiattn.reference`."""
+    """Options of `multiattn.reference` and of its gradient."""
 
     compute_dtype: torch.dtype
+
+
+class ReferenceResults(ReferenceOptions, total=False):
+    """Options of `multiattn.reference`."""
+
+    return_max: bool
 
 
 class PaddedOptions(Common, BackendOptions, total=False):
@@ -132,6 +139,7 @@ DEFAULTS: Mapping[str, object] = {
     "causal": False,
     "dropout_p": 0,  # no 0.0, for which torch.compile(dynamic=True) has a symbol and compiles twice
     "backend": "auto",
+    "return_max": False,
     "direction": "forward",
     "compute_dtype": torch.float32,
 }

@@ -13,7 +13,7 @@ from multiattn.operands import Operands, Options, with_score
 from multiattn.packed import as_batch_of_one, of_batch_of_one
 from multiattn.plain import plain
 from multiattn.run import compat, values
-from multiattn.run.autograd import attend, autocast, differentiate
+from multiattn.run.autograd import attend, attend_with_max, autocast, differentiate
 from multiattn.sequences import Batching
 from multiattn.signatures import PackedOptions, names_of, settled, takes
 from multiattn.validate import not_a_tensor
@@ -33,6 +33,7 @@ def fmha_varlen(
     v: torch.Tensor,
     *,
     return_lse: Literal[False] = ...,
+    return_max: Literal[False] = ...,
     **options: Unpack[PackedOptions],
 ) -> torch.Tensor: ...
 
@@ -44,6 +45,7 @@ def fmha_varlen(
     v: torch.Tensor,
     *,
     return_lse: Literal[True],
+    return_max: Literal[False] = ...,
     **options: Unpack[PackedOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -55,8 +57,45 @@ def fmha_varlen(
     v: torch.Tensor,
     *,
     return_lse: bool,
+    return_max: Literal[False] = ...,
     **options: Unpack[PackedOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def fmha_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max: Literal[True],
+    **options: Unpack[PackedOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def fmha_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max: Literal[True],
+    **options: Unpack[PackedOptions],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def fmha_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool = ...,
+    return_max: bool,
+    **options: Unpack[PackedOptions],
+) -> torch.Tensor | tuple[torch.Tensor, ...]: ...
 
 
 @takes(PackedOptions)
@@ -66,8 +105,9 @@ def fmha_varlen(
     v: torch.Tensor,
     *extra: NoReturn,
     return_lse: bool = False,
+    return_max: bool = False,
     **options: Unpack[PackedOptions],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Fused attention of B sequences that are packed one after another, each by itself; differentiable once.
 
     Every sequence has its own mask, aligned at its own bottom right, and its own positions i and j, which start at 0.
@@ -84,7 +124,8 @@ def fmha_varlen(
         max_seqlen_q: At least the length of the longest sequence of q, checked where cu_seqlens are. `bias` and
             `score_mod` are checked by it.
         max_seqlen_kv: The same for k and v.
-        causal, window, scale, softcap, score_mod, sinks, variant, return_lse, deterministic: As for `multiattn.fmha`.
+        causal, window, scale, softcap, score_mod, sinks: As for `multiattn.fmha`.
+        variant, return_lse, return_max, deterministic: As for `multiattn.fmha`.
         alibi_slopes: fp32 ``[Hq]`` or ``[B, Hq]``.
         bias: ``[B|1, Hq|1, max_seqlen_q|1, max_seqlen_kv|1]``, otherwise as for `multiattn.fmha`. A bool one costs an
             element for each score here, as a number does.
@@ -97,7 +138,8 @@ def fmha_varlen(
     Returns:
         The output, ``[Tq, Hq, Dv]`` in the dtype of q, contiguous. With `return_lse` also lse, fp32 ``[Hq, Tq]``. A row
         that sees no key has ``out = 0`` and ``lse = -inf`` (with a sink: ``lse = sink``), and gives zero gradients. The
-        same holds for rows of no sequence: ``Tq`` may be more than ``cu_seqlens_q[-1]``.
+        same holds for rows of no sequence: ``Tq`` may be more than ``cu_seqlens_q[-1]``. With `return_max` also the
+        largest score of each row, fp32 ``[Hq, Tq]``, last.
 
     Raises:
         TypeError, ValueError: An input is wrong for every backend.
@@ -108,6 +150,9 @@ def fmha_varlen(
         refuse_call(fmha_varlen, extra, options, q=q, k=k, v=v, **lengths._asdict())
     if compat.autocast_active():
         q, k, v = autocast(q, k, v)
+    if return_max:
+        out, *sums, row_max = attend_with_max(*packed_call(q, k, v, options, lengths))
+        return (of_batch_of_one(out), *(it.squeeze(0) for it in (*sums * return_lse, row_max)))
     out, lse = attend(*packed_call(q, k, v, options, lengths))
     packed = of_batch_of_one(out)
     return (packed, lse.squeeze(0)) if return_lse else packed

@@ -214,6 +214,7 @@ def scored(bias):
 BIAS = torch.zeros(1, 1, 100, 100)
 FEATURES = {
     "sinks": problem(has_sinks=True),
+    "row_max": problem(row_max=True),
     "score": scored(BIAS),
     "gradients": scored(BIAS.clone().requires_grad_()),
     "blocks": replace(problem(), blocks=BlockSpec(128, 128, False)),

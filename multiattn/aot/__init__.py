@@ -219,7 +219,7 @@ class Kernel:
         captured: Sequence[torch.Tensor] = (),
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         """Attention with the mask that the kernel was compiled for, on the current stream of the tensors' device.
 
         Args:
@@ -236,7 +236,8 @@ class Kernel:
             lse: A tensor to write to: fp32 ``[B, Hq, Sq]``, contiguous. None is a fresh one.
 
         Returns:
-            (out, lse) as from `multiattn.fmha`, without gradients.
+            (out, lse) as from `multiattn.fmha`, without gradients; behind them the largest scores, if the kernel was
+            compiled for them.
 
         Raises:
             TypeError, ValueError: This kernel cannot run these tensors; the message says what came and what is allowed.
@@ -248,16 +249,17 @@ class Kernel:
         self._check(problem, q.device)
         if torch.is_grad_enabled() and given.requires_grad:
             raise ValueError("gradients: got tensors that require them; allowed a call in torch.no_grad()")
-        out, lse = (_result(name, it, problem.layouts[name], q.device) for name, it in (("out", out), ("lse", lse)))
+        named = zip(problem.forward_results, (out, lse, None), strict=False)
+        results: dict[str, Any] = {name: _result(name, it, problem.layouts[name], q.device) for name, it in named}
         if problem.is_empty:
-            return out, lse
-        operands = given._replace(out=out, lse=lse, sinks=as_fp32(sinks))
+            return tuple(results.values())
+        operands = given._replace(**results, sinks=as_fp32(sinks))
         if problem.seq_kv == 0:
             fill_empty(operands)
-            return out, lse
+            return tuple(results.values())
         with on_device(q.device):
             self._launcher(problem, q.device.index or 0)(operands)
-        return out, lse
+        return tuple(results.values())
 
     def _check_score(self, scalars: Mapping[str, float], captured: Sequence[torch.Tensor]) -> tuple[float, ...]:
         """The numbers in the program's order; ValueError or TypeError for other numbers or tensors than it takes."""

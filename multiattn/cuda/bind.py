@@ -30,6 +30,8 @@ def bind(plan: Plan, image: abi.Image, emitted: Mapping[str, str] | None = None)
     abi.exactly(constants, dtype=problem.dtype, head_dim=problem.head_dim, mask=problem.band.kind)
     if problem.has_sinks:
         abi.exactly(constants, sinks="one a head")
+    if problem.row_max:
+        abi.exactly(constants, row_max="one a row")
     if problem.score is not None:
         abi.exactly(constants, score=problem.score.program.digest)
     if problem.blocks is not None:

@@ -71,7 +71,8 @@ class DecodeConfig(FamilyConfig):
         if self.splits <= 1:
             return {}
         sizes = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
-        return {name: layout.size_bytes for name, layout in area_layouts(self.splits, *sizes).items()}
+        layouts = area_layouts(self.splits, *sizes, row_max=problem.row_max)
+        return {name: layout.size_bytes for name, layout in layouts.items()}
 
     def rows_checks(self, problem: Problem) -> tuple[Check, ...]:
         """Checks that rows can be counted: those of a tile, and those whose parts are merged."""
@@ -106,8 +107,10 @@ class DecodeConfig(FamilyConfig):
             sinks=problem.has_sinks,
             packed_queries=is_packed,
             overlaps=overlaps,
+            **({"row_max": True} if problem.row_max else {}),
         )
         options = f"{'_sinks' * problem.has_sinks}{'_packed' * is_packed}{'' if overlaps else '_apart'}"
+        options += "_max" * problem.row_max
         kernel = Instance(
             name=f"{name}_{problem.dtype}_d{problem.head_dim_v}{options}",
             header="merge_splits.cuh",
@@ -117,6 +120,7 @@ class DecodeConfig(FamilyConfig):
             threads=threads,
             blocks_per_sm=MERGE_RESIDENT_THREADS // threads if overlaps else 1,
             smem_bytes=0 if few else _MERGE_SMEM_BYTES,
+            row_max=problem.row_max,
             overlaps=overlaps,
         )
         return PlannedLaunch(kernel=kernel, blocks=self.merge_blocks(problem))

@@ -52,6 +52,7 @@ def walking_kernel(
         score=score,
         slots=slots,
         blocks=problem.blocks,
+        row_max=problem.row_max,
         packed=problem.packing is not None,
         **more,
     )
@@ -78,6 +79,7 @@ def features_of(problem: Problem, direction: Direction, *, v_in_k: bool = False)
         sinks=its.sinks and direction == "forward",
         aligned=its.aligned,
         **({"v_in_k": True} if v_in_k else {}),
+        **({"row_max": True} if its.row_max else {}),
     )
 
 
@@ -98,9 +100,10 @@ def _score_types(
 
 
 def _suffix_of(plan: Plan, score: LoweredScore | None, slots: tuple[int, ...]) -> str:
-    """The end of a kernel's name: rows that start anywhere, sinks, its expression, and what lists its tiles."""
+    """The end of a kernel's name: rows that start anywhere, sinks, row maxima, its expression, its lists."""
     its = Features.of(plan.problem)
     name = f"{'' if its.aligned else '_unaligned'}{'_sinks' * (its.sinks and plan.direction == 'forward')}"
+    name += "_max" * its.row_max
     name += "" if score is None else f"_{text_of(score, slots)[0].lower()}"
     name += "" if plan.problem.packing is None else "_packed"
     blocks = its.blocks

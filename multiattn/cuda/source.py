@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from multiattn.block_mask import BlockSpec
 from multiattn.cuda.score import text_of, with_aux
-from multiattn.cuda.structs import read_structs
+from multiattn.cuda.structs import read_structs, struct_of
 from multiattn.plan.abi import Image
 from multiattn.plan.arch import Arch
 from multiattn.run import cache
@@ -28,10 +29,10 @@ SplitParams, SplitWgmmaParams = _STRUCTS["SplitParams"], _STRUCTS["SplitWgmmaPar
 BackwardParams, WgmmaBackwardParams = _STRUCTS["BackwardParams"], _STRUCTS["WgmmaBackwardParams"]
 MaskLists, BitLists, TileLists = (_STRUCTS[it] for it in ("MaskLists", "BitLists", "TileLists"))
 SequenceLists = _STRUCTS["SequenceLists"]
-Division, CacheScales = _STRUCTS["Division"], _STRUCTS["CacheScales"]
+Division, CacheScales, RowMax = (_STRUCTS[it] for it in ("Division", "CacheScales", "RowMax"))
 StoredHeads, StoredProducts = _STRUCTS["StoredHeads"], _STRUCTS["StoredProducts"]
 """Parameters that come behind the others: with a block mask, of a packed batch, where tiles are divided, or dS is
-stored, with P or without; the scales of 8-bit caches."""
+stored, with P or without; the scales of 8-bit caches; and of a forward that writes the largest score of each row."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
@@ -69,6 +70,8 @@ class Instance:
     """The captured tensors of `score` to whose gradients it may add."""
     blocks: BlockSpec | None = None
     """The block mask whose lists it walks over."""
+    row_max: bool = False
+    """It also writes the largest score of each row, and where is behind `params`."""
     packed: bool = False
     """Its tiles are those that the lists of a packed batch name."""
     lists: type[ctypes.Structure] | None = None
@@ -79,7 +82,8 @@ class Instance:
     def whole_params(self) -> type[ctypes.Structure]:
         """`params`, and what comes behind them."""
         lists, tiles = self.all_lists
-        return with_aux(self.params, self.score, self.slots, lists, tiles)
+        params = with_max(self.params) if self.row_max else self.params
+        return with_aux(params, self.score, self.slots, lists, tiles)
 
     @property
     def all_lists(self) -> tuple[type[ctypes.Structure] | None, type[ctypes.Structure] | None]:
@@ -117,6 +121,12 @@ class PlannedLaunch:
         return Image(threads=self.kernel.threads, dynamic_smem_bytes=self.kernel.smem_bytes)
 
 
+@functools.cache
+def with_max(params: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    """The struct of a kernel that writes the largest score of each row: C++'s ``WithMax``, by a name of its own."""
+    return struct_of(f"{params.__name__}_max", [("plain", params), ("tops", RowMax)])
+
+
 def translation_unit(kernels: Sequence[Instance]) -> str:
     """C++ that defines `kernels`, and asserts what Python believes about each."""
     parts = [f'#include "{header}"\n' for header in dict.fromkeys(kernel.header for kernel in kernels)]
@@ -149,7 +159,8 @@ def _params(kernel: Instance) -> str:
         return check
     behind = ["NoScore" if kernel.score is None else text_of(kernel.score, kernel.slots)[0]]
     behind += [it.__name__ for it in reversed(kernel.all_lists) if it is not None]
-    made = f"WithAux<{', '.join((kernel.params.__name__, *behind))}>::Type"
+    plain = kernel.params.__name__
+    made = f"WithAux<{', '.join((f'WithMax<{plain}, true>::Type' if kernel.row_max else plain, *behind))}>::Type"
     return f"namespace multiattn {{ using {name} = {made}; }}\n{check}"
 
 

@@ -49,6 +49,7 @@ _capability = partial(
     arches=tuple(ARCHS),
     masks=KINDS,
     sinks=True,
+    row_max=True,
     scores=True,
     score_gradients=True,
     packing=True,
@@ -56,7 +57,7 @@ _capability = partial(
 """The capability of kernels with mma.sync."""
 
 _wgmma_capability = partial(
-    Capability, arches=("sm90", "cpu"), alignment=VECTOR_BYTES, masks=KINDS, sinks=True, packing=True
+    Capability, arches=("sm90", "cpu"), alignment=VECTOR_BYTES, masks=KINDS, sinks=True, row_max=True, packing=True
 )
 """The capability of kernels with wgmma."""
 

@@ -24,7 +24,7 @@ _GIVEN = ("q", "k", "v")
 EXTENTS = ("batch", "heads", "seq")
 STRIDES = ("batch_stride", "head_stride", "row_stride")
 """Names of what a compiler may know multiples of, behind the array's."""
-VECTORS = ("lse", "dlse", "delta", "partial_lse", "lse_columns", "delta_columns")
+VECTORS = ("lse", "dlse", "delta", "row_max", "partial_lse", "partial_max", "lse_columns", "delta_columns")
 """Arrays ``[B, H, S]``; sinks are ``[H]``, captured tensors of any rank, and all others ``[B, H, S, D]``."""
 
 
@@ -143,6 +143,13 @@ class Assumptions:
             return ()
         self.exactly(sinks="one a head")
         return (self.array("sinks"),)
+
+    def tops(self) -> tuple[ArrayArgument, ...]:
+        """The largest score of each row, if a forward writes it."""
+        if not self.problem.row_max:
+            return ()
+        self.exactly(row_max="one a row")
+        return (self.array("row_max"),)
 
     def lists(self, names: Sequence[str], tiles: str) -> tuple[ArrayArgument, ...]:
         """The list `tiles` of a packed batch, then the lists `names` of a block mask, as far as there are any.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from multiattn.cutile import launches
-from multiattn.cutile.arrays import Assumptions
+from multiattn.cutile.arrays import ArrayArgument, Assumptions
 from multiattn.cutile.kernels.constants import (
     SMALLEST_TILE,
     MergeSplitsConstants,
@@ -123,7 +123,8 @@ def areas_of(problem: Problem, config: SplitKeysConfig) -> Mapping[str, Layout]:
     """The areas of workspace, by name; none with one split, or with nothing to launch."""
     if config.splits <= 1 or problem.lengths[0] == 0:
         return {}
-    return area_layouts(config.splits, problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
+    sizes = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
+    return area_layouts(config.splits, *sizes, row_max=problem.row_max)
 
 
 # ---------------------------------------------------------------- grids
@@ -272,6 +273,7 @@ def _split_keys(call: Asked) -> KernelLaunch:
         grid=grid_of(problem, config),
         arrays={name: assumed.sized(tensor, layouts[tensor]) for name, tensor in names.items()},
         optional={
+            "tops": _tops(problem, assumed, layouts, "partial_max" if divided else "row_max"),
             "sinks": assumed.sinks() if not divided else (),
             "captured": captured,
             "cache": assumed.all_captured(it for it in CACHE_TENSORS if it in problem.cache_tensors),
@@ -286,6 +288,7 @@ def _split_keys(call: Asked) -> KernelLaunch:
             banded=problem.is_banded,
             two_sided=problem.is_two_sided,
             has_sinks=problem.has_sinks and not divided,
+            row_max=problem.row_max,
             sign=problem.scale_sign,
             k_latency=config.latency,
             v_latency=config.latency,
@@ -324,7 +327,11 @@ def _merge_splits(call: Asked) -> KernelLaunch:
             "parts": assumed.sized("partial_out", parts),
             "sums": assumed.sized("partial_lse", sums),
         },
-        optional={"sinks": assumed.sinks(), "starts": assumed.all_captured(starts)},
+        optional={
+            "tops": _tops(problem, assumed, {**problem.layouts, "partial_max": sums}, "row_max", "partial_max"),
+            "sinks": assumed.sinks(),
+            "starts": assumed.all_captured(starts),
+        },
         constants=MergeSplitsConstants(
             few=config.splits <= MERGE_FEW,
             together=together,
@@ -335,10 +342,18 @@ def _merge_splits(call: Asked) -> KernelLaunch:
             has_sinks=problem.has_sinks,
             packed_queries=problem.has_packed_queries,
             overlapping=overlaps,
+            row_max=problem.row_max,
         ),
         overlaps=overlaps,
         assumed=assumed.constants,
     )
+
+
+def _tops(
+    problem: Problem, assumed: Assumptions, layouts: Mapping[str, Layout], *names: str
+) -> tuple[ArrayArgument, ...]:
+    """The arrays of the largest scores of rows, if a forward writes them."""
+    return tuple(assumed.sized(name, layouts[name]) for name in names) if problem.row_max else ()
 
 
 def _parts(problem: Problem, config: SplitKeysConfig) -> Mapping[str, Layout]:

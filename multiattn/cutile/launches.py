@@ -55,6 +55,7 @@ EVERYWHERE = Capability(
     arches=("cpu", *GPU_ARCHS),
     masks=KINDS,
     sinks=True,
+    row_max=True,
     scores=True,
     block_masks=SMALLEST_TILE,
     packed_blocks=SMALLEST_TILE,

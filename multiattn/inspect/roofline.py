@@ -36,7 +36,7 @@ from multiattn.inspect.options import (
 )
 from multiattn.layout import flops_per_pair
 from multiattn.mask import MASKS
-from multiattn.operands import FORWARD_RESULTS, GRADIENTS
+from multiattn.operands import GRADIENTS
 from multiattn.plan.arch import ARCHS, GPUS, Gpu, gpu_by_name
 from multiattn.plan.backend import DIRECTIONS, Direction
 from multiattn.problem import Problem
@@ -100,7 +100,7 @@ def _bytes(problem: Problem, direction: Direction) -> int:
     seen = min(problem.seq_kv, problem.seq_q + left) if seeing else 0
     size = {name: layout.size_bytes for name, layout in problem.layouts.items()}
     forward = direction == "forward"
-    of_queries, written = (("q",), FORWARD_RESULTS) if forward else (("q", "out", "dout", "lse"), GRADIENTS)
+    of_queries, written = (("q",), problem.forward_results) if forward else (("q", "out", "dout", "lse"), GRADIENTS)
     read = sum(size[name] for name in of_queries) * seeing // max(problem.seq_q, 1)
     read += (size["k"] + size["v"]) * seen // max(problem.seq_kv, 1)
     return read + sum(size[name] for name in written)

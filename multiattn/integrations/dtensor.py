@@ -101,6 +101,11 @@ def shard_forward(*args: Any, **kwargs: Any) -> list[tuple[_Placements, _Placeme
     return [([_of_tensor(way)] * 2, _inputs(call, way)) for way in _ways(call)]
 
 
+def shard_forward_max(*args: Any, **kwargs: Any) -> list[tuple[_Placements, _Placements]]:
+    """As `shard_forward`, of ``fmha_forward_max``, which has one more result like lse."""
+    return [([*results, results[-1]], inputs) for results, inputs in shard_forward(*args, **kwargs)]
+
+
 def shard_backward(*args: Any, **kwargs: Any) -> list[tuple[_Placements, _Placements]]:
     """Placements of results and of tensors among the arguments of ``fmha_backward``, for each way."""
     call = by_name(_OP.fmha_backward.default, args, kwargs)
@@ -143,6 +148,7 @@ def captured_backward(op: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any
 
 
 register_sharding(_OP.fmha_forward.default)(shard_forward)
+register_sharding(_OP.fmha_forward_max.default)(shard_forward_max)
 register_sharding(_OP.fmha_backward.default)(shard_backward)
 _dispatcher: Any = DTensor._op_dispatcher  # as PyTorch's own context_parallel registers its ring
 _dispatcher._custom_op_handlers[_OP.fmha_backward_captured.default] = captured_backward

@@ -288,6 +288,8 @@ def plan_variant(
 
     `named`: the caller asked for this variant by name.
     """
+    if direction == "backward" and problem.row_max:  # which a forward alone writes
+        problem = replace(problem, row_max=False)
     reasons = variant.capability.why_not(problem, arch)
     if reasons:
         return reasons

@@ -29,6 +29,8 @@ class Features:
     """The width of v and out."""
     mask: Kind
     sinks: bool = False
+    row_max: bool = False
+    """A forward also writes the largest score of each row."""
     score: str | None = None
     """The digest of the program that modifies scores or hides some; None for plain scores."""
     gradients: tuple[int, ...] = ()
@@ -59,6 +61,7 @@ class Features:
             head_dim_v=problem.head_dim_v,
             mask=problem.band.kind,
             sinks=problem.has_sinks,
+            row_max=problem.row_max,
             score=None if score is None else score.program.digest,
             gradients=() if score is None else score.gradients,
             blocks=problem.blocks,

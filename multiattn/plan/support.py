@@ -20,8 +20,8 @@ from multiattn.problem import Problem
 class Reason:
     """One reason why not: the subject, what came, what is accepted, and what to do.
 
-    `code` is a stable key: of a Problem (head_dim, dtype, seq, mask, sinks, cache, page, stored, strides, alignment),
-    or one of arch, direction, variant, config, deterministic, module, driver, compiler, gpu, host.
+    `code` is a stable key: of a Problem (head_dim, dtype, seq, mask, sinks, row_max, cache, page, stored, strides,
+    alignment), or one of arch, direction, variant, config, deterministic, module, driver, compiler, gpu, host.
     """
 
     code: str
@@ -76,6 +76,8 @@ class Capability:
     """A dimension may be broadcast (stride 0, as `expand` makes it)."""
     sinks: bool = _has_code_for("sinks", lambda it: "one for each head" if it.has_sinks else None)
     """Heads may have a sink."""
+    row_max: bool = _has_code_for("row_max", lambda it: "the largest score of each row" if it.row_max else None)
+    """The largest score of each row may be asked for."""
     scores: bool = _has_code_for("score", lambda it: _program(it) if it.has_score else None)
     """Scores may be modified by an expression."""
     score_gradients: bool = _has_code_for(

@@ -68,10 +68,12 @@ _OPTIONS = (
 _INPUTS, _READ = ("q", "k", "v"), ("q", "k", "v", "out", "lse", "dout")
 _RESULTS, _GRADIENTS = "Tensor out, Tensor lse", "Tensor dq, Tensor dk, Tensor dv, Tensor dsinks"
 
-FORWARD = Signature(
-    (*_batched(*_INPUTS), *_LISTS, *_OPTIONS, Argument("needs_grad", "bool", False)),
-    _RESULTS,
-)
+_FORWARD = (*_batched(*_INPUTS), *_LISTS, *_OPTIONS, Argument("needs_grad", "bool", False))
+
+FORWARD, FORWARD_MAX = Signature(_FORWARD, _RESULTS), Signature(_FORWARD, f"{_RESULTS}, Tensor max")
 BACKWARD = Signature((*_batched(*_READ), _DLSE, *_OPTIONS), _GRADIENTS)
 CAPTURED_BACKWARD = Signature((*_batched(*_READ), *_LISTS, _DLSE, *_OPTIONS), f"{_GRADIENTS}, Tensor[] dcaptured")
-KVCACHE = Signature((*_batched(*_INPUTS), *_LISTS, *_OPTIONS), _RESULTS)
+KVCACHE, KVCACHE_MAX = (
+    Signature((*_batched(*_INPUTS), *_LISTS, *_OPTIONS), results) for results in (_RESULTS, f"{_RESULTS}, Tensor max")
+)
+FORWARDS, WITH_MAX = (FORWARD, FORWARD_MAX), (FORWARD_MAX, KVCACHE_MAX)

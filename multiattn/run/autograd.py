@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from multiattn.operands import Operands, Options
 from multiattn.run import compat
 from multiattn.run.calls import Ready, get_backward, get_forward
-from multiattn.run.execute import run_backward, run_conforming, run_forward, run_forward_into
+from multiattn.run.execute import run_backward, run_conforming, run_forward, run_forward_into, run_forward_with_max
 from multiattn.run.ops import call_backward_op, call_forward_op, call_kvcache_op, refuse_double_backward, with_dout
 from multiattn.score.transforms import requires_grad
 from multiattn.sequences import rows_of_sequences
@@ -84,8 +84,23 @@ def attend(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Te
     return out, lse
 
 
-def attend_cached(operands: Operands, options: Options, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out and lse of a call with a cache; `out` is where the caller wants results, which are then its own.
+def attend_with_max(operands: Operands, options: Options) -> tuple[torch.Tensor, ...]:
+    """As `attend`, with the largest score of each row, which has no gradient."""
+    compiling, inputs, options = is_compiling(), operands.inputs, options._replace(row_max=True)
+    if compiling or not (_PLAIN.issuperset(map(type, inputs)) and _is_unwatched()):
+        _check_call(operands, options)
+        wants_grad = needs_grad(operands)
+        if not compiling and is_transformed():
+            return TransformedAttention.apply((options, wants_grad), *inputs)  # type: ignore[no-any-return, no-untyped-call]
+        return call_forward_op(operands, options, wants_grad)
+    if torch.is_grad_enabled() and operands.requires_grad:
+        results: tuple[torch.Tensor, ...] = _attend_with_max((get_forward(operands, options, True), operands), *inputs)
+        return results
+    return run_forward_with_max(get_forward(operands, options), operands)
+
+
+def attend_cached(operands: Operands, options: Options, out: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Results of a call with a cache; `out` is where the caller wants those of attention, which are then its own.
 
     NotImplementedError where autograd would want a gradient.
     """
@@ -93,15 +108,17 @@ def attend_cached(operands: Operands, options: Options, out: torch.Tensor | None
     compiling, inputs = is_compiling(), operands.inputs
     if compiling or not (_PLAIN.issuperset(map(type, inputs)) and _is_unwatched()):
         if not compiling and is_transformed():
-            fresh, lse = TransformedCache.apply(options, *inputs)  # type: ignore[no-untyped-call]
+            fresh, *sums = TransformedCache.apply(options, *inputs)  # type: ignore[no-untyped-call]
         else:
-            fresh, lse = call_kvcache_op(operands, options)
+            fresh, *sums = call_kvcache_op(operands, options)
         if out is None:
-            return fresh, lse
+            return fresh, *sums
         if (starts := operands.indices.cu_seqlens_q) is not None:  # the other rows are left as they are
             fresh = torch.where(rows_of_sequences(starts, out.shape[2])[:, None], fresh, out)
-        return out.copy_(fresh), lse
+        return out.copy_(fresh), *sums
     ready = get_forward(operands, options)
+    if options.row_max:
+        return run_forward_with_max(ready, operands, out)
     if out is None:
         return run_forward(ready, operands)
     return out, run_forward_into(ready, operands, out)
@@ -186,7 +203,28 @@ class PlainAttention(torch.autograd.Function):
         return (None, *differentiate(operands, ready.options))
 
 
-_attend_with_grad = compat.applier(PlainAttention)
+@compat.direct_backward
+class AttentionWithMax(torch.autograd.Function):
+    """As `PlainAttention`, of a call that asks for the largest score of each row: a third result without gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Ready, Operands], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Launch, and keep what the backward reads."""
+        ready, operands = call
+        out, lse, row_max = run_forward_with_max(ready, operands)
+        ctx.mark_non_differentiable(row_max)
+        ctx.save_for_backward(*inputs, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.ready = ready.gradient
+        return out, lse, row_max
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: None) -> tuple[Any, ...]:
+        """Launch the backward."""
+        return PlainAttention.backward(ctx, dout, dlse)
+
+
+_attend_with_grad, _attend_with_max = compat.applier(PlainAttention), compat.applier(AttentionWithMax)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -221,21 +259,23 @@ class TransformedAttention(torch.autograd.Function):
     jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
-    def forward(asked: tuple[Any, ...], *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(asked: tuple[Any, ...], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the op; `asked` is the Options, and whether a gradient is wanted."""
         options, wants_grad = asked
         return call_forward_op(Operands.of_inputs(inputs, options.inputs), options, wants_grad)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         """Keep what the backward reads, as the op does."""
         (options, _), *tensors = inputs
-        ctx.save_for_backward(*tensors, *output)
+        out, lse, *largest = output
+        ctx.mark_non_differentiable(*largest)
+        ctx.save_for_backward(*tensors, out, lse)
         ctx.set_materialize_grads(False)
         ctx.options = options.of_gradient
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
         """Run the backward op."""
         return (None, *TransformedBackward.apply(ctx.options, *ctx.saved_tensors, dout, dlse))  # type: ignore[no-untyped-call]
 
@@ -265,7 +305,7 @@ class TransformedCache(torch.autograd.Function):
     jvp = staticmethod(_refuse_cache_gradient)
 
     @staticmethod
-    def forward(options: Options, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(options: Options, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the op."""
         return call_kvcache_op(Operands.of_inputs(inputs, options.inputs), options)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from multiattn.layout import VECTOR_BYTES
-from multiattn.operands import FORWARD_RESULTS, GRADIENTS, Operands, Options
+from multiattn.operands import GRADIENTS, Operands, Options
 from multiattn.plan import backend as registry
 from multiattn.plan.arch import CPU, detect
 from multiattn.plan.backend import DIRECTIONS, REFERENCE, Direction, Launcher, Plan
@@ -45,7 +45,7 @@ class Ready:
         self.gradient = gradient
         """The backward of a forward that autograd records."""
         layouts = plan.problem.layouts
-        written = FORWARD_RESULTS if plan.direction == "forward" else GRADIENTS
+        written = plan.problem.forward_results if plan.direction == "forward" else GRADIENTS
         if plan.direction == "backward" and plan.problem.has_sinks:
             written = (*written, "delta")
         self.allocate = compat.allocator([layouts[name] for name in written], device)
@@ -225,6 +225,8 @@ def fill_empty(operands: Operands) -> None:
     operands.lse.fill_(-math.inf)
     if operands.sinks is not None:
         operands.lse.copy_(operands.sinks[:, None].expand_as(operands.lse))
+    if operands.row_max is not None:
+        operands.row_max.fill_(-math.inf)
 
 
 def _fill_empty_sequences(operands: Operands) -> None:
@@ -236,6 +238,8 @@ def _fill_empty_sequences(operands: Operands) -> None:
     rows = rows_of_sequences(operands.indices.cu_seqlens_q, lse.shape[2])
     out.masked_fill_(rows[:, None], 0.0)
     lse.copy_(torch.where(rows, -math.inf if sinks is None else sinks[:, None], lse))
+    if operands.row_max is not None:
+        operands.row_max.masked_fill_(rows, -math.inf)
 
 
 def _zero_gradients(operands: Operands) -> None:

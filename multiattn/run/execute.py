@@ -46,6 +46,19 @@ def run_forward_into(ready: Ready, operands: Operands, out: torch.Tensor) -> tor
     return lse
 
 
+def run_forward_with_max(
+    ready: Ready, operands: Operands, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Out, lse and the largest score of each row; out goes where the caller wants it, if that is given."""
+    if not _is_here(ready.device):
+        with torch.cuda.device(ready.device):
+            return run_forward_with_max(ready, operands, out)
+    fresh, lse, row_max = ready.allocate()
+    out = fresh if out is None else out
+    ready.launch(_writing(operands, out, lse)._replace(row_max=row_max))
+    return out, lse, row_max
+
+
 def _writing(operands: Operands, out: torch.Tensor, lse: torch.Tensor) -> Operands:
     """The operands of a forward that writes these, with sinks as kernels read them."""
     if operands.sinks is not None:
@@ -78,7 +91,7 @@ def run_conforming(ready: Ready, read: Sequence[torch.Tensor | None]) -> tuple[t
     known = Operands.of_read(read, ready.options.inputs)
     dq, dk, dv, *delta = gradients
     of_sums = known.sinks, *(delta or (None,)), known.captured, ready.allocate_zeros()
-    operands = _operands((*known[:READ], dq, dk, dv, *of_sums, known.indices))
+    operands = _operands((*known[:READ], dq, dk, dv, *of_sums, known.indices, None))
     ready.launch(operands)
     of_sinks = () if known.sinks is None else (gradient_of_sinks(operands),)
     of_indices = (None,) * len(known.indices.given)
@@ -128,15 +141,17 @@ def launch(
     sinks: torch.Tensor | None = None,
     captured: tuple[torch.Tensor, ...] = (),
     indices: Indices = NO_INDICES,
+    row_max: torch.Tensor | None = None,
 ) -> None:
     """Launch exactly `plan` on tensors that its Problem describes, into out and lse given by the caller.
 
     For tests, benchmarks and tuning: the plan may carry a config of their choice. out has the shape, dtype and device
-    of q and the strides `plan.problem.strides_out`, lse is fp32 ``[B, Hq, Sq]`` and contiguous; both start at a
-    multiple of 16 bytes. TypeError or ValueError for anything else, with what came and what is accepted.
+    of q and the strides `plan.problem.strides_out`, lse is fp32 ``[B, Hq, Sq]`` and contiguous, as is row_max, for a
+    plan of a call with `return_max`; all start at a multiple of 16 bytes. TypeError or ValueError for anything else,
+    with what came and what is accepted.
     """
-    operands = Operands(q, k, v, out, lse, sinks=as_fp32(sinks), captured=captured, indices=indices)
-    _launch(plan, "forward", operands, ("out", "lse"))
+    operands = Operands(q, k, v, out, lse, sinks=as_fp32(sinks), captured=captured, indices=indices, row_max=row_max)
+    _launch(plan, "forward", operands, plan.problem.forward_results if isinstance(plan, Plan) else ())
 
 
 def launch_backward(plan: Plan, *tensors: torch.Tensor | None, **named: Any) -> None:

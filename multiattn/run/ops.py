@@ -1,10 +1,11 @@
 """``torch.ops.multiattn``: attention as PyTorch's tracers and transforms see it.
 
 `torch.compile`, `torch.export`, `torch.func` and dispatch modes take ``fmha_forward``, ``fmha_backward`` and
-``fmha_kvcache``; plain eager calls go around them, to the same launchers (`run.autograd`). Each op has a fake (its
-results' exact sizes and strides), a rule for `torch.vmap` and a FLOP count, all by the table of its arguments
-(`run.arguments`). The forward has a gradient, attention over caches has none. The ops plan when they run, on real
-tensors: a graph compiled for dynamic shapes asks for the tiles of each length that it meets.
+``fmha_kvcache``, or where row maxima are asked ``fmha_forward_max`` and ``fmha_kvcache_max``. Plain eager calls go
+around them, to the same launchers (`run.autograd`). Each op has a fake (its results' exact sizes and strides), a rule
+for `torch.vmap` and a FLOP count, all by the table of its arguments (`run.arguments`). The forward has a gradient,
+attention over caches has none. The ops plan when they run, on real tensors: a graph compiled for dynamic shapes asks
+for the tiles of each length that it meets.
 """
 
 from __future__ import annotations
@@ -20,9 +21,19 @@ from multiattn.layout import Shape, dense_strides, flops_per_pair, shape_of_out,
 from multiattn.mask import Band
 from multiattn.operands import Operands, Options
 from multiattn.packed import packed_strides
-from multiattn.run.arguments import BACKWARD, CAPTURED_BACKWARD, FORWARD, KVCACHE, Signature
-from multiattn.run.calls import get_backward, get_forward
-from multiattn.run.execute import run_backward, run_forward
+from multiattn.run.arguments import (
+    BACKWARD,
+    CAPTURED_BACKWARD,
+    FORWARD,
+    FORWARD_MAX,
+    FORWARDS,
+    KVCACHE,
+    KVCACHE_MAX,
+    WITH_MAX,
+    Signature,
+)
+from multiattn.run.calls import Ready, get_backward, get_forward
+from multiattn.run.execute import run_backward, run_forward, run_forward_with_max
 from multiattn.run.flops import register_when_counted
 from multiattn.run.values import are_read
 from multiattn.sequences import NO_INDICES, Batching, Indices
@@ -34,6 +45,7 @@ from multiattn.validate.sequences import check_cache, check_lengths, check_value
 _KEEP_STRIDES = (torch.Tag.needs_exact_strides,)
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
+_Results = tuple[torch.Tensor, ...]
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 _WithCaptured = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]
 
@@ -41,7 +53,7 @@ _WithCaptured = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, li
 # ---------------------------------------------------------------- arguments
 
 
-def _call_of(given: Mapping[str, Any]) -> tuple[Operands, Options]:
+def _call_of(given: Mapping[str, Any], *, row_max: bool = False) -> tuple[Operands, Options]:
     """The operands and options of an op's arguments by name."""
     blocks, batching = given["blocks"], given["batching"]
     options = Options(
@@ -57,6 +69,7 @@ def _call_of(given: Mapping[str, Any]) -> tuple[Operands, Options]:
         backend=given["backend"],
         variant=given["variant"],
         deterministic=given["deterministic"],
+        row_max=row_max,
     )
     own: dict[str, Any] = {name: it for name, it in given.items() if name in Operands._fields}
     own["captured"] = tuple(given.get("captured", ()))
@@ -93,16 +106,16 @@ def _arguments(op: Signature, operands: Operands, options: Options, *, needs_gra
     return [given[name] if name in given else getattr(operands, name) for name in op.names]
 
 
-def call_forward_op(operands: Operands, options: Options, wants_grad: bool) -> _Pair:
-    """`forward_op` of the inputs among `operands`."""
-    out, lse = forward_op(*_arguments(FORWARD, operands, options, needs_grad=wants_grad))
-    return out, lse
+def call_forward_op(operands: Operands, options: Options, wants_grad: bool) -> _Results:
+    """Results of `forward_op` for the inputs among `operands`, or of `forward_max_op`."""
+    op = forward_max_op if options.row_max else forward_op
+    return tuple(op(*_arguments(FORWARD, operands, options, needs_grad=wants_grad)))
 
 
-def call_kvcache_op(operands: Operands, options: Options) -> _Pair:
-    """`kvcache_op` of the inputs among `operands`."""
-    out, lse = kvcache_op(*_arguments(KVCACHE, operands, options))
-    return out, lse
+def call_kvcache_op(operands: Operands, options: Options) -> _Results:
+    """Results of `kvcache_op` for the inputs among `operands`, or of `kvcache_max_op`."""
+    op = kvcache_max_op if options.row_max else kvcache_op
+    return tuple(op(*_arguments(KVCACHE, operands, options)))
 
 
 def call_backward_op(operands: Operands, options: Options) -> tuple[torch.Tensor | None, ...]:
@@ -121,31 +134,35 @@ def call_backward_op(operands: Operands, options: Options) -> tuple[torch.Tensor
 # ---------------------------------------------------------------- what the ops do
 
 
-def _forward(*arguments: Any) -> _Pair:
-    """Out and lse of `multiattn.fmha`. With `needs_grad` a problem whose backward cannot run is refused here."""
-    given = FORWARD.bind(arguments)
-    operands, options = _call_of(given)
+def _forward(signature: Signature, *arguments: Any) -> _Results:
+    """Results of `multiattn.fmha`. With `needs_grad` a problem whose backward cannot run is refused here."""
+    given = signature.bind(arguments)
+    operands, options = _call_of(given, row_max=signature in WITH_MAX)
     ready = get_forward(operands, options, given["needs_grad"])
     _check_values(operands, options)
-    return run_forward(ready, operands)
+    return _run(ready, operands, options)
 
 
-def _kvcache(*arguments: Any) -> _Pair:
-    """Out and lse of `multiattn.fmha_kvcache`; packed queries are ``[1, Hq, T, D]`` here."""
-    operands, options = _call_of(KVCACHE.bind(arguments))
+def _kvcache(signature: Signature, *arguments: Any) -> _Results:
+    """Results of `multiattn.fmha_kvcache`; packed queries are ``[1, Hq, T, D]`` here."""
+    operands, options = _call_of(signature.bind(arguments), row_max=signature in WITH_MAX)
     check_cache(_rows_of_q(operands), operands.k, operands.v, operands.indices, operands.sinks)
     _check_values(operands, options)
-    return run_forward(get_forward(operands, options), operands)
+    return _run(get_forward(operands, options), operands, options)
 
 
-def _backward(*arguments: Any) -> _Gradients:
+def _run(ready: Ready, operands: Operands, options: Options) -> _Results:
+    return run_forward_with_max(ready, operands) if options.row_max else run_forward(ready, operands)
+
+
+def _backward(signature: Signature, *arguments: Any) -> _Gradients:
     """Gradients of `multiattn.fmha_backward`; dsinks without sinks has no element, as an op's result cannot be None."""
-    return _gradients(*_call_of(BACKWARD.bind(arguments)))[0]
+    return _gradients(*_call_of(signature.bind(arguments)))[0]
 
 
-def _captured_backward(*arguments: Any) -> _WithCaptured:
+def _captured_backward(signature: Signature, *arguments: Any) -> _WithCaptured:
     """Gradients of a call with `captured` tensors or `indices`: dcaptured are those of the tensors in `slots`."""
-    gradients, of_captured = _gradients(*_call_of(CAPTURED_BACKWARD.bind(arguments)))
+    gradients, of_captured = _gradients(*_call_of(signature.bind(arguments)))
     return *gradients, of_captured
 
 
@@ -189,20 +206,20 @@ def _like(tensor: torch.Tensor, shape: Shape, *, is_packed: bool) -> torch.Tenso
     return tensor.new_empty_strided(shape, (*strides, 1))
 
 
-def _fake_results(operands: Operands, options: Options) -> _Pair:
+def _fake_results(operands: Operands, options: Options) -> _Results:
     is_packed, q = options.batching is not None and options.batching.has_packed_queries, operands.q
     out = _like(q, shape_of_out(q.shape, operands.v.shape), is_packed=is_packed)
-    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+    return out, *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(1 + options.row_max))
 
 
-def _fake_forward(*arguments: Any) -> _Pair:
-    operands, options = _call_of(FORWARD.bind(arguments))
+def _fake_forward(signature: Signature, *arguments: Any) -> _Results:
+    operands, options = _call_of(signature.bind(arguments), row_max=signature in WITH_MAX)
     check_inputs(*operands.qkv, operands.sinks)
     return _fake_results(operands, options)
 
 
-def _fake_kvcache(*arguments: Any) -> _Pair:
-    operands, options = _call_of(KVCACHE.bind(arguments))
+def _fake_kvcache(signature: Signature, *arguments: Any) -> _Results:
+    operands, options = _call_of(signature.bind(arguments), row_max=signature in WITH_MAX)
     check_cache(_rows_of_q(operands), operands.k, operands.v, operands.indices, operands.sinks)
     return _fake_results(operands, options)
 
@@ -215,12 +232,12 @@ def _fake_gradients(operands: Operands, options: Options) -> _Gradients:
     return dq, dk, dv, operands.q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
-def _fake_backward(*arguments: Any) -> _Gradients:
-    return _fake_gradients(*_call_of(BACKWARD.bind(arguments)))
+def _fake_backward(signature: Signature, *arguments: Any) -> _Gradients:
+    return _fake_gradients(*_call_of(signature.bind(arguments)))
 
 
-def _fake_captured_backward(*arguments: Any) -> _WithCaptured:
-    operands, options = _call_of(CAPTURED_BACKWARD.bind(arguments))
+def _fake_captured_backward(signature: Signature, *arguments: Any) -> _WithCaptured:
+    operands, options = _call_of(signature.bind(arguments))
     wanted = [operands.captured[slot] for slot in options.gradient_slots]
     return *_fake_gradients(operands, options), [it.new_empty(it.shape) for it in wanted]
 
@@ -246,7 +263,7 @@ def _map(
     on which one it is: where entries differ in these, or want a gradient of their own, each is a call by itself.
     """
     size, given, dims = info.batch_size, signature.bind(arguments), dict(zip(signature.names, in_dims, strict=False))
-    is_apart = given["sinks"] is not None and (dims.get("sinks") is not None or signature is not FORWARD)
+    is_apart = given["sinks"] is not None and (dims.get("sinks") is not None or signature not in FORWARDS)
     if is_apart or any(given[name] is not None for name in ("score", "blocks", "batching")):
         results = _map_each(op, size, in_dims, arguments)
         return results, tuple([0 for _ in it] if isinstance(it, list) else 0 for it in results)
@@ -305,7 +322,7 @@ def _flops(signature: Signature, *arguments: Any, **named: Any) -> int:
         seq_q = seq_q // batch if batching.has_packed_queries else seq_q
         seq_kv = seq_kv // batch if is_packed else seq_kv * shapes.get("page_table", (1, 1))[1]
     pairs = Band(given["left"], given["right"]).count_pairs(seq_q, seq_kv)
-    per_pair = flops_per_pair(head_dim, given["v"][3], backward=signature not in (FORWARD, KVCACHE))
+    per_pair = flops_per_pair(head_dim, given["v"][3], backward=signature not in (*FORWARDS, KVCACHE, KVCACHE_MAX))
     return int(batch * heads * pairs) * per_pair
 
 
@@ -314,19 +331,21 @@ def _flops(signature: Signature, *arguments: Any, **named: Any) -> int:
 
 def _op(name: str, signature: Signature, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """The op of a table, with all that follows from it."""
-    schema = signature.schema
-    op = torch.library.custom_op(f"multiattn::{name}", run, mutates_args=(), schema=schema, tags=_KEEP_STRIDES)
-    op.register_fake(fake)
+    schema, its_run = signature.schema, functools.partial(run, signature)
+    op = torch.library.custom_op(f"multiattn::{name}", its_run, mutates_args=(), schema=schema, tags=_KEEP_STRIDES)
+    op.register_fake(functools.partial(fake, signature))
     op.register_vmap(functools.partial(_map, op, signature))
     register_when_counted(getattr(torch.ops.multiattn, name), functools.partial(_flops, signature))
     return op
 
 
 forward_op = _op("fmha_forward", FORWARD, _forward, _fake_forward)
+forward_max_op = _op("fmha_forward_max", FORWARD_MAX, _forward, _fake_forward)
 backward_op = _op("fmha_backward", BACKWARD, _backward, _fake_backward)
 # An op of its own: `is_grads_batched` maps none that takes a list, and a plain call must not lack it.
 captured_backward_op = _op("fmha_backward_captured", CAPTURED_BACKWARD, _captured_backward, _fake_captured_backward)
 kvcache_op = _op("fmha_kvcache", KVCACHE, _kvcache, _fake_kvcache)
+kvcache_max_op = _op("fmha_kvcache_max", KVCACHE_MAX, _kvcache, _fake_kvcache)
 
 
 # ---------------------------------------------------------------- gradients
@@ -339,15 +358,19 @@ def with_dout(operands: Operands) -> Operands:
     return operands._replace(dout=operands.q.new_zeros(shape_of_out(operands.q.shape, operands.v.shape)))
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: _Results) -> None:
     """Keep what the gradient of `forward_op` needs, from its arguments and its results."""
     operands, options = _call_of(FORWARD.bind(inputs))
-    ctx.save_for_backward(*operands.inputs, *output)
+    out, lse, *largest = output
+    ctx.mark_non_differentiable(*largest)
+    ctx.save_for_backward(*operands.inputs, out, lse)
     ctx.set_materialize_grads(False)
     ctx.options = options.of_gradient
 
 
-def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+def _differentiate(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *others: torch.Tensor | None
+) -> tuple[Any, ...]:
     options: Options = ctx.options
     operands = Operands.of_read((*ctx.saved_tensors, dout, dlse), options.inputs)
     gradients: tuple[torch.Tensor | None, ...] = (None,) * len(operands.inputs)
@@ -366,6 +389,7 @@ def refuse_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoRetur
     )
 
 
-forward_op.register_autograd(_differentiate, setup_context=_save_for_backward)
+for _its_op in (forward_op, forward_max_op):
+    _its_op.register_autograd(_differentiate, setup_context=_save_for_backward)
 backward_op.register_autograd(refuse_double_backward)
 captured_backward_op.register_autograd(refuse_double_backward)

@@ -48,6 +48,7 @@ from multiattn.triton.table import (
     reach_rows,
     sinks_row,
     stride_rows,
+    tops_row,
 )
 
 VARIANT = "split_keys"
@@ -136,7 +137,8 @@ def areas_of(problem: Problem, config: TritonSplitConfig) -> Areas:
     """The areas of workspace of a launch: none where all keys are one part."""
     if config.splits == 1:
         return {}
-    return area_layouts(config.splits, problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
+    sizes = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
+    return area_layouts(config.splits, *sizes, row_max=problem.row_max)
 
 
 def merged(splits: int) -> tuple[int, int]:
@@ -226,6 +228,7 @@ def _parts(plan: Plan, config: TritonSplitConfig) -> KernelTable:
         "v": given("v" in streamed, Tensor(of="v", is_aligned=is_aligned)),
         **{name: given(constants.whole, Tensor(of=name)) for name in ("out", "lse")},
         **{name: given(not constants.whole, Tensor(of=name)) for name in ("partial_out", "partial_lse")},
+        "tops": tops_row(problem) if constants.whole else _partial_max(problem),
         "scale": factor_row(problem, problem.scale_log2),
         "sizes": integers(
             seq_q=problem.seq_q,
@@ -299,6 +302,8 @@ def _merge(plan: Plan, config: TritonSplitConfig) -> KernelTable:
     )
     rows: dict[str, Parameter] = {
         **{name: Tensor(of=name) for name in ("partial_out", "partial_lse", "out", "lse")},
+        "partial_max": _partial_max(problem),
+        "tops": tops_row(problem),
         "sizes": integers(
             seq_q=problem.seq_q, sequences=problem.lengths[0], heads_q=problem.heads_q, splits=config.splits
         ),
@@ -310,6 +315,11 @@ def _merge(plan: Plan, config: TritonSplitConfig) -> KernelTable:
     options = {"num_warps": 8 if parts * lines > 64 else 4, "num_stages": 1, "enable_fp_fusion": True}
     options |= {"launch_pdl": True} if constants.overlaps else {}
     return KernelTable(kernel=MERGE, grid=merge_programs(problem, config.splits), options=options, rows=rows)
+
+
+def _partial_max(problem: Problem) -> Parameter:
+    """The largest score of each row in each part."""
+    return given(problem.row_max, Tensor(of="partial_max"))
 
 
 def _overlaps(plan: Plan) -> bool:

@@ -51,6 +51,7 @@ from multiattn.triton.table import (
     integers,
     reach_rows,
     sinks_row,
+    tops_row,
 )
 
 VARIANT = "warp_specialized"
@@ -327,7 +328,12 @@ def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
         "attention_forward",
         constants_of(problem, config, ragged=launch.assumed.flag, score=lowered),
         maps={"q": 64, "k": config.tile_n, "v": config.tile_n, "out": 64},
-        own={"lse": Tensor(of="lse"), "sinks": sinks_row(problem), "lists": list_rows(problem, by_keys=False)},
+        own={
+            "lse": Tensor(of="lse"),
+            "tops": tops_row(problem),
+            "sinks": sinks_row(problem),
+            "lists": list_rows(problem, by_keys=False),
+        },
         factors={"scale": factor_row(problem, problem.scale_log2)},
         tile=("q", config.tile_m, config.tile_m),
         registers=config.registers,

@@ -27,7 +27,7 @@ from multiattn.triton.gluon_forward import (
 from multiattn.triton.kernels.gluon.constants import WARPGROUP_ROWS, TwinConstants
 from multiattn.triton.score import lowered_of_pairs
 from multiattn.triton.staged import under_diagonal
-from multiattn.triton.table import ELEMENT_BYTES, KernelTable, Tensor, factor_row, filled, sinks_row
+from multiattn.triton.table import ELEMENT_BYTES, KernelTable, Tensor, factor_row, filled, sinks_row, tops_row
 
 VARIANT = "warp_specialized_twin"
 WARPGROUPS = 2
@@ -125,7 +125,7 @@ def _tables(launch: TritonLaunch) -> tuple[KernelTable, ...]:
         "attention_twins",
         constants_of(problem, config, ragged=launch.assumed.flag, score=lowered),
         maps={"q": config.tile_m, "k": config.tile_n, "v": config.tile_n, "out": config.tile_m},
-        own={"rows": {"lse": Tensor(of="lse"), "sinks": sinks_row(problem)}},
+        own={"rows": {"lse": Tensor(of="lse"), "sinks": sinks_row(problem), "tops": tops_row(problem)}},
         factors={"scale": factor_row(problem, problem.scale_log2)},
         tile=("q", config.tile_m, config.tile_m),
         registers=LAUNCH_REGISTERS,

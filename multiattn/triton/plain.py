@@ -43,6 +43,7 @@ from multiattn.triton.table import (
     reach_rows,
     sinks_row,
     stride_rows,
+    tops_row,
 )
 from multiattn.validate import LOG2_E
 
@@ -106,6 +107,7 @@ CAPABILITY = Capability(
     arches=("cpu", *GPU_ARCHS),
     masks=KINDS,
     sinks=True,
+    row_max=True,
     scores=True,
     block_masks=16,
     packed_blocks=16,
@@ -147,7 +149,7 @@ def checks_by_queries(problem: Problem, arch: Arch, config: TritonConfig, more_b
 # ---------------------------------------------------------------- a kernel of a launch
 
 _NAMES: Mapping[str, str] = {
-    "attention_forward": "q k v out lse scale sizes strides reach sinks aux lists entries tiles C",
+    "attention_forward": "q k v out lse scale sizes strides reach sinks tops aux lists entries tiles C",
     "prepare_rows": "out dout dlse delta dq_sum dlse_rows seq_q heads_q batch_heads out_strides C",
     "finish_dq": "dq_sum dq grad_factor seq_q heads_q batch_heads dq_strides C",
     "gradient_of_queries": """
@@ -206,6 +208,7 @@ def table_of(kernel: str, launch: TritonLaunch, constants: TileConstants, option
         "dlse": Tensor(of="dlse" if has_dlse else "lse"),
         "reach": reach_rows(problem),
         "sinks": sinks_row(problem),
+        "tops": tops_row(problem),
         "aux": aux_row(problem, constants.score),
         "daux": _daux(problem, constants),
         "lists": list_rows(problem, by_keys),

@@ -140,6 +140,11 @@ def sinks_row(problem: Problem) -> Parameter:
     return given(problem.has_sinks, Tensor(of="sinks", is_aligned=False))
 
 
+def tops_row(problem: Problem) -> Parameter:
+    """The largest score of each row, where a forward writes it."""
+    return given(problem.row_max, Tensor(of="row_max"))
+
+
 def factor_row(problem: Problem, value: float) -> float | Integer:
     """A factor of scores. That after an expression is 1, as code may know."""
     return Integer(value=1, specialised=True) if problem.has_score and value == 1.0 else value

@@ -200,7 +200,7 @@ def row_elements(problem: Problem) -> int:
 
 def reference_in_chunks(
     operands: Operands, problem: Problem, compute_dtype: torch.dtype, entry: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """`multiattn.reference` over a few query rows at a time, and the keys that they see, in `compute_dtype`."""
     if problem.batching is not None:
         return _of_sequences_in_chunks(operands, problem, compute_dtype)
@@ -209,27 +209,29 @@ def reference_in_chunks(
     if problem.seq_q <= rows and not entry:
         return attend(operands, options_of(problem), compute_dtype)
     out = torch.empty(shape_of_out(q.shape, operands.v.shape), dtype=compute_dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=compute_dtype, device=q.device)
+    of_rows = [torch.empty(q.shape[:3], dtype=compute_dtype, device=q.device) for _ in problem.forward_results[1:]]
     for first in range(0, problem.seq_q, rows):
         last = min(first + rows, problem.seq_q)
         some, options, part, _ = rows_of(problem, operands, first, last, entry)
-        out[:, :, first:last], lse[:, :, first:last] = attend(some, options, compute_dtype, part)
-    return out, lse
+        for whole, its in zip((out, *of_rows), attend(some, options, compute_dtype, part), strict=True):
+            whole[:, :, first:last] = its
+    return out, *of_rows
 
 
 def _of_sequences_in_chunks(
     operands: Operands, problem: Problem, compute_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """`reference_in_chunks` of each sequence. Rows of none are empty ones, or with a cache NaN, as before a kernel."""
 
-    def attend_one(own: Operands, options: Options, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend_one(own: Operands, options: Options, part: Part) -> tuple[torch.Tensor, ...]:
         return reference_in_chunks(own, Problem.of_operands(own, options), compute_dtype, part.first_entry)
 
-    out, lse = attend_each(operands, options_of(problem), compute_dtype, attend_one)
+    found = attend_each(operands, options_of(problem), compute_dtype, attend_one)
     if problem.cache is not None and (starts := operands.indices.cu_seqlens_q) is not None:
-        unused = ~rows_of_sequences(starts, lse.shape[2])
-        out[:, :, unused], lse[:, :, unused] = torch.nan, torch.nan
-    return out, lse
+        unused = ~rows_of_sequences(starts, operands.q.shape[2])
+        for it in found:
+            it[:, :, unused] = torch.nan
+    return found
 
 
 def deviate(got: torch.Tensor, want: torch.Tensor) -> Deviation:
@@ -269,17 +271,20 @@ def _divide(error: float, allowed: float) -> float:
     return error / allowed if allowed else math.inf
 
 
-def expected_forward(operands: Operands, problem: Problem) -> tuple[Expected, Expected]:
-    """out and lse of a problem, from `multiattn.reference` in fp64, fp32 (for lse) and the inputs' dtype (for out).
+def expected_forward(operands: Operands, problem: Problem) -> tuple[Expected, ...]:
+    """The results of a problem, from `multiattn.reference` in fp64, fp32 (for sums, row maxima) and q's dtype.
 
     Raises ValueError where naive has overflown in most places: such inputs cannot be judged.
     """
     dtype = operands.q.dtype
-    out, lse = reference_in_chunks(operands, problem, torch.float64)
-    naive_out, _ = reference_in_chunks(operands, problem, dtype)
-    _, naive_lse = reference_in_chunks(operands, problem, torch.float32)
+    out, *of_rows = reference_in_chunks(operands, problem, torch.float64)
+    naive_out, *_ = reference_in_chunks(operands, problem, dtype)
+    _, *naive_of_rows = reference_in_chunks(operands, problem, torch.float32)
     atol = softcap_factor(problem) * probe_rounding(out, dtype)
     return (
         Expected(name="out", truth=out, budget=derive_budget((naive_out,), out, atol=atol)),
-        Expected(name="lse", truth=lse, budget=derive_budget((naive_lse,), lse, atol=lse_atol(lse, problem.head_dim))),
+        *(
+            Expected(name=name, truth=it, budget=derive_budget((naive,), it, atol=lse_atol(it, problem.head_dim)))
+            for name, it, naive in zip(problem.forward_results[1:], of_rows, naive_of_rows, strict=True)
+        ),
     )

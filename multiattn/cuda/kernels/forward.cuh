@@ -14,7 +14,7 @@ namespace multiattn {
 
 // Running state of the warp's rows.
 template <class T>
-using RowStates = RowState[T::ROW_FRAGMENTS];
+using RowStates = RowStateOf<T>[T::ROW_FRAGMENTS];
 
 // With SPLIT_KV, what warps that share rows tell each other through shared memory: a value of each row from each warp,
 // [COLUMN_WARPS, TILE_M] fp32. Else a warp has its rows to itself.
@@ -185,6 +185,9 @@ DEVICE void attend_to_block(int step, int block, Outputs<T>& out, RowStates<T>& 
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m) find_tops(scores[m], top[m], it.scale_log2());
   combine_rows<T>(top, it.tops(), [](float a, float b) { return fmaxf(a, b); });
+  if constexpr (T::HAS_MAX)
+#pragma unroll
+    for (int m = 0; m < T::ROW_FRAGMENTS; ++m) state[m].raise(top[m]);
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m)
     update_softmax<LAG>(scores[m], top[m], state[m], decay[m], it.scale_log2());
@@ -210,7 +213,7 @@ template <class T>
 DEVICE void attend(Outputs<T>& out, RowStates<T>& state, const Walk<T>& it) {
 #pragma unroll
   for (int m = 0; m < T::ROW_FRAGMENTS; ++m) {
-    state[m] = RowState::empty();
+    state[m] = RowStateOf<T>::empty();
 #pragma unroll
     for (int d = 0; d < T::OUT_FRAGMENTS; ++d) out[m][d][0] = out[m][d][1] = Accumulator{};
   }
@@ -246,6 +249,9 @@ DEVICE void store(const Outputs<T>& out, const RowStates<T>& state, const Walk<T
       if (lane % 4 == 0 && T::column_warp() == 0 && query < it.end_query())
         store_global_4(tensors.lse() + query,
                        empty ? -infinity() : (max + log2_exact(sum[m][half])) * LN_2);
+      if constexpr (T::HAS_MAX)
+        if (lane % 4 == 0 && T::column_warp() == 0 && query < it.end_query())
+          store_global_4(tensors.rows(it.params.tops.of.row_max) + query, state[m].top[half] * LN_2);
 #pragma unroll
       for (int d = 0; d < T::OUT_FRAGMENTS; d += 2) {  // 32 columns: a chunk of 8 for each lane of the quad
         Chunk chunk = {};

@@ -38,9 +38,11 @@ struct HeadTensors {
   DEVICE const uint16* k() const { return static_cast<const uint16*>(params.k) + offset_kv(params.strides_k); }
   DEVICE const uint16* v() const { return static_cast<const uint16*>(params.v) + offset_kv(params.strides_v); }
   DEVICE uint16* out() const { return static_cast<uint16*>(params.out) + offset_q(params.strides_out); }
-  DEVICE float* lse() const {
-    if constexpr (PACKED) return params.lse + static_cast<int64>(work.head) * params.seq_q + work.sequence.offset_q;
-    else return params.lse + (static_cast<int64>(work.batch) * params.heads_q + work.head) * params.seq_q;
+  DEVICE float* lse() const { return rows(params.lse); }
+  // The head's part of an array like lse.
+  DEVICE float* rows(float* all) const {
+    if constexpr (PACKED) return all + static_cast<int64>(work.head) * params.seq_q + work.sequence.offset_q;
+    else return all + (static_cast<int64>(work.batch) * params.heads_q + work.head) * params.seq_q;
   }
   DEVICE float sink() const { return load_global_4(params.sinks + work.head); }  // only where heads have one
 

@@ -201,6 +201,7 @@ class Twin {
     const float scale_log2 = HAS_SCORE<typename T::Score> ? 1.0f : params_.forward.scale_log2;
     float top[2], base[2], sum[2];
     find_tops<T>(scores_, top, scale_log2);
+    if constexpr (T::HAS_MAX) state_.raise(top);
     raise_max(state_, top, 0, decay, base);
     exponentiate<T>(scores_, base, scale_log2, sum);
 #pragma unroll
@@ -263,7 +264,19 @@ class Twin {
     for (int half = 0; half < 2; ++half)
       sum[half] = reduce_row(state_.sum[half] + twins_sum_[half], [](float a, float b) { return a + b; });
     output.settle(state_.max, sum, inverse);
+    if constexpr (T::HAS_MAX) leave_tops();
     output.write([&](int i) { return out_[i / (T::PRODUCT / 2)][i % (T::PRODUCT / 2)]; }, inverse);
+  }
+
+  // Each twin has the largest scores of its own turns: the second hands them over, the first stores.
+  DEVICE void leave_tops() {
+    await(BOTH_BARRIER, T::CONSUMERS);  // no weights are handed over any more
+    const float own[4] = {state_.top[0], state_.top[1], 0.0f, 0.0f};
+    if (warpgroup_ == 1) store_shared_16(Layout::handover(0), chunk_of(own));
+    await(BOTH_BARRIER, T::CONSUMERS);
+    const Chunk twins = load_shared_16(Layout::handover(0));
+    if (warpgroup_ == 0) state_.raise({float_of_bits(twins.word[0]), float_of_bits(twins.word[1])});
+    leave_row_tops(rows_.places(params_), state_.top, params_.tops.of, warpgroup_ == 0);
   }
 
   DEVICE int block(int turn) const { return rows_.blocks.end - 1 - turn; }
@@ -281,7 +294,7 @@ class Twin {
   WarpgroupScores<T> scores_;                 // [64, TILE_N]; then weights
   uint32 weights_[T::KEY_STEPS][4];           // of this warpgroup's turn, or of the other's
   float out_[T::PRODUCTS][T::PRODUCT / 2];    // [64, own half of HEAD_DIM_V]
-  RowState state_ = RowState::empty();        // sums of this warpgroup's turns
+  RowStateOf<T> state_ = RowStateOf<T>::empty();  // sums of this warpgroup's turns
   float twins_sum_[2] = {0.0f, 0.0f};         // of the other's, by its last turn
 };
 

@@ -101,7 +101,7 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
 
   // The paper's loop: outputs and state of the rows.
   DEVICE void attend(const Rows& rows) {
-    state_ = RowState::empty();
+    state_ = RowStateOf<T>::empty();
 #pragma unroll
     for (int i = 0; i < T::HEAD_DIM_V / 2; ++i) out_[i] = 0.0f;
     // Blocks that only others of the tile, or of the cluster, see. The ring has K of the first, then V of each and K of the
@@ -127,13 +127,19 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
         add_last_values(rows);
       else
         add_values();
-      output_of(rows).settle(state_, inverse_);
+      settle(rows);
       wgmma_wait<0>();
       Shared::V::ring().release_apart(last_slot_of_v());
       if constexpr (HAS_LOWER_EDGE) skip_below(rows);
     } else {
-      output_of(rows).settle(state_, inverse_);
+      settle(rows);
     }
+  }
+
+  // The lse of each row, and its largest score, leave before its outputs.
+  DEVICE void settle(const Rows& rows) {
+    output_of(rows).settle(state_, inverse_);
+    if constexpr (T::HAS_MAX) output_of(rows).leave_tops(state_.top, params_.tops.of);
   }
 
   // Products with V of the warpgroup's lowest block; K of the one below comes before it.
@@ -271,6 +277,7 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
     } else {
       base[0] = state_.max[0];
       base[1] = state_.max[1];
+      if constexpr (T::HAS_MAX) raise_own_tops();
     }
     exponentiate<T>(scores_, base, scale_log2(), sum);
     if constexpr (HAS_VALUES) {
@@ -326,7 +333,14 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
   DEVICE void settle_max(float (&decay)[2], float (&base)[2]) {
     float top[2];
     find_tops<T>(scores_, top, scale_log2());
+    if constexpr (T::HAS_MAX) state_.raise(top);
     raise_max(state_, top, HEADROOM, decay, base);
+  }
+
+  // A lazy block: its lanes exchange their largest scores at the end, not here.
+  DEVICE void raise_own_tops() {
+    const float top[2] = {top_of_thread<T>(scores_, 0) * scale_log2(), top_of_thread<T>(scores_, 1) * scale_log2()};
+    state_.raise(top);
   }
 
   DEVICE void decay_output(const float (&decay)[2]) {
@@ -517,7 +531,7 @@ class Consumer : private HiddenScores<T>, private CutKeys<T> {
   uint32 weights_[T::KEY_STEPS][4];
   float out_[T::HEAD_DIM_V / 2];  // [64, HEAD_DIM_V]
   Fragment kept_q_[T::KEPT_STEPS ? T::KEPT_STEPS : 1];
-  RowState state_;
+  RowStateOf<T> state_;
   float inverse_[2];  // of the tile's sums
 };
 

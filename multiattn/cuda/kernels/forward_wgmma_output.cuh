@@ -69,6 +69,19 @@ struct GroupPlaces {
   DEVICE int64 offset(const Row& row) const { return owned.offset(owned.params.strides_out, row); }
 };
 
+// Lanes 0 and 1 of a quad store the largest score of a row each: of those that its lanes have, in the log2 domain.
+template <class Places>
+DEVICE void leave_row_tops(const Places& places, const float (&found)[2], const RowMax& target, bool stores) {
+  float top[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    top[half] = reduce_row(found[half], [](float a, float b) { return fmaxf(a, b); }) * places.lse_unit();
+  const int half = thread_index() % 4;
+  const auto row = places[accumulator_row(2 * half)];
+  float* const all = places.is_part() ? target.partial_max : target.row_max;
+  store_global_4_if(stores && half < 2 && places.is_there(row), all + places.place(row), half == 0 ? top[0] : top[1]);
+}
+
 template <class T, class Places>
 struct WarpOutput {
   using E = typename T::Element;
@@ -96,6 +109,11 @@ struct WarpOutput {
     const auto row = places[accumulator_row(2 * half)];
     const int64 place = places.place(row);
     store_global_4_if(half < 2 && places.is_there(row), places.lse() + place, half == 0 ? lse[0] : lse[1]);
+  }
+
+  // The largest score of each row, of those that the lanes of a quad have found.
+  DEVICE void leave_tops(const float (&found)[2], const RowMax& target) const {
+    leave_row_tops(places, found, target, true);
   }
 
   // values[16, HEAD_DIM_V] in accumulators, each row times its `inverse`.

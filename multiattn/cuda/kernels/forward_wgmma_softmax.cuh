@@ -82,19 +82,24 @@ DEVICE void hide_side(WarpgroupScores<T>& scores, const Mask<T::BAND>& mask, con
     if (const int key = i / 4 * 8 + i % 2, own = edge[i / 2 % 2]; AFTER ? key > own : key < own) scores[i] = -infinity();
 }
 
+// The largest of a thread's scores of one row.
+template <class T>
+DEVICE float top_of_thread(const WarpgroupScores<T>& scores, int half) {
+  float even = scores[2 * half], odd = scores[2 * half + 1];  // two chains
+#pragma unroll
+  for (int i = 4 + 2 * half; i < T::TILE_N / 2; i += 4) {
+    even = fmaxf(even, scores[i]);
+    odd = fmaxf(odd, scores[i + 1]);
+  }
+  return fmaxf(even, odd);
+}
+
 // The largest score of each row, in the log2 domain; all lanes of a quad have it. scale_log2 is positive.
 template <class T>
 DEVICE void find_tops(const WarpgroupScores<T>& scores, float (&top)[2], float scale_log2) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float even = scores[2 * half], odd = scores[2 * half + 1];  // two chains
-#pragma unroll
-    for (int i = 4 + 2 * half; i < T::TILE_N / 2; i += 4) {
-      even = fmaxf(even, scores[i]);
-      odd = fmaxf(odd, scores[i + 1]);
-    }
-    top[half] = reduce_row(fmaxf(even, odd), [](float a, float b) { return fmaxf(a, b); }) * scale_log2;
-  }
+  for (int half = 0; half < 2; ++half)
+    top[half] = reduce_row(top_of_thread<T>(scores, half), [](float a, float b) { return fmaxf(a, b); }) * scale_log2;
 }
 
 // Scores to weights, `exp2(score * scale_log2 - base)`, and each row's sum of this thread's.

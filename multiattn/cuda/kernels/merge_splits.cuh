@@ -13,6 +13,7 @@ struct MergeConfig {
   bool sinks;           // each head has one more key, without a value
   bool packed_queries;  // rows may be before the first sequence
   bool overlaps;        // it begins while the grid before it ends, and lets the next one do so
+  bool row_max = false;  // parts also leave the largest score of each row
 };
 
 template <class Element_, MergeConfig C>
@@ -20,6 +21,8 @@ struct AnyMergeTraits {
   using Element = Element_;
   static constexpr int HEAD_DIM_V = C.head_dim_v, THREADS = C.threads, PARTS_MAX = C.parts_max;
   static constexpr bool HAS_SINKS = C.sinks, HAS_PACKED_QUERIES = C.packed_queries, OVERLAPS = C.overlaps;
+  static constexpr bool HAS_MAX = C.row_max;
+  using Params = typename WithMax<SplitParams, HAS_MAX>::Type;
   static constexpr int AHEAD = 4;  // parts that a thread reads at a time
 };
 
@@ -68,9 +71,17 @@ DEVICE float finish_row(const SplitParams& params, int row, const PlaceOfRow& pl
   return empty ? 0.0f : decay / sum;
 }
 
+// The largest score of a row, of its parts from one on, every `step`-th (log2).
+DEVICE float top_of_parts(const SplitParams& params, const RowMax& parts, int row, int first, int step) {
+  float top = -infinity();
+  for (int split = first; split < params.splits; split += step)
+    top = fmaxf(top, load_global_4(parts.partial_max + split * rows_of(params) + row));
+  return top;
+}
+
 // A warp finds the weight of each part of a row, the row's lse on the way. A part without keys weighs nothing.
 template <class T>
-DEVICE void weigh(const SplitParams& params, int row, const PlaceOfRow& place, SharedAddress weights, bool writes_lse) {
+DEVICE void weigh(const typename T::Params& params, int row, const PlaceOfRow& place, SharedAddress weights, bool writes_lse) {
   constexpr int PARTS = T::PARTS_MAX / WARP;  // of a lane
   const int lane = thread_index() % WARP;
   const int64 rows = rows_of(params);
@@ -97,6 +108,12 @@ DEVICE void weigh(const SplitParams& params, int row, const PlaceOfRow& place, S
   for (int i = 0; i < PARTS; ++i)
     if (const int split = lane + i * WARP; split < params.splits)
       store_shared_4(weights + split * 4, float_bits(part[i] * factor));
+  if constexpr (T::HAS_MAX) {
+    float top = top_of_parts(params, params.tops.of, row, lane, WARP);
+#pragma unroll
+    for (int mask = WARP / 2; mask > 0; mask /= 2) top = fmaxf(top, shuffle_xor(top, mask));
+    if (lane == 0 && writes_lse && place.is_owned<T>(params)) store_global_4(params.tops.of.row_max + row, top * LN_2);
+  }
 }
 
 // A thread's columns of AHEAD parts of a row, every `step`-th from one on; those behind the last are the last.
@@ -124,7 +141,7 @@ DEVICE void add_part(float (&sum)[CHUNK_ELEMENTS], const Chunk (&part)[2], float
 // A block owns COLUMNS of neighbouring rows: of as many as leave a slot for each part and a warp for each row, or one. So a few
 // rows with many parts are read by many SMs.
 template <class T>
-DEVICE void merge_splits(const SplitParams& params) {
+DEVICE void merge_splits(const typename T::Params& params) {
   const int block = static_cast<int>(block_index()), first_column = block % T::COLUMN_BLOCKS * T::COLUMNS;
   const int rows = static_cast<int>(rows_of(params)), first_row = block / T::COLUMN_BLOCKS * params.merged_rows;
   const int own_rows = min(params.merged_rows, rows - first_row);
@@ -183,7 +200,7 @@ struct MergeFewTraits : AnyMergeTraits<Element, C> {
 
 // Merges few parts, of which there are many rows. A thread has a chunk of a row's columns, and needs no other thread.
 template <class T>
-DEVICE void merge_few_splits(const SplitParams& params) {
+DEVICE void merge_few_splits(const typename T::Params& params) {
   const int rows = static_cast<int>(rows_of(params)), splits = params.splits;
   const int row = static_cast<int>(block_index()) * T::ROWS + thread_index() / T::CHUNKS;
   const int column = thread_index() % T::CHUNKS * CHUNK_ELEMENTS;
@@ -216,6 +233,8 @@ DEVICE void merge_few_splits(const SplitParams& params) {
     for (int i = 0; i < T::AHEAD; ++i) add_part(value, columns.part[i], weight[first + i] * factor);
   }
   if (!place.is_owned<T>(params)) return;
+  if constexpr (T::HAS_MAX)
+    if (column == 0) store_global_4(params.tops.of.row_max + row, top_of_parts(params, params.tops.of, row, 0, 1) * LN_2);
   Chunk chunk;
 #pragma unroll
   for (int w = 0; w < 4; ++w) chunk.word[w] = pack<typename T::Element>(value[2 * w], value[2 * w + 1]);

@@ -127,8 +127,8 @@ DEVICE void accumulate(Outputs<T>& out, const Scores<T>& weights, SharedAddress 
 
 // One step of Dao, "FlashAttention-2" (arXiv 2307.08691), Algorithm 1, for the warp's rows.
 template <class T>
-DEVICE void attend_to_tile(Outputs<T>& out, RowState (&state)[T::ROW_FRAGMENTS], const SplitWalk<T>& it, StoredWalk<T>& stored,
-                           SharedAddress k, int first_key, bool is_masked) {
+DEVICE void attend_to_tile(Outputs<T>& out, RowStateOf<T> (&state)[T::ROW_FRAGMENTS], const SplitWalk<T>& it,
+                           StoredWalk<T>& stored, SharedAddress k, int first_key, bool is_masked) {
   Scores<T> scores;  // [WARP_ROWS, TILE_N]; then weights
   multiply_keys<T>(scores, it.queries, k);
   stored.scale_scores(scores, k);
@@ -141,9 +141,11 @@ DEVICE void attend_to_tile(Outputs<T>& out, RowState (&state)[T::ROW_FRAGMENTS],
     float top[2];
     if constexpr (T::IS_STORED) {
       find_tops(scores[m], top, stored.row_scales[m]);
+      if constexpr (T::HAS_MAX) state[m].raise(top);
       update_softmax<MAX_LAG>(scores[m], top, state[m], decay[m], stored.row_scales[m]);
     } else {
       find_tops(scores[m], top, it.scale_log2());
+      if constexpr (T::HAS_MAX) state[m].raise(top);
       update_softmax<MAX_LAG>(scores[m], top, state[m], decay[m], it.scale_log2());
     }
     decays |= decay[m][0] != 1.0f || decay[m][1] != 1.0f;
@@ -155,7 +157,7 @@ DEVICE void attend_to_tile(Outputs<T>& out, RowState (&state)[T::ROW_FRAGMENTS],
   accumulate<T>(out, scores, k + T::V_AT);
 }
 
-// The results of teams for each row, in shared memory: outputs, then maxima (log2) and sums.
+// The results of teams for each row, in shared memory: outputs, the largest score behind them, then maxima (log2) and sums.
 template <class T>
 struct Found {
   static DEVICE SharedAddress out(int team, int row, int column) {
@@ -163,16 +165,18 @@ struct Found {
   }
   static DEVICE SharedAddress max(int team, int row) { return out(T::TEAMS, 0, 0) + (team * T::TILE_M + row) * 8; }
   static DEVICE SharedAddress sum(int team, int row) { return max(team, row) + 4; }
+  static DEVICE SharedAddress top(int team, int row) { return out(team, row, T::FOUND_PITCH - 1); }
 };
 
 template <class T>
-DEVICE void leave(const Outputs<T>& out, const RowState (&state)[T::ROW_FRAGMENTS], const StoredWalk<T>& stored) {
+DEVICE void leave(const Outputs<T>& out, const RowStateOf<T> (&state)[T::ROW_FRAGMENTS], const StoredWalk<T>& stored) {
   for_each<T::ROW_FRAGMENTS, 2>([&](int m, int half) {
     const int row = T::warp_row() + 16 * m + accumulator_row(2 * half);
     const float sum = reduce_row(state[m].sum[half], [](float a, float b) { return a + b; });
     if (thread_index() % 4 == 0 && T::has_first_column()) {
       store_shared_4(Found<T>::max(T::team(), row), float_bits(state[m].max[half]));
       store_shared_4(Found<T>::sum(T::team(), row), float_bits(sum));
+      if constexpr (T::HAS_MAX) store_shared_4(Found<T>::top(T::team(), row), float_bits(state[m].top[half]));
     }
     if constexpr (T::IS_STORED) {
 #pragma unroll
@@ -208,6 +212,15 @@ DEVICE RowTotal total_of(int row) {
   return total;
 }
 
+// The largest score of a row over all teams (log2).
+template <class T>
+DEVICE float top_of(int row) {
+  float top = -infinity();
+#pragma unroll
+  for (int team = 0; team < T::TEAMS; ++team) top = fmaxf(top, load_shared_4(Found<T>::top(team, row)));
+  return top;
+}
+
 // Eight columns of a row, added up over the teams and multiplied by `factor`.
 template <class T>
 DEVICE void add_up(float (&value)[CHUNK_ELEMENTS], int row, int column, float max, float factor) {
@@ -229,8 +242,7 @@ DEVICE void add_up(float (&value)[CHUNK_ELEMENTS], int row, int column, float ma
 
 // The block's rows: out and lse, or with several splits its part of them.
 template <class T>
-DEVICE void store(const Owned<T>& owned, const StoredWalk<T>& stored) {
-  const auto& params = owned.params;
+DEVICE void store(const Owned<T>& owned, const typename T::Params& params, const StoredWalk<T>& stored) {
   const bool is_part = params.splits > 1;
   constexpr int CHUNKS = T::HEAD_DIM_V / CHUNK_ELEMENTS;  // of a row
   for (int i = thread_index(); i < T::TILE_M * CHUNKS; i += T::THREADS) {
@@ -247,6 +259,11 @@ DEVICE void store(const Owned<T>& owned, const StoredWalk<T>& stored) {
     const int64 place = owned.place(row) + (is_part ? owned.split * rows_of(params) : 0);
     float* lse = is_part ? params.partial_lse : params.lse;
     if (column == 0) store_global_4(lse + place, is_part ? lse_log2 : lse_log2 * LN_2);
+    if constexpr (T::HAS_MAX) {
+      const RowMax& target = params.tops.of;
+      if (column == 0)
+        store_global_4((is_part ? target.partial_max : target.row_max) + place, top_of<T>(row_of_tile) * (is_part ? 1.0f : LN_2));
+    }
     if (is_part && empty) continue;  // nobody reads it
     float value[CHUNK_ELEMENTS];
     add_up<T>(value, row_of_tile, column, max_of_keys, empty ? 0.0f : stored.scaled(decay / sum));
@@ -300,10 +317,10 @@ DEVICE void split_keys(const typename T::Params& params) {
   const SplitWalk<T> it{params, owned, queries, rows};
   StoredWalk<T> stored(params, owned, it.scale_log2());
   Outputs<T> out;                     // [WARP_ROWS, the warp's columns]
-  RowState state[T::ROW_FRAGMENTS];   // of WARP_ROWS rows
+  RowStateOf<T> state[T::ROW_FRAGMENTS];  // of WARP_ROWS rows
   clear(out);
 #pragma unroll
-  for (int m = 0; m < T::ROW_FRAGMENTS; ++m) state[m] = RowState::empty();
+  for (int m = 0; m < T::ROW_FRAGMENTS; ++m) state[m] = RowStateOf<T>::empty();
 
   typename KeyStream<T>::Pages next_pages = pages[T::STAGES - 1];
 #pragma unroll 1
@@ -321,7 +338,7 @@ DEVICE void split_keys(const typename T::Params& params) {
   sync_block();  // nobody reads Q's neighbours, the rings, any more
   leave<T>(out, state, stored);
   sync_block();  // what all teams have found is there
-  store<T>(owned, stored);
+  store<T>(owned, params, stored);
 }
 
 }  // namespace multiattn

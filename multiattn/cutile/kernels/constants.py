@@ -94,6 +94,8 @@ class ForwardConstants(PackedBlocks):
     static_grid: bool
     """A block takes every n-th tile of n blocks, not one."""
     q_in_registers: bool
+    row_max: bool = False
+    """The largest score of each row is stored, too: without `lazy_max`."""
     score: Any = None
     """The program of scores, a `LoweredScore`; of a kernel that is made, its `TileScoreFunctions`."""
     blocks: BlockTiles | None = None
@@ -260,6 +262,7 @@ class SplitKeysConstants:
     packed_queries: bool
     overlapped: bool
     """The kernel that merges parts may begin once all blocks have, to wait for their end (`driver.launch_config`)."""
+    row_max: bool = False
     score: Any = None
     """See the forward's."""
     masked = True
@@ -312,6 +315,7 @@ class MergeSplitsConstants:
     packed_queries: bool
     overlapping: bool
     """As `SplitKeysConstants.overlapped`."""
+    row_max: bool = False
     ln_base = LN_2
 
 

@@ -85,7 +85,10 @@ def attend_tile(const: Any, place: Any, q: Any, k: Any, v: Any, out: Any, lse: A
         if blocks.begin < blocks.end:
             forward.forward_tile(const, place, q, k, v, out, lse, sinks, (), scale)
         else:
-            rows.store_lse(const, place, lse, ct.full((const.tile_m, 1), -math.inf, dtype=ct.float32))
+            nothing = ct.full((const.tile_m, 1), -math.inf, dtype=ct.float32)
+            rows.store_lse(const, place, lse, nothing)
+            if const.row_max:
+                rows.store_lse(const, place, place.tops[0], nothing)
     else:
         forward.forward_tile(const, place, q, k, v, out, lse, sinks, (), scale)
 
@@ -98,12 +101,12 @@ def split_keys_kernel(const: SplitKeysConstants) -> Callable[..., None]:
     """
 
     def split_keys(
-        q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, sinks: Tuple32, captured: Tuple32,
-        cache: Tuple32, scale: float, reach: Reach, derived: Derived,
+        q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, tops: Tuple32, sinks: Tuple32,
+        captured: Tuple32, cache: Tuple32, scale: float, reach: Reach, derived: Derived,
     ) -> None:  # fmt: skip
         if const.overlapped:
             ct.grid_dependency_control_launch_dependents()
-        place = find_place(const, q, k, cache, reach, derived + captured)
+        place = replace(find_place(const, q, k, cache, reach, derived + captured), tops=tops)
         if const.packed_queries:
             if place.tile * const.tile_m < place.seq_q * (q.shape[1] // k.shape[1]):
                 attend_tile(const, place, q, k, v, out, lse, sinks, scale)

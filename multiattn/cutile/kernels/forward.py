@@ -366,8 +366,30 @@ def with_sink(const: Any, rows: Any, l: Any, sink: Any) -> Any:
 
 
 @ct.function
+def store_tops(const: Any, place: Any, rows: Any) -> None:
+    """Store the largest scores of rows: m, as there is no lazy_max. Of a part to the base 2, else in natural units."""
+    largest = ct.where(rows.m == LOWEST, -math.inf, rows.m)
+    if not const.divided:
+        largest = largest * const.ln_base
+    store_of_rows(const, place, place.tops[0], largest)
+
+
+@ct.function
+def store_of_rows(const: Any, place: Any, array: Any, numbers: Any) -> None:
+    """Store a number of each row ``[tile_m, 1]``."""
+    if place.query is None:
+        numbers = numbers.reshape((1, 1, const.tile_m))
+        # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end of lse.
+        ct.store(array, (place.batch, place.head, tiles.own_tile(const, place)), numbers, allow_tma=False)
+    else:
+        store_lse(const, place, array, numbers)
+
+
+@ct.function
 def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any, sink: Any) -> None:
     """Store what the rows come to, out and lse; l is their sum of weights, ``[tile_m, 1]``."""
+    if const.row_max:
+        store_tops(const, place, rows)
     if const.has_sinks:
         rows, l = with_sink(const, rows, l, sink)
     parts.store_out(const, place, out, rows.acc, l)
@@ -375,13 +397,7 @@ def store_rows(const: Any, place: Any, out: Any, lse: Any, rows: Any, l: Any, si
     log_sum = rows.m + power(const, l, True)
     if not const.divided:
         log_sum = log_sum * const.ln_base
-    log_sum = ct.where(is_empty, nothing, log_sum)
-    if place.query is None:
-        log_sum = log_sum.reshape((1, 1, const.tile_m))
-        # Without TMA: of a single row (B = Hq = 1) its store clips at 16 bytes, and so writes past the end of lse.
-        ct.store(lse, (place.batch, place.head, tiles.own_tile(const, place)), log_sum, allow_tma=False)
-    else:
-        store_lse(const, place, lse, log_sum)
+    store_of_rows(const, place, lse, ct.where(is_empty, nothing, log_sum))
 
 
 @ct.function
@@ -416,6 +432,8 @@ def forward_sequence(
     """`forward_tile` of a sequence of a packed batch."""
     own = packed.own_part(const, place, False)
     q, out, lse = packed.queries_of(own, q), packed.queries_of(own, out), packed.queries_of(own, lse)
+    if const.row_max:
+        place = replace(place, tops=(packed.queries_of(own, place.tops[0]),))
     if const.lazy_max and place.seq_kv == 0:  # there is no block of keys to take maxima of
         sink = load_sink(const, place, sinks)
         rows = no_rows(const)
@@ -429,13 +447,14 @@ def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
     """out and lse of attention; arguments as in `forward_tile`, but in a packed batch `listed` begins with tiles."""
 
     def forward(
-        q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, sinks: Tuple32, captured: Tuple32,
-        listed: Tuple32, scale: float, reach: Reach, numbers: Numbers, derived: Derived,
+        q: Array32, k: Array32, v: Array32, out: Array32, lse: Vectors32, tops: Tuple32, sinks: Tuple32,
+        captured: Tuple32, listed: Tuple32, scale: float, reach: Reach, numbers: Numbers, derived: Derived,
     ) -> None:  # fmt: skip
         aux, order = derived + captured, tiles.order_of(numbers)
         if const.packed:
             place = packed.find_place(const, q, k, listed[0], const.tile_m, reach, order, aux, False)
             if place.sequence.number >= 0:
+                place = replace(place, tops=tops)
                 forward_sequence(const, place, q, k, v, out, lse, sinks, listed[1:], scale)
         elif const.static_grid:
             total = ct.cdiv(q.shape[2], const.tile_m) * q.shape[1] * q.shape[0]
@@ -445,13 +464,13 @@ def forward_kernel(const: ForwardConstants) -> Callable[..., None]:
             step = tiles.digits_of(const, q, ct.num_blocks(0), order)
             for _ in range(ct.bid(0), total, ct.num_blocks(0)):
                 place = tiles.place_tile(const, q, k, reach, order, aux, number, True)
-                forward_tile(const, place, q, k, v, out, lse, sinks, listed, scale)
+                forward_tile(const, replace(place, tops=tops), q, k, v, out, lse, sinks, listed, scale)
                 number = tiles.add_digits(const, q, number, step, order)
         elif const.linear_grid:
             place = tiles.find_place(const, q, k, reach, order, aux)
-            forward_tile(const, place, q, k, v, out, lse, sinks, listed, scale)
+            forward_tile(const, replace(place, tops=tops), q, k, v, out, lse, sinks, listed, scale)
         else:
             place = tiles.place_in_grid(const, q, k, reach, order, aux)
-            forward_tile(const, place, q, k, v, out, lse, sinks, listed, scale)
+            forward_tile(const, replace(place, tops=tops), q, k, v, out, lse, sinks, listed, scale)
 
     return forward

@@ -89,6 +89,36 @@ def merge_many(const: Any, parts: Any, sums: Any, head: Any, query: Any, column:
 
 
 @ct.function
+def top_of_few(const: Any, maxima: Any, head: Any, query: Any) -> Any:
+    """The largest score of each of a tile of rows in all parts ``[rows, 1]``, log2."""
+    top = ct.full((const.heads * const.queries, 1), -math.inf, dtype=ct.float32)
+    for split in ct.static_iter(range(const.together)):
+        top = ct.maximum(top, sums_of_part(const, maxima, head, query, split))
+    return top
+
+
+@ct.function
+def top_of_many(const: Any, maxima: Any, head: Any, query: Any) -> Any:
+    """As `top_of_few`, of one row."""
+    top = ct.full((1, 1), -math.inf, dtype=ct.float32)
+    for number in range(0, ct.cdiv(maxima.shape[0], const.together)):
+        split = number * const.together + ct.arange(const.together, dtype=ct.int32)[:, None]
+        found = ct.load(maxima, (number, head, query), (const.together, 1, 1), padding_mode=ZERO, allow_tma=False)
+        found = ct.where(split < maxima.shape[0], found.reshape((const.together, 1)), -math.inf)
+        top = ct.maximum(top, ct.max(found, axis=0, keepdims=True))
+    return top
+
+
+@ct.function
+def merge_tops(const: Any, tops: Any, maxima: Any, batch: Any, head: Any, query: Any) -> None:
+    """The largest score of a tile of rows."""
+    maxima = of_batch(maxima, batch, tops.shape[1])
+    top = top_of_few(const, maxima, head, query) if const.few else top_of_many(const, maxima, head, query)
+    top = (top * const.ln_base).reshape((1, const.heads, const.queries))
+    ct.store(tops, (batch, head, query), top, allow_tma=False)
+
+
+@ct.function
 def sinks_of(const: Any, sinks: Any, head: Any) -> Any:
     """The sinks of a tile of rows ``[rows, 1]``, 0 for heads that there are not; log2."""
     row = ct.arange(const.heads * const.queries, dtype=ct.int32)[:, None]
@@ -124,12 +154,14 @@ def merge_splits_kernel(const: MergeSplitsConstants) -> Callable[..., None]:
 
     Tiles of queries are x of the grid, each with the blocks of its columns, tiles of heads y, batch entries z. starts:
     cu_seqlens_q of packed queries, whose first number is where rows begin, and whose last where they end. As other rows
-    are left as they are, and a tile is stored whole, tiles have one query there.
+    are left as they are, and a tile is stored whole, tiles have one query there. tops: the largest score of each
+    row, and that in each part; or none.
     """
 
     def merge_splits(
-        out: Array32, lse: Vectors32, parts: Array32, sums: Vectors32, sinks: Tuple32, starts: Tuple32
-    ) -> None:
+        out: Array32, lse: Vectors32, parts: Array32, sums: Vectors32, tops: Tuple32, sinks: Tuple32,
+        starts: Tuple32,
+    ) -> None:  # fmt: skip
         if const.overlapping:
             ct.grid_dependency_control_wait()
         query = ct.bid(0) // const.parts
@@ -137,7 +169,11 @@ def merge_splits_kernel(const: MergeSplitsConstants) -> Callable[..., None]:
         if const.packed_queries:
             if query >= number_at(starts[0], 0) and query < last_of(starts[0]):
                 merge_rows(const, out, lse, parts, sums, sinks, ct.bid(2), ct.bid(1), query, column)
+                if const.row_max and column == 0:
+                    merge_tops(const, tops[0], tops[1], ct.bid(2), ct.bid(1), query)
         else:
             merge_rows(const, out, lse, parts, sums, sinks, ct.bid(2), ct.bid(1), query, column)
+            if const.row_max and column == 0:
+                merge_tops(const, tops[0], tops[1], ct.bid(2), ct.bid(1), query)
 
     return merge_splits

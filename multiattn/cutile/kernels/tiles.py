@@ -64,6 +64,8 @@ class Place:
     key_size: Any = None
     """The scale of a head's keys, where each head has one: its size, which is not 0, and its sign, which may be."""
     key_sign: Any = None
+    tops: Any = ()
+    """The array of the largest score of each row, which is like lse; of none where nobody asks."""
     blocks: Any = None
     """The `walk.Blocks` of a tile that is told them, of a part of the keys; None for those that it sees."""
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from multiattn.triton.kernels.elements import load_in_place
-from multiattn.triton.kernels.forward import LOWEST, add_sink
+from multiattn.triton.kernels.forward import LOWEST, add_sink, found_max
 from multiattn.triton.kernels.scaling import (
     UNIT_MIN,
     halved,
@@ -37,6 +37,7 @@ def attention_of_parts(
     lse,  # pointer, fp32 [B, Hq, Sq] or [1, Hq, T], contiguous; None where there are parts
     partial_out,  # pointer, fp32 [splits, lines, Dv], a line for each element of lse; None where there is one part
     partial_lse,  # pointer, fp32 [splits, lines], to the base of 2; None where there is one part
+    tops,  # pointer, like lse, or where there are parts like partial_lse: the largest scores; None where nobody asks
     scale,  # |scale| times log2(e), positive; with an expression 1
     sizes,  # seq_q (with packed queries T), seq_kv, sequences, heads_q, group (query heads that share one key/value
     #         head), tiles (of rows, in one sequence), splits (parts of the keys)
@@ -122,6 +123,8 @@ def attention_of_parts(
     columns = tl.arange(0, C.width_v.pad)[None, :]
     inside = exists[:, None] & (columns < C.width_v)
     if C.whole:
+        if tops is not None:
+            tl.store(tops + line, found_max(row_max) * LN_2, mask=exists)
         if sinks is not None:
             acc, total, row_max = add_sink(acc, total, row_max, tl.load(sinks + head), C)
         # A row that saw no key and no sink has the total 0: out is 0 / 1, lse is LOWEST + log(0) = -inf.
@@ -135,6 +138,8 @@ def attention_of_parts(
         lines = _lines(sizes, C)
         part = split.to(tl.int64) * lines + line
         tl.store(partial_lse + part, row_max + tl.math.log2(total), mask=exists)
+        if tops is not None:
+            tl.store(tops + part, found_max(row_max), mask=exists)
         result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
         if C.stored is not None:
             result = result * v_factor
@@ -373,6 +378,8 @@ def merge_splits(
     partial_lse,  # pointer, fp32 [splits, lines]
     out,  # pointer, [B, Hq, Sq, Dv] or [1, Hq, T, Dv]
     lse,  # pointer, fp32 [lines]
+    partial_max,  # pointer, like partial_lse; None where nobody asks for the largest scores
+    tops,  # pointer, like lse; None with partial_max
     sizes,  # seq_q (with packed queries T), sequences, heads_q, splits
     out_strides,  # of (batch, head, row), in units of C.out_vector elements
     sinks,  # pointer, fp32 [Hq], at a multiple of 4 bytes; None where there are none
@@ -419,6 +426,9 @@ def merge_splits(
     tl.store(out, result.to(out.dtype.element_ty), mask=exists[:, None] & (columns < C.head_dim_v)[None, :])
     if program % blocks == 0:
         tl.store(lse + line, (row_max + tl.math.log2(total)) * LN_2, mask=exists)
+        if tops is not None:
+            its_max = tl.load(partial_max + parts, mask=in_parts, other=float("-inf"))  # [lines, parts]
+            tl.store(tops + line, tl.max(its_max, 1) * LN_2, mask=exists)
 
 
 @triton.jit

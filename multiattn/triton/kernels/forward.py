@@ -47,6 +47,7 @@ def attention_forward(
     #           of out in units of C.out_vector
     reach,  # left and right of a two-sided mask; None for other kinds
     sinks,  # pointer, fp32 [Hq], contiguous, at a multiple of 4 bytes; None where there are none
+    tops,  # pointer, like lse: the largest score of each row; None where nobody asks
     aux,  # what the program of scores reads, as its functions have it; None without one
     lists,  # the lists of a block mask, as `listed_blocks` has them; None without one
     entries,  # pointer, the list of tiles of queries of a packed batch; None for others
@@ -75,6 +76,12 @@ def attention_forward(
     tile = (q_tile, kv, strides, first_row + tl.arange(0, C.tile_m), at_kv, band, scale, of_score)
     sums = (acc, row_sum, row_max)
     acc, row_sum, row_max = walk_keys(_walk, sums, tile, first_row, at[0], band, of_score, lists, True, C)
+    if tops is not None:
+        tops += batch_head.to(tl.int64) * sizes.seq_q
+        if C.packed:
+            tops += at[0]
+        own = first_row + tl.arange(0, C.tile_m)
+        tl.store(tops + own, found_max(row_max) * C.step.ln_base, mask=own < end_row)
     if sinks is not None:
         acc, row_sum, row_max = add_sink(acc, row_sum, row_max, tl.load(sinks + at[1]), C)
     _store(out, strides.out, lse, acc, row_sum, row_max, first_row, end_row, C)
@@ -145,6 +152,12 @@ def _power(x, INVERSE: tl.constexpr, C: tl.constexpr):
         else:
             y = tl.math.exp(x)
     return y
+
+
+@triton.jit
+def found_max(row_max):
+    """The largest score of each row, -inf where it saw no key."""
+    return tl.where(row_max == LOWEST, float("-inf"), row_max)
 
 
 @triton.jit

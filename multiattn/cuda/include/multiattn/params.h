@@ -135,6 +135,12 @@ struct WgmmaParams {
   ForwardParams forward;
 };
 
+// Behind the plain parameters of a forward that also writes the largest score of each row.
+struct RowMax {
+  float* row_max;      // like lse, in natural units, never null
+  float* partial_max;  // workspace: like partial_lse; null where keys are in one part
+};
+
 struct BackwardParams {
   const void* q;      // [batch, heads_q, seq_q, D] 16-bit, never null
   const void* k;      // [batch, heads_q / group, seq_kv, D] 16-bit, never null

@@ -75,6 +75,22 @@ struct Features {
   bool sinks = false;   // each head has one more key, without a value
   bool aligned = true;  // every row of q, k and v starts at a multiple of 16 bytes
   bool v_in_k = false;  // v is the first columns of k, and the kernel reads k alone
+  bool row_max = false;  // a forward also writes the largest score of each row
+};
+
+// The parameters of a kernel that writes the largest score of each row. What comes behind them never lies in their padding.
+template <class Params, bool HAS_MAX>
+struct WithMax {
+  using Type = Params;
+};
+template <class Params>
+struct WithMax<Params, true> {
+  struct alignas(alignof(Params)) Whole {
+    RowMax of;
+  };
+  struct Type : Params {
+    Whole tops;
+  };
 };
 
 // The constants of every kernel that walks over scores.
@@ -84,10 +100,10 @@ struct Walks {
   static constexpr int HEAD_DIM = F.head_dim, HEAD_DIM_V = F.head_dim_v;
   static constexpr int WIDTH = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;  // the wider of the two
   static constexpr Band BAND = F.band;
-  static constexpr bool HAS_SINKS = F.sinks, ALIGNED = F.aligned, V_IN_K = F.v_in_k;
+  static constexpr bool HAS_SINKS = F.sinks, ALIGNED = F.aligned, V_IN_K = F.v_in_k, HAS_MAX = F.row_max;
   using Score = Score_;      // what changes scores
   using Blocked = Blocked_;  // what lists the tiles that are seen, or those that there are; or what rows are
-  using Params = typename WithAux<PlainParams, Score, typename ListsOf<Blocked>::Type>::Type;
+  using Params = typename WithAux<typename WithMax<PlainParams, HAS_MAX>::Type, Score, typename ListsOf<Blocked>::Type>::Type;
 };
 
 // The `len_q` queries from row `offset_q` of q on, and the `len_kv` keys from row `offset_kv` of k and v on. Positions in a

@@ -29,6 +29,26 @@ struct RowState {
 // The factor of the scores of one of a lane's two rows: that of all, or its own.
 DEVICE float of_half(float scale, int) { return scale; }
 DEVICE float of_half(const float (&scales)[2], int half) { return scales[half]; }
+// As it is where a kernel also writes the largest score of each row, behind which `max` may lag.
+struct ToppedRowState : RowState {
+  float top[2];  // of the keys seen, in log2 units, -inf of none; of all lanes of a quad, or of this one
+
+  static DEVICE ToppedRowState empty() { return {RowState::empty(), {-infinity(), -infinity()}}; }
+  DEVICE void raise(const float (&others)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) top[half] = fmaxf(top[half], others[half]);
+  }
+};
+template <bool HAS_MAX>
+struct RowStateKind {
+  using Type = RowState;
+};
+template <>
+struct RowStateKind<true> {
+  using Type = ToppedRowState;
+};
+template <class T>
+using RowStateOf = typename RowStateKind<T::HAS_MAX>::Type;
 
 // The largest score of each of a lane's two rows, in the log2 domain; all lanes of a quad have it. scale_log2 is positive.
 template <int N, class Scale>

@@ -126,6 +126,8 @@ class GluonConstants(HopperConstants):
 
     has_sinks: bool
     """Each head has one more column: a logit, and no value."""
+    row_max: bool
+    """The largest score of each row is written, too."""
     scale_sign: int
     """1, -1 or 0: the sign of the scale."""
     warpgroups: int
@@ -172,6 +174,8 @@ class TwinConstants(HopperConstants):
 
     has_sinks: bool
     """Each head has one more column: a logit, and no value."""
+    row_max: bool
+    """As in `GluonConstants`."""
     scale_sign: int
     """1, -1 or 0: the sign of the scale."""
     k_stages: int

@@ -40,6 +40,7 @@ from multiattn.triton.kernels.gluon.scores import (
     exponentiate,
     finish_listed,
     finish_scores,
+    found_max,
     keep_packed,
     pack_weights,
     raise_max,
@@ -47,6 +48,7 @@ from multiattn.triton.kernels.gluon.scores import (
     score_block,
     score_tile,
     sum_of_thread,
+    top_of_thread,
 )
 from multiattn.triton.kernels.gluon.tiles import (
     add_piece,
@@ -88,6 +90,9 @@ class ForwardWalk(NamedTuple):
     out: Any
     weights: Any
     """Weights of the last block, in 16 bit: V is yet to be multiplied by them."""
+    tops: Any
+    """``[64, 4]``: the largest scores of blocks that raise no maximum, as each thread has them, alone in a tuple. It is
+    empty where nobody asks."""
 
 
 # ---------------------------------------------------------------- products, left under way
@@ -190,8 +195,11 @@ def _next_block(
         scores = finish_scores(scores, block, of_score, tile, AT_BEGIN, AT_END, C)
     else:
         scores = finish_listed(scores, listed, of_score, tile, AT_END, C)
+    tops = walk.tops
     if EXACT_MAX:
         row_max, decay = raise_max(scores, row_max, tile.scale)
+    elif C.row_max:
+        tops = (gl.maximum(tops[0], top_of_thread(scores, C)),)
     new_weights = exponentiate(scores, row_max, tile.scale)
     if EXACT_MAX:
         row_sum = row_sum * gl.convert_layout(decay, gl.SliceLayout(1, row_sum.type.layout))[:, None]
@@ -201,7 +209,7 @@ def _next_block(
     if EXACT_MAX:
         out = multiply_sums(out, decay)
     weights = pack_weights(new_weights, walk.weights)
-    return ForwardWalk(place + 2, walk.turn + 1, row_max, row_sum, out, weights)
+    return ForwardWalk(place + 2, walk.turn + 1, row_max, row_sum, out, weights, tops)
 
 
 @gluon.jit
@@ -218,7 +226,8 @@ def _next_blocks(
 @gluon.jit
 def _keep_weights(walk):
     """Between two loops."""
-    return ForwardWalk(walk.place, walk.turn, walk.row_max, walk.row_sum, walk.out, keep_packed(walk.weights))
+    weights = keep_packed(walk.weights)
+    return ForwardWalk(walk.place, walk.turn, walk.row_max, walk.row_sum, walk.out, weights, walk.tops)
 
 
 # ---------------------------------------------------------------- one tile of queries
@@ -262,6 +271,9 @@ def _attend(
     row_max = gl.full([64], LOWEST, gl.float32, C.row)
     row_sum = sum_of_thread(gl.full([64, C.tile_n], 0.0, gl.float32, C.scores), C)  # [64, 4]
     out = zero_sums(C.pieces_v, C)
+    tops = ()
+    if C.row_max:
+        tops = (top_of_thread(gl.full([64, C.tile_n], float("-inf"), gl.float32, C.scores), C),)  # type: ignore[assignment]
 
     # Blocks that only others of the tile see: here those above its own, at the end those below. The ring has K of the
     # first, then V of each and K of the next: two tiles are skipped for one turn.
@@ -298,7 +310,7 @@ def _attend(
         weights = pack_weights(scores, tile.queries[0])
         _await_stored(q_place, shared, C)
 
-        walk = ForwardWalk(place, turn, row_max, row_sum, out, weights)
+        walk = ForwardWalk(place, turn, row_max, row_sum, out, weights, tops)
         lazy: gl.constexpr = C.lazy_max
         if C.blocks is not None:
             free = gl.maximum(tile.free, 1) - 1
@@ -318,7 +330,7 @@ def _attend(
                 walk = _keep_weights(walk)
                 last = end - 2 - exact - full
                 walk = _next_blocks(last - begin + 1, last, walk, tile, shared, warpgroup, not lazy, True, False, C)
-        place, turn, row_max, row_sum, out, weights = walk
+        place, turn, row_max, row_sum, out, weights, tops = walk
         if skips:
             if below > 0:
                 _await_turn(warpgroup, turn, shared.turns, C)
@@ -342,26 +354,33 @@ def _attend(
         if above > 0:
             ring.skip(shared.ring_kv, place)
             place += 1
-    return row_max, row_sum, out, place, turn
+    return row_max, row_sum, out, tops, place, turn
 
 
 @gluon.jit
 def _store(
-    out, row_max, sums, sink, queries, buffer, first_query, head, at, out_maps, lse, sizes, shared, C: gl.constexpr
-):
+    out, row_max, tops, sums, sink, queries, buffer, first_query, head, at, out_maps, of_rows, scale, sizes, shared,
+    C: gl.constexpr,
+):  # fmt: skip
     """out = outputs / sum, through the warpgroup's own rows of Q, which it is done with; lse = log(sum of exp).
 
     Both with the sink, in the log2 domain, where heads have one.
     """
     rows = first_query + gl.arange(0, 64, C.row)
-    if C.has_sinks:
-        row_max, sums, decay = add_sink(row_max, sums, sink)
+    lse, row_tops = of_rows
     if C.packed:
         offset_q, end = at
-        lse_head = lse + head.to(gl.int64) * sizes.seq_q + offset_q
+        first_row = head.to(gl.int64) * sizes.seq_q + offset_q
     else:
         end = sizes.seq_q
-        lse_head = lse + (at * sizes.heads_q + head).to(gl.int64) * sizes.seq_q
+        first_row = (at * sizes.heads_q + head).to(gl.int64) * sizes.seq_q
+    if C.row_max:
+        largest = gl.maximum(row_max, gl.convert_layout(gl.max(tops[0], 1), C.row) * scale)
+        exists = (rows >= 0) & (rows < end)
+        gl.store(row_tops + first_row + rows, found_max(largest), mask=exists)
+    if C.has_sinks:
+        row_max, sums, decay = add_sink(row_max, sums, sink)
+    lse_head = lse + first_row
     lse_row = (row_max + gl.log2(sums)) * LN_2  # of no key: LOWEST + log(0) = -inf
     gl.store(lse_head + rows, lse_row, mask=(rows >= 0) & (rows < end))
     factor = 1.0 / gl.where(sums == 0.0, 1.0, sums)
@@ -374,7 +393,7 @@ def _store(
 
 
 @gluon.jit
-def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, aux, scale, sizes, shared, C: gl.constexpr):
+def consume(warpgroup: gl.constexpr, out_maps, of_rows, sinks, aux, scale, sizes, shared, C: gl.constexpr):
     """A warpgroup: its 64 queries of tile after tile."""
     ring_q, words = shared.ring_q, shared.words
     q_place = 0
@@ -409,7 +428,7 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, aux, scale, sizes, sh
         if C.blocks is not None:
             free = ring.read_word(words, at + C.free_word)
         tile = ForwardTile(queries, first_query, scale, of_score, own, free)
-        row_max, row_sum, out, place, turn = _attend(
+        row_max, row_sum, out, tops, place, turn = _attend(
             tile, q_place, place, turn, tile_begin, tile_end, exact_tile, shared, warpgroup, C
         )
 
@@ -436,7 +455,10 @@ def consume(warpgroup: gl.constexpr, out_maps, lse, sinks, aux, scale, sizes, sh
                     is_good = 0
             mbarrier.arrive(shared.verdicts.index(slot))
         if is_good > 0:
-            _store(out, row_max, sums, sink, queries, buffer, first_query, head, at_q, out_maps, lse, sizes, shared, C)
+            _store(
+                out, row_max, tops, sums, sink, queries, buffer, first_query, head, at_q, out_maps, of_rows, scale,
+                sizes, shared, C,
+            )  # fmt: skip
         if C.q_slots == 1:
             tma.store_wait(0)
             ring.release(ring_q, q_place)
@@ -457,6 +479,7 @@ def attention_forward(
     v_narrow,
     out_narrow,
     lse,  # pointer, fp32 [B, Hq, Sq], contiguous
+    tops,  # pointer, like lse: the largest score of each row; None where nobody asks
     sinks,  # pointer, fp32 [Hq], contiguous, at a multiple of 4 bytes; None where there are none
     lists,  # the lists of a block mask by the names of `plain.list_rows`; None without one
     query_list,  # pointer, int32 [tiles, 8]: a packed batch's tiles of queries; None in others
@@ -485,12 +508,13 @@ def attention_forward(
         listed = ring.make_words(C.stages)
     shared = ForwardShared(ring_q, ring_kv, verdicts, turns, words, listed, q_buffers, kv_buffers)
     fence_async_shared()
+    of_rows = (lse, tops)
 
     # warp_specialize takes its functions and arguments only where they are written out.
     if C.warpgroups == 1:
         gl.warp_specialize(
             [
-                (consume, (0, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
+                (consume, (0, out_maps, of_rows, sinks, aux, scale, sizes, shared, C)),
                 (produce, (maps, query_list, counter, lists, sizes, shared, C)),
             ],
             [1], [24],
@@ -498,8 +522,8 @@ def attention_forward(
     elif C.warpgroups == 2:
         gl.warp_specialize(
             [
-                (consume, (0, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
-                (consume, (1, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
+                (consume, (0, out_maps, of_rows, sinks, aux, scale, sizes, shared, C)),
+                (consume, (1, out_maps, of_rows, sinks, aux, scale, sizes, shared, C)),
                 (produce, (maps, query_list, counter, lists, sizes, shared, C)),
             ],
             [4, 1], [240, 24],
@@ -507,9 +531,9 @@ def attention_forward(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
-                (consume, (1, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
-                (consume, (2, out_maps, lse, sinks, aux, scale, sizes, shared, C)),
+                (consume, (0, out_maps, of_rows, sinks, aux, scale, sizes, shared, C)),
+                (consume, (1, out_maps, of_rows, sinks, aux, scale, sizes, shared, C)),
+                (consume, (2, out_maps, of_rows, sinks, aux, scale, sizes, shared, C)),
                 (produce, (maps, query_list, counter, lists, sizes, shared, C)),
             ],
             [4, 4, 1], [160, 160, 24],

@@ -33,6 +33,7 @@ from multiattn.triton.kernels.gluon.scores import (
     blocks_to_see,
     exponentiate,
     finish_scores,
+    found_max,
     pack_weights,
     raise_max,
     score_block,
@@ -259,12 +260,18 @@ def _sum_of_both(row_sum, q_place, shared, warpgroup: gl.constexpr, C: gl.conste
 
 
 @gluon.jit
-def _store(walk, tile, sums, sink, head, at, out_map, lse, shared, warpgroup: gl.constexpr, C: gl.constexpr):
+def _store(walk, tile, sums, sink, head, at, out_map, of_rows, shared, warpgroup: gl.constexpr, C: gl.constexpr):
     """out = outputs / sum, through shared memory of Q; lse = log(sum of exp), which warpgroup 0 writes.
 
-    Both with the sink, in the log2 domain, where heads have one. `lse` points to that of the sequence's first query.
+    Both with the sink, in the log2 domain, where heads have one. `of_rows` point to lse and to the largest score of the
+    sequence's first query.
     """
+    lse, tops = of_rows
     row_max = walk.row_max
+    if C.row_max:
+        if warpgroup == 0:
+            own = tile.first_query + gl.arange(0, 64, C.row)
+            gl.store(tops + own, found_max(row_max), mask=own < tile.sizes.seq_q)
     if C.has_sinks:
         row_max, sums, decay = add_sink(row_max, sums, sink)
     if warpgroup == 0:
@@ -307,6 +314,11 @@ def consume(warpgroup: gl.constexpr, out_map, rows, aux, scale, sizes, shared, C
             at_q = (offset_q, len_q)
             own = LaunchSizes(len_q, ring.read_word(words, C.sequence_words + 2), *sizes[2:])
             lse_head = rows.lse + head.to(gl.int64) * sizes.seq_q + offset_q
+        tops_head = None
+        if C.row_max:
+            tops_head = rows.tops + (batch * sizes.heads_q + head).to(gl.int64) * sizes.seq_q
+            if C.packed:
+                tops_head = rows.tops + head.to(gl.int64) * sizes.seq_q + ring.read_word(words, C.sequence_words)
         of_score = (batch, head, aux)
         if C.score is not None:
             of_score = score_tile(first_query, of_score, own, C)
@@ -320,7 +332,7 @@ def consume(warpgroup: gl.constexpr, out_map, rows, aux, scale, sizes, shared, C
         if C.has_sinks:
             sink = gl.load(rows.sinks + head) * LOG2_E
         sums = _sum_of_both(walk.row_sum, q_place, shared, warpgroup, C)
-        _store(walk, tile, sums, sink, head, at_q, out_map, lse_head, shared, warpgroup, C)
+        _store(walk, tile, sums, sink, head, at_q, out_map, (lse_head, tops_head), shared, warpgroup, C)
         tma.store_wait(0)
         ring.release(ring_q, q_place)
         q_place += 1
@@ -334,7 +346,8 @@ def attention_twins(
     k_map,
     v_map,
     out_map,
-    rows,  # lse: pointer, fp32 [B, Hq, Sq]; sinks: pointer, fp32 [Hq], at a multiple of 4 bytes, or None; contiguous
+    rows,  # lse: pointer, fp32 [B, Hq, Sq]; sinks: pointer, fp32 [Hq], at a multiple of 4 bytes, or None; tops: the
+    #        largest scores, like lse, or None; contiguous
     query_list,  # pointer, int32 [tiles, 8]: a packed batch's tiles of queries; None in others
     counter,  # pointer, int32: 0, and so it is left; None where the scheduler is not dynamic
     aux,  # what the expression that modifies scores reads, as its functions have it; None without one

@@ -328,6 +328,18 @@ def sum_of_thread(weights, C: gl.constexpr):
 
 
 @gluon.jit
+def top_of_thread(scores, C: gl.constexpr):
+    """``[64, 4]``: a row's largest score of those that each of its four threads has, as `sum_of_thread`."""
+    return gl.max(gl.max(scores.reshape([64, C.tile_n // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def found_max(row_max):
+    """The largest score of each row ``[64]`` in natural units, of a maximum that starts as `LOWEST`; -inf of none."""
+    return gl.where(row_max == LOWEST, float("-inf"), row_max) * LN_2
+
+
+@gluon.jit
 def add_sink(row_max, sums, sink):
     """Maxima and sums of weights ``[64]`` with one more logit, in the log2 domain; and what older weights are worth.
 
