@@ -121,6 +121,8 @@ def _features(backend: str, direction: Direction) -> dict[str, str]:
         "`deterministic=True`": any(it.deterministic for it in usual),
         "on a CPU": any("cpu" in it.arches for it in capabilities),
         "caches, dense and paged": any(it.capability.caches for it in registry.get(backend).op(direction).offered),
+        "of fp8 and int8": any(it.capability.stored for it in registry.get(backend).op(direction).offered),
+        "`return_max=True`": any(it.row_max for it in capabilities),
     }
     words = {
         "dtypes": ", ".join(dict.fromkeys(dtype for it in capabilities for dtype in it.dtypes)),

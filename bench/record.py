@@ -66,7 +66,7 @@ def key_of(plan: Plan) -> Key:
     problem = plan.problem
     mask = problem.mask if problem.packing is None else f"{problem.mask} packed"
     if problem.cache is not None:
-        mask += f" cache {problem.queries} x {problem.group}"
+        mask += f" cache {problem.queries} x {problem.group}" + (f" {problem.stored}" if problem.stored else "")
     elif problem.group > 1:
         mask += f" {problem.queries} x {problem.group}"
     if problem.blocks is not None:

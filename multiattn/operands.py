@@ -369,9 +369,9 @@ def with_score(
     """The operands and options with the scores that a call asks for. TypeError or ValueError, naming what came.
 
     `lengths` are the number of sequences and the most queries and keys of one, `starts` the cu_seqlens of both; None
-    for those of q and k. `checked`: q, k and v have been. A bool `bias` becomes the lists of a block mask where its
-    shape says that this pays (`may_hide_blocks`), and a score of -inf where it does not, in a packed batch, and beside
-    a `block_mask`: the same for every backend.
+    for those of q and k. A bool `bias` becomes the lists of a block mask where its shape says that this pays
+    (`may_hide_blocks`), and a score of -inf where it does not, in a packed batch, and beside a `block_mask`: the same
+    for every backend.
     Dynamo can trace neither the checks nor what traces callables; it gets the program as a constant.
     """
     if softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None:
@@ -459,7 +459,8 @@ def _record(q: torch.Tensor, options: Options, asked: Modification) -> tuple[tup
     score = None if asked.score_mod is None else recorder.record(asked.score_mod, has_score=True)
     mask = None if asked.mask_mod is None else recorder.record(asked.mask_mod, has_score=False)
     has = tuple([it is not None for it in (asked.softcap, *tensors)])
-    of_cache = asked.of_cache, asked.last, asked.block_sizes
+    last = None if asked.last is None else 1  # any: a graph may have a symbol, and the program has a parameter of it
+    of_cache = asked.of_cache, last, asked.block_sizes
     text, places, used = program_of(str(q.device), has, score, mask, recorder.captured_specs(), *of_cache)
     captured = tuple([recorder.captured[place] for place in places])
     wanted = tuple(slot for slot in used if captured[slot].requires_grad)

@@ -8,11 +8,13 @@ import torch
 
 from multiattn.layout import STORED, STORED_NAMES
 from multiattn.plan.backend import later
+from multiattn.validate import not_a_tensor
 
 Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """k_cache, v_cache, k_scale and v_scale."""
 
 
+@torch.no_grad()
 def quantize_cache(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -34,7 +36,7 @@ def quantize_cache(
         k: ``[B, Hkv, n, D]``, or with `slots` also packed, ``[T, Hkv, D]``. fp16, bf16 or fp32, unit stride on D.
         v: Like k, with its own strides and head_dim.
         dtype: torch.float8_e4m3fn or torch.int8; that of k_cache, where it is given.
-        per: ``"token"`` makes a scale for each token and head, its largest number / 448, or / 127 for int8; 1 for
+        per: ``"token"`` makes a scale for each token and head, its largest number / 448, or / 127 for int8: 0 for
             zeros. With ``"head"`` each head has one: the caller's, or for a whole cache one of each batch entry.
         k_cache, v_cache: Caches to write to, of `dtype`, ``[pages, Hkv, page, D]`` or ``[B, Hkv, S, D]``, unit stride
             on D. They go with `slots`. None makes new ones like k and v.
@@ -54,6 +56,10 @@ def quantize_cache(
     of D makes its scale NaN or inf and its numbers 0, and so the whole row NaN. Per head NaN stays NaN in e4m3 and is 0
     in int8. On CPU tensors it is eager PyTorch, with the same bits.
     """
+    named = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
+    for name, it in named.items():
+        if not isinstance(it, torch.Tensor) and (it is not None or name in ("k", "v")):
+            raise not_a_tensor(name, it)
     if k_cache is not None:
         dtype = k_cache.dtype
     whole = slots is None
@@ -86,7 +92,10 @@ def quantize_cache(
         if dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(k.device) < (8, 9):
             raise ValueError("dtype: got torch.float8_e4m3fn; allowed torch.int8 on GPUs before sm89")
         later("multiattn.triton.quantize", "run")(tensors, scales, slots, per == "token")
-    return k_cache, v_cache, *scales
+    k_given, v_given = (
+        made if given is None else given for made, given in zip(scales, (k_scale, v_scale), strict=True)
+    )
+    return k_cache, v_cache, k_given, v_given  # one number or [Hkv] of pages stays that: [pages, Hkv] is no scale
 
 
 def _check(named: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
@@ -150,7 +159,7 @@ def _to_divide_by(
 
 
 def _scale(largest: torch.Tensor, top: float) -> torch.Tensor:
-    scale = largest / top
+    scale = largest / torch.full_like(largest, top)  # by a number a GPU multiplies with its reciprocal
     return torch.where(scale == 0.0, 1.0, scale)
 
 
@@ -172,11 +181,11 @@ def _eager(
         numbers = x.transpose(1, 2).reshape(batch * n, heads, x.shape[3])[kept].float()  # [tokens, Hkv, D]
         top = 127.0 if cache.dtype == torch.int8 else 448.0
         if per_token:
-            its = _scale(numbers.abs().amax(-1), top)  # [tokens, Hkv]
+            its = numbers.abs().amax(-1) / top  # [tokens, Hkv]; a 1 of zeros would hide the small scales of others
             scale[entries, :, its_rows] = its
             is_finite = its.isfinite()
             numbers = torch.where(is_finite[..., None], numbers, 0.0)
-            divisor = torch.where(is_finite, its, 1.0)
+            divisor = torch.where(is_finite & (its != 0.0), its, 1.0)
         else:
             its = scale[entries]
             divisor = torch.where(its == 0.0, 1.0, its)

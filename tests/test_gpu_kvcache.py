@@ -224,6 +224,79 @@ def test_a_graph_serves_chunks_single_tokens_and_other_pages(backend):
         assert (out[rows:] == 7.0).all()
 
 
+def relative(table):
+    """A bias of each distance up to the width of a table ``[Hq, extent]``."""
+
+    def modify(score, b, h, i, j):
+        distance = i - j
+        near = (distance >= 0) & (distance < table.shape[1])
+        return score + torch.where(near, table[h, distance.clamp(0, table.shape[1] - 1)], 0.0)
+
+    return modify
+
+
+def scored(name, sequences, queries):
+    """Options of a call with scores or a mask over a cache."""
+    made = {
+        "relative": lambda: {"score_mod": relative(torch.randn(HEADS_Q, 64, device=DEVICE))},
+        "alibi": lambda: {"alibi_slopes": torch.rand(HEADS_Q, device=DEVICE)},
+        "tree": lambda: {"bias": torch.rand(sequences, 1, queries, queries, device=DEVICE) > 0.5},
+        "plain": dict,
+    }
+    return made[name]()
+
+
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("name", ["relative", "alibi", "tree", "plain"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_serves_all_lengths_with_scores_and_8_bits(backend, name, stored):
+    """New tokens are quantised in the graph, into pages that each replay has anew."""
+    if name == "plain" and stored is None:
+        pytest.skip("tested above")
+    sequences, queries, longest = 3, 5, 600
+    table, pages = pages_of(sequences, longest)
+    filled = [drawn(pages, HEADS_KV, PAGE, HEAD_DIM) for _ in "kv"]
+    new = [drawn(sequences, HEADS_KV, queries, HEAD_DIM) for _ in "kv"]
+    q, lengths = drawn(sequences, HEADS_Q, queries, HEAD_DIM), int32(9, 9, 9)
+    slots = torch.zeros(sequences * queries, device=DEVICE, dtype=torch.int64)
+    options, scales = scored(name, sequences, queries), {}
+    if stored is not None:
+        *filled, k_scale, v_scale = multiattn.quantize_cache(*filled, stored)
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+    rest = {"seqlens_kv": lengths, "page_table": table, "return_lse": True, "return_max": True, **scales, **options}
+
+    def step():
+        if stored is not None:
+            multiattn.quantize_cache(*new, k_cache=filled[0], v_cache=filled[1], **scales, slots=slots)
+        return call(q, *filled, rest, backend)
+
+    step()  # compiles
+    graph, results = captured(step)
+    for seed, keys in enumerate(((600, 5, 77), (16, 599, 300), (5, 64, 65))):
+        table.copy_(pages_of(sequences, longest, seed=seed + 1)[0])
+        lengths.copy_(int32(*keys))
+        at = lengths[:, None] - queries + torch.arange(queries, device=DEVICE)
+        slots.copy_((table.gather(1, (at // PAGE).long()).long() * PAGE + at % PAGE).flatten())
+        for it in (q, *new):
+            it.copy_(drawn(*it.shape))
+        graph.replay()
+        got = [it.clone() for it in results]
+        want = call(q, *filled, rest, "reference")
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one.float(), other.float(), **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("per", ["token", "head"])
+def test_a_cache_is_quantised_as_on_a_cpu(per, dtype):
+    k, v = drawn(3, HEADS_KV, 100, HEAD_DIM), drawn(3, HEADS_KV, 100, 64)
+    k[0, 0, 3] = 0.0
+    found = multiattn.quantize_cache(k, v, dtype, per=per)
+    expected = multiattn.quantize_cache(k.cpu(), v.cpu(), dtype, per=per)
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got.cpu().float(), want.float())
+
+
 @pytest.mark.parametrize("splits", [1, 2, 8, 20])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_with_so_many_parts_a_sequence_has_the_same_bits_in_any_batch(backend, splits):

@@ -13,15 +13,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINES = {
-    "multiattn": 64_850,
-    "tests": 31_830,
-    "parity": 5_810,
+    "multiattn": 66_560,
+    "tests": 33_290,
+    "parity": 6_230,
     "bench": 10_070,
-    "docs": 5_020,
+    "docs": 5_160,
 }
 """For everything under version control: of `bench` without what is measured and compiled, of `docs` the pages, with
 README.md and CONTRIBUTING.md."""
-RESULTS_BYTES = 1_720_000
+RESULTS_BYTES = 1_750_000
 CONFIG_TESTS = 2
 """``isinstance`` of a class of configs: generic code asks the family of a kernel instead."""
 MANY = 12

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from numbers import Real
 
 import torch
@@ -29,8 +28,8 @@ def scales_of(name: str, given: object, cache: torch.Tensor, seqlens_kv: torch.T
     number = plain(given)
     if number is None or (isinstance(number, Real | torch.SymFloat | torch.SymInt) and not isinstance(number, bool)):
         number = 1.0 if number is None else as_float(number, name)
-        if not is_compiling() and not math.isfinite(number):  # else it may be a symbol
-            raise ValueError(f"{name} must be finite; got {number}")
+        if not is_compiling() and not abs(number) <= torch.finfo(torch.float32).max:  # else it may be a symbol
+            raise ValueError(f"{name} must be finite; got {number}; allowed what fp32 holds")
         given = torch.full((), number, dtype=torch.float32, device=cache.device)
     if not isinstance(given, torch.Tensor):
         raise not_a_tensor(name, given, "a number, a torch.Tensor or None")

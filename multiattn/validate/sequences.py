@@ -107,6 +107,9 @@ def check_cache(
     rank_of_cache = "[B, Hkv, S, D]" if page_table is None else "[pages, Hkv, page, D]"
     ranks |= dict.fromkeys(("k_cache", "v_cache"), rank_of_cache)
     for (name, shape), given in zip(ranks.items(), (q, k_cache, v_cache), strict=True):
+        if name != "q" and isinstance(given, torch.Tensor) and given.dtype == torch.uint8:
+            hint = "bytes of fp8 are .view(torch.float8_e4m3fn)"
+            raise TypeError(f"{name}.dtype: got torch.uint8; allowed the dtype of q, and 8-bit numbers; {hint}")
         tensor = check_operand(name, given, DTYPE_NAMES if name == "q" else {**DTYPE_NAMES, **STORED_NAMES})
         if tensor.ndim != shape.count(",") + 1:
             hint = _of_rank(name, tensor.ndim, cu_seqlens_q)

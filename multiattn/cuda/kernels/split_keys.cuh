@@ -182,7 +182,7 @@ DEVICE void leave(const Outputs<T>& out, const RowStateOf<T> (&state)[T::ROW_FRA
 #pragma unroll
       for (int d = 0; d < T::OUT_FRAGMENTS; ++d)
         store_shared_16(Found<T>::out(T::team(), row, T::warp_column() + 16 * d + thread_index() % 4 * 4),
-                        stored.four_columns(out[m][d], half));
+                        stored.four_columns(out[m][d], m, half));
       return;
     }
 #pragma unroll

@@ -116,7 +116,8 @@ struct StoredWalk<T, true> {
   float row_scales[T::ROW_FRAGMENTS][2];
   float row_factors[T::ROW_FRAGMENTS][2];  // of q k, for an expression
   float values = 1.0f;                     // scale of a head's values
-  float unit = UNIT_MIN;                   // of outputs: a power of two, the largest of the scales of tokens so far
+  // Of a row's outputs: a power of two, as large as its weights times the scales of tokens have been.
+  float unit[T::ROW_FRAGMENTS][2];
 
   static constexpr float UNIT_MIN = 0x1p-100f;
 
@@ -124,9 +125,10 @@ struct StoredWalk<T, true> {
     const float scale = fabsf(keys_of_head(params, owned)), keys = scale == 0.0f ? 1.0f : scale;
     if constexpr (!T::STORED.v_per_token) values = of_head(owned, params.lists.v_scale, params.lists.strides_v_scale);
     for_each<T::ROW_FRAGMENTS, 2>([&](int m, int half) {
+      unit[m][half] = UNIT_MIN;
       const float factor = keys * load_shared_4(row_factor<T>(T::warp_row() + 16 * m + accumulator_row(2 * half)));
       row_factors[m][half] = HAS_SCORE<typename T::Score> ? factor : 1.0f;
-      row_scales[m][half] = HAS_SCORE<typename T::Score> ? 1.0f : factor * scale_log2;
+      row_scales[m][half] = HAS_SCORE<typename T::Score> ? 1.0f : fmaxf(factor * scale_log2, 0x1p-126f);  // 0 times the -inf of a hidden key is NaN
     });
   }
 
@@ -146,29 +148,38 @@ struct StoredWalk<T, true> {
     });
   }
 
-  // Weights times the scales of their tokens' values, less the unit: fp16 has the result. True if outputs decay by a larger unit.
+  // Weights times the scales of their tokens' values, in a row's unit: fp16 has the result. A key without weight does not
+  // count. True if outputs decay by a larger unit.
   DEVICE bool scale_weights(Scores<T>& weights, float (&decay)[T::ROW_FRAGMENTS][2], SharedAddress slot) {
     if constexpr (!T::STORED.v_per_token) return false;
-    float scale[T::KEY_FRAGMENTS][2][2], top = 0.0f;
+    float top[T::ROW_FRAGMENTS][2] = {};
     for_each<T::KEY_FRAGMENTS, 2>([&](int n, int side) {
-      load_shared_8(scale[n][side], of_keys(slot + T::V_SCALES_AT, n, side));
-      top = fmaxf(top, fmaxf(fabsf(scale[n][side][0]), fabsf(scale[n][side][1])));
+      float scale[2];
+      load_shared_8(scale, of_keys(slot + T::V_SCALES_AT, n, side));
+      for_each<T::ROW_FRAGMENTS, 4>([&](int m, int e) {
+        float& weight = weights[m][n][side].value[e];
+        weight *= scale[e % 2];
+        top[m][e / 2] = fmaxf(top[m][e / 2], fabsf(weight));
+      });
     });
-    top = reduce_row(top, [](float a, float b) { return fmaxf(a, b); });
-    const float wanted = float_of_bits(min(float_bits(top) & 0x7f800000u, 0x7e800000u)), old = unit;
-    unit = fmaxf(unit, wanted);
-    const float inverse = float_of_bits(0x7f000000u - float_bits(unit));
-    for_each<T::ROW_FRAGMENTS, T::KEY_FRAGMENTS, 2, 4>(
-        [&](int m, int n, int side, int e) { weights[m][n][side].value[e] *= scale[n][side][e % 2] * inverse; });
-    for_each<T::ROW_FRAGMENTS, 2>([&](int m, int half) { decay[m][half] *= old * inverse; });
-    return unit != old;
+    bool decays = false;
+    for_each<T::ROW_FRAGMENTS, 2>([&](int m, int half) {
+      const float largest = reduce_row(top[m][half], [](float a, float b) { return fmaxf(a, b); }), old = unit[m][half];
+      unit[m][half] = fmaxf(old, float_of_bits(min(float_bits(largest) & 0x7f800000u, 0x7e800000u)));
+      const float inverse = float_of_bits(0x7f000000u - float_bits(unit[m][half]));
+      decay[m][half] *= old * inverse;
+      decays |= unit[m][half] != old;
+      for_each<T::KEY_FRAGMENTS, 2, 2>(
+          [&](int n, int side, int e) { weights[m][n][side].value[2 * half + e] *= inverse; });
+    });
+    return decays;
   }
 
   DEVICE float scaled(float factor) const { return factor * values; }
 
-  // Four neighbouring columns of one of the lane's rows, of a pair of accumulators.
-  DEVICE Chunk four_columns(const Accumulator (&pair)[2], int half) const {
-    const float factor = T::STORED.v_per_token ? unit : 1.0f;
+  // Four neighbouring columns of one of the lane's rows, of a pair of accumulators of its fragment m.
+  DEVICE Chunk four_columns(const Accumulator (&pair)[2], int m, int half) const {
+    const float factor = T::STORED.v_per_token ? unit[m][half] : 1.0f;
     const float(&even)[4] = pair[0].value;
     const float(&odd)[4] = pair[1].value;
     const float four[4] = {even[2 * half] * factor, odd[2 * half] * factor, even[2 * half + 1] * factor, odd[2 * half + 1] * factor};

@@ -14,6 +14,8 @@ from multiattn.cutile.kernels import tiles
 from multiattn.cutile.kernels.scores import has_score
 from multiattn.cutile.kernels.tiles import ConstBool
 
+SCALE_MIN = 2.0**-126
+
 
 @ct.function
 def like(const: Any, tile: Any, other: Any) -> Any:
@@ -41,7 +43,7 @@ def with_key_scale(const: Any, place: Any, scale: Any) -> Any:
         sign = ct.where(own == 0.0, 0.0, ct.where(own < 0.0, -1.0, 1.0))
         place = replace(place, key_size=size, key_sign=sign)
         if not has_score(const):
-            scale = scale * size
+            scale = ct.maximum(scale * size, SCALE_MIN)  # 0 times the -inf of a hidden key is NaN
     return place, scale
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from multiattn.triton.kernels.elements import load_in_place
 from multiattn.triton.kernels.forward import LOWEST, add_sink, found_max
 from multiattn.triton.kernels.scaling import (
+    SCALE_MIN,
     UNIT_MIN,
     halved,
     in_dtype_of,
@@ -100,12 +101,15 @@ def attention_of_parts(
         if C.has_score:  # the program wants scaled products
             scale = tl.full([C.tile_m], 1.0, tl.float32)
         else:
-            scale = scale * factor
+            scale = tl.maximum(scale * factor, SCALE_MIN)  # of a row of zeros: 0 times the -inf of a hidden key is NaN
 
     acc = tl.full([C.tile_m, C.width_v.pad], 0.0, tl.float32)
     row_max = tl.full([C.tile_m], LOWEST, tl.float32)
     row_sum = tl.full([C.tile_m, C.sum_columns], 0.0, tl.float32)
-    sums = (acc, row_max, row_sum, UNIT_MIN)
+    unit = row_max
+    if C.scales_values:
+        unit = tl.full([C.tile_m], UNIT_MIN, tl.float32)
+    sums = (acc, row_max, row_sum, unit)
     queries = (q_tile, q_rest, query, scale)
     cached = (k, v, strides, page_table, (seen_from, end, paging), scaling)
     of_score = (sequence, head[:, None], aux)
@@ -117,7 +121,7 @@ def attention_of_parts(
         sums = _attend(sums, queries, cached, begin, end, blocks, of_score, band, False, C)
     acc, row_max, row_sum, unit = sums
     if C.scales_values:
-        v_factor = unit
+        v_factor = unit[:, None]
 
     total = tl.sum(row_sum, 1)  # [tile_m]
     columns = tl.arange(0, C.width_v.pad)[None, :]

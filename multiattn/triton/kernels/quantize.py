@@ -55,11 +55,10 @@ def _quantize(x, cache, scales, source, target, of_x, of_cache, of_scale, WIDTH:
     if per_token:
         is_number = tl.sum((numbers == numbers).to(tl.int32), 0) == columns.shape[0]
         scale = tl.div_rn(tl.max(tl.abs(numbers), 0), tl.full([], largest, tl.float32))
-        scale = tl.where(scale == 0.0, 1.0, scale)
         scale = tl.where(is_number, scale, float("nan"))
         tl.store(scales, scale)
         numbers = tl.where(scale < float("inf"), numbers, 0.0)  # 0 times a scale of NaN or inf is NaN
-        divisor = tl.where(scale < float("inf"), scale, 1.0)
+        divisor = tl.where((scale < float("inf")) & (scale != 0.0), scale, 1.0)
     else:
         scale = tl.load(scales)
         divisor = tl.where(scale == 0.0, 1.0, scale)

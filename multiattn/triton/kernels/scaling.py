@@ -13,6 +13,10 @@ UNIT_MIN = tl.constexpr(2.0**-100)
 """The unit of no value."""
 
 
+SCALE_MIN = tl.constexpr(2.0**-126)
+"""The least factor of scores: all that it makes are 0 but for their last bits."""
+
+
 @triton.jit
 def in_dtype_of(queries, tile, C: tl.constexpr):
     """A tile of keys or values in the dtype of q."""
@@ -104,12 +108,13 @@ def _times(tile, factor):
 
 @triton.jit
 def scaled(weights, acc, scale, unit):
-    """Weights with the scale ``[tile_n]`` of each value, less a unit, which acc is in, too.
+    """Weights with the scale ``[tile_n]`` of each value, in the unit of their row, and acc and units brought up to it.
 
-    The unit is a power of two, the largest of all scales so far: fp16 then has the weights, however small scales are.
+    A row's unit is a power of two, as large as its scaled weights have been: fp16 then has them, however small scales
+    are. A key without weight does not count.
     """
-    top = tl.max(tl.abs(scale), 0).to(tl.int32, bitcast=True) & 0x7F800000
-    wanted = tl.minimum(top, 0x7E800000).to(tl.float32, bitcast=True)
-    larger = tl.maximum(unit, wanted)
+    weights = weights * scale[None, :]
+    top = tl.max(tl.abs(weights), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    larger = tl.maximum(unit, tl.minimum(top, 0x7E800000).to(tl.float32, bitcast=True))  # [tile_m]
     inverse = (0x7F000000 - larger.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    return weights * (scale * inverse)[None, :], acc * (unit * inverse), larger
+    return weights * inverse[:, None], acc * (unit * inverse)[:, None], larger

@@ -260,18 +260,23 @@ def _sum_of_both(row_sum, q_place, shared, warpgroup: gl.constexpr, C: gl.conste
 
 
 @gluon.jit
-def _store(walk, tile, sums, sink, head, at, out_map, of_rows, shared, warpgroup: gl.constexpr, C: gl.constexpr):
+def _store_tops(row_max, tops, tile, head, at, sizes, C: gl.constexpr):
+    """The largest score of each row, which both warpgroups have found."""
+    rows = tile.first_query + gl.arange(0, 64, C.row)
+    if C.packed:
+        first_row = head.to(gl.int64) * sizes.seq_q + at[0]
+    else:
+        first_row = (at * sizes.heads_q + head).to(gl.int64) * sizes.seq_q
+    gl.store(tops + first_row + rows, found_max(row_max), mask=rows < tile.sizes.seq_q)
+
+
+@gluon.jit
+def _store(walk, tile, sums, sink, head, at, out_map, lse, shared, warpgroup: gl.constexpr, C: gl.constexpr):
     """out = outputs / sum, through shared memory of Q; lse = log(sum of exp), which warpgroup 0 writes.
 
-    Both with the sink, in the log2 domain, where heads have one. `of_rows` point to lse and to the largest score of the
-    sequence's first query.
+    Both with the sink, in the log2 domain, where heads have one. `lse` points to that of the sequence's first query.
     """
-    lse, tops = of_rows
     row_max = walk.row_max
-    if C.row_max:
-        if warpgroup == 0:
-            own = tile.first_query + gl.arange(0, 64, C.row)
-            gl.store(tops + own, found_max(row_max), mask=own < tile.sizes.seq_q)
     if C.has_sinks:
         row_max, sums, decay = add_sink(row_max, sums, sink)
     if warpgroup == 0:
@@ -314,11 +319,6 @@ def consume(warpgroup: gl.constexpr, out_map, rows, aux, scale, sizes, shared, C
             at_q = (offset_q, len_q)
             own = LaunchSizes(len_q, ring.read_word(words, C.sequence_words + 2), *sizes[2:])
             lse_head = rows.lse + head.to(gl.int64) * sizes.seq_q + offset_q
-        tops_head = None
-        if C.row_max:
-            tops_head = rows.tops + (batch * sizes.heads_q + head).to(gl.int64) * sizes.seq_q
-            if C.packed:
-                tops_head = rows.tops + head.to(gl.int64) * sizes.seq_q + ring.read_word(words, C.sequence_words)
         of_score = (batch, head, aux)
         if C.score is not None:
             of_score = score_tile(first_query, of_score, own, C)
@@ -332,7 +332,10 @@ def consume(warpgroup: gl.constexpr, out_map, rows, aux, scale, sizes, shared, C
         if C.has_sinks:
             sink = gl.load(rows.sinks + head) * LOG2_E
         sums = _sum_of_both(walk.row_sum, q_place, shared, warpgroup, C)
-        _store(walk, tile, sums, sink, head, at_q, out_map, (lse_head, tops_head), shared, warpgroup, C)
+        if C.row_max:
+            if warpgroup == 0:
+                _store_tops(walk.row_max, rows.tops, tile, head, at_q, sizes, C)
+        _store(walk, tile, sums, sink, head, at_q, out_map, lse_head, shared, warpgroup, C)
         tma.store_wait(0)
         ring.release(ring_q, q_place)
         q_place += 1
