@@ -364,7 +364,6 @@ def with_score(
     *,
     lengths: tuple[int, int, int] | None = None,
     starts: Sequence[torch.Tensor] | None = None,
-    checked: bool = False,
 ) -> tuple[Operands, Options]:
     """The operands and options with the scores that a call asks for. TypeError or ValueError, naming what came.
 
@@ -377,7 +376,7 @@ def with_score(
     if softcap is None and alibi_slopes is None and bias is None and score_mod is None and block_mask is None:
         return operands, options
     compiling = is_compiling()
-    if not (compiling or checked):  # else they are checked when their op is called
+    if not compiling:  # else they are checked when their op is called
         check_inputs(*operands.qkv, strides=False)
     batch, seq_q, seq_kv = lengths or (operands.q.shape[0], operands.q.shape[2], operands.k.shape[2])
     check_modification(operands.q, (batch, seq_q, seq_kv), softcap, alibi_slopes, bias, score_mod)
