@@ -241,7 +241,7 @@ NARROW = {  # options of fmha that a call does not have
     multiattn.explain: {"return_lse"},
     multiattn.fmha_varlen: set(),
     multiattn.fmha_varlen_backward: RETURNS,
-    multiattn.fmha_kvcache: {*SCORE_OPTIONS, "dropout_p", "dropout_seed", "deterministic"},
+    multiattn.fmha_kvcache: {"dropout_p", "dropout_seed", "deterministic"},
     multiattn.reference: {"dropout_p", "dropout_seed", "backend", "variant", "return_lse", "deterministic"},
     multiattn.reference_backward: {"dropout_p", "dropout_seed", "backend", "variant", "deterministic", *RETURNS},
     fmha_padded: {*SCORE_OPTIONS, "dropout_p", "dropout_seed", "variant", *RETURNS} - {"alibi_slopes"},

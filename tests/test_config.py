@@ -15,7 +15,7 @@ from multiattn.plan.config import COMPILED, Config, Rule, conditions, select
 from multiattn.plan.features import Features
 from multiattn.plan.support import Capability
 from multiattn.problem import Problem
-from multiattn.sequences import Batching
+from multiattn.sequences import Batching, Scaling
 
 
 def problem(**changes):
@@ -149,7 +149,7 @@ def test_a_rule_covers_what_it_would_shadow():
     wide = Rule(arches=("sm90", "sm80"), config=Config(tile_m=64, tile_n=64), why="x")
     narrow = {
         **dict.fromkeys(
-            ("whole_sectors", "ragged", "banded", "scored", "reads_keys", "packed", "cached", "mapped"), True
+            ("whole_sectors", "ragged", "banded", "scored", "reads_keys", "packed", "cached", "stored", "mapped"), True
         ),
         **{
             "arches": ("sm90",),
@@ -211,6 +211,11 @@ def scored(bias):
     return Problem.of_operands(*with_score(Operands(q, q, q), Options(), None, None, bias, None))
 
 
+def stored(scaling):
+    """A problem of a cache of 8-bit numbers."""
+    return problem(batching=Batching.cached(2, 2, k_scaling=scaling, v_scaling=scaling), stored="e4m3")
+
+
 BIAS = torch.zeros(1, 1, 100, 100)
 FEATURES = {
     "sinks": problem(has_sinks=True),
@@ -220,9 +225,17 @@ FEATURES = {
     "blocks": replace(problem(), blocks=BlockSpec(128, 128, False)),
     "keys": problem(batching=Batching.cached(2, 2)),
     "packed_queries": problem(batch=1, batching=Batching.packed(3)),
+    "stored": stored(Scaling(shape=(2, 2), strides=(2, 1))),
+    "per_token": stored(Scaling(per_token=True, shape=(2, 2, 1000), strides=(2000, 1000, 1))),
 }
 """A problem for each feature that a kernel may have no code for."""
-NAMES = {"gradients": "score_gradient", "blocks": "block_mask", "keys": "cache", "packed_queries": "packing"}
+NAMES = {
+    "gradients": "score_gradient",
+    "blocks": "block_mask",
+    "keys": "cache",
+    "packed_queries": "packing",
+    "per_token": "stored",
+}
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -90,7 +90,8 @@ def cell_data(cell: Cell) -> dict[str, Any]:
         "group": cell.group,
     }
     if isinstance(cell, DecodeCell):
-        told |= {"queries": cell.queries, "cache": cell.cache, "work": cell.work}
+        cache = cell.key.rpartition(f" {cell.dtype} ")[2]  # with its numbers, and what changes scores
+        told |= {"queries": cell.queries, "cache": cache, "work": cell.work}
         told["gb"] = _short(cell.moved_bytes / 1e9)
     return told
 
