@@ -28,7 +28,7 @@ def loss_of(q, k, v, **options):
     return (out * out).sum() + lse.sin().sum()
 
 
-SOFTCAP, *_ = program_of("cpu", True, False, False, False, None, None, ())
+SOFTCAP, *_ = program_of("cpu", (True, False, False, False, False), None, None, ())
 SAMPLES = {
     "full": ({}, False),
     "causal, by name": ({"right": 0, "scale": -0.3, "backend": "reference", "deterministic": True}, True),
@@ -59,7 +59,7 @@ def test_opcheck(name):
 def test_opcheck_with_captured_tensors():
     inputs, bias = qkv(requires_grad=True), torch.randn(1, 4, 1, 7, dtype=torch.float64, requires_grad=True)
     specs = ("cpu", "float32", (4,)), ("cpu", "float64", tuple(bias.shape))
-    text, *_ = program_of("cpu", False, True, True, False, None, None, specs)
+    text, *_ = program_of("cpu", (False, True, True, False, False), None, None, specs)
     captured = [torch.rand(4), bias]
     options = {"score": text, "slots": [1], "needs_grad": True}
     forward, backward = torch.ops.multiattn.fmha_forward.default, torch.ops.multiattn.fmha_backward_captured.default

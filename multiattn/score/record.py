@@ -153,9 +153,9 @@ def program_of(
     score: Recorded | None,
     mask: Recorded | None,
     specs: Sequence[Spec],
-    of_cache: bool,
-    last: int | None,
-    block_sizes: tuple[int, int] | None,
+    of_cache: bool = False,
+    last: int | None = None,
+    block_sizes: tuple[int, int] | None = None,
 ) -> tuple[str | None, tuple[int, ...], tuple[int, ...]]:
     """A program as `multiattn.score.serial` writes it, None for none; which captured tensor each slot has, and which
     slots the score depends on.
