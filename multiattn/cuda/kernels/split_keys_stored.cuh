@@ -116,7 +116,7 @@ struct StoredWalk<T, true> {
   float row_scales[T::ROW_FRAGMENTS][2];
   float row_factors[T::ROW_FRAGMENTS][2];  // of q k, for an expression
   float values = 1.0f;                     // scale of a head's values
-  // Of a row's outputs: a power of two, as large as its weights times the scales of tokens have been.
+  // A row's outputs are in it: a power of two, as large as its weights times the scales of tokens have been.
   float unit[T::ROW_FRAGMENTS][2];
 
   static constexpr float UNIT_MIN = 0x1p-100f;
@@ -128,7 +128,8 @@ struct StoredWalk<T, true> {
       unit[m][half] = UNIT_MIN;
       const float factor = keys * load_shared_4(row_factor<T>(T::warp_row() + 16 * m + accumulator_row(2 * half)));
       row_factors[m][half] = HAS_SCORE<typename T::Score> ? factor : 1.0f;
-      row_scales[m][half] = HAS_SCORE<typename T::Score> ? 1.0f : fmaxf(factor * scale_log2, 0x1p-126f);  // 0 times the -inf of a hidden key is NaN
+      const float own = factor * scale_log2;  // not 0, which times the -inf of a hidden key is NaN; NaN stays
+      row_scales[m][half] = HAS_SCORE<typename T::Score> ? 1.0f : own < 0x1p-126f ? 0x1p-126f : own;
     });
   }
 

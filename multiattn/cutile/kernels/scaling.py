@@ -43,7 +43,8 @@ def with_key_scale(const: Any, place: Any, scale: Any) -> Any:
         sign = ct.where(own == 0.0, 0.0, ct.where(own < 0.0, -1.0, 1.0))
         place = replace(place, key_size=size, key_sign=sign)
         if not has_score(const):
-            scale = ct.maximum(scale * size, SCALE_MIN)  # 0 times the -inf of a hidden key is NaN
+            scale = scale * size  # not 0, which times the -inf of a hidden key is NaN; NaN stays
+            scale = ct.where(scale < SCALE_MIN, SCALE_MIN, scale)
     return place, scale
 
 

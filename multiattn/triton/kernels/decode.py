@@ -101,7 +101,8 @@ def attention_of_parts(
         if C.has_score:  # the program wants scaled products
             scale = tl.full([C.tile_m], 1.0, tl.float32)
         else:
-            scale = tl.maximum(scale * factor, SCALE_MIN)  # of a row of zeros: 0 times the -inf of a hidden key is NaN
+            scale = scale * factor
+            scale = tl.where(scale < SCALE_MIN, SCALE_MIN, scale)  # 0 times the -inf of a hidden key is NaN; NaN stays
 
     acc = tl.full([C.tile_m, C.width_v.pad], 0.0, tl.float32)
     row_max = tl.full([C.tile_m], LOWEST, tl.float32)
