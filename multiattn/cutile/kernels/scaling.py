@@ -14,7 +14,7 @@ from multiattn.cutile.kernels import tiles
 from multiattn.cutile.kernels.scores import has_score
 from multiattn.cutile.kernels.tiles import ConstBool
 
-SCALE_MIN = 2.0**-126
+SCALE_MIN = 2.0**-126  # the least factor of scores: all that it makes are 0 but for their last bits
 
 
 @ct.function

@@ -312,16 +312,16 @@ def _load_queries(rows, exists, WIDTH: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _pages(page_table, first_key, cached, AHEAD: tl.constexpr, C: tl.constexpr):
+def _pages(page_table, first_key, limits, AHEAD: tl.constexpr, C: tl.constexpr):
     """The page of a tile of keys, or if it is in several the page of each key ``[tile_n]``; 0 without pages.
 
-    `cached` is (seen_from, end, the kernel's `paging`). Keys before `seen_from` or from `end` on are in the page of the
+    `limits` is (seen_from, end, the kernel's `paging`). Keys before `seen_from` or from `end` on are in the page of the
     nearest one between: their own entries may have any number. A page that has all of a tile has a key that is seen.
 
     AHEAD: for the next tile of the walk, if there is one. That is not loaded by tl.load: Triton would take it for one
     more load to be pipelined, and would then have fewer tiles in flight.
     """
-    seen_from, end, paging = cached
+    seen_from, end, paging = limits
     pages = 0
     if C.paged:
         keys = first_key
@@ -342,13 +342,13 @@ def _pages(page_table, first_key, cached, AHEAD: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _load_keys(source, strides, pages, first_key, cached, WIDTH: tl.constexpr, C: tl.constexpr):
+def _load_keys(source, strides, pages, first_key, limits, WIDTH: tl.constexpr, C: tl.constexpr):
     """A tile ``[tile_n, WIDTH.pad]`` of keys or values of one head; zero before `seen_from`, from `end` on, and beyond
     the columns that there are.
 
     So nothing that is beyond a sequence or freed reaches a product: a weight of 0 would not hide NaN.
     """
-    _seen_from, _end, paging = cached
+    _seen_from, _end, paging = limits
     if C.page > 0:
         keys = (first_key + tl.arange(0, C.tile_n)) % C.page
         places = pages.to(tl.int64) * strides[0] + keys.to(tl.int64) * strides[2]  # [tile_n]
@@ -360,14 +360,14 @@ def _load_keys(source, strides, pages, first_key, cached, WIDTH: tl.constexpr, C
             row = first_key % paging.page_keys
         source += tl.cast(row, tl.int64) * strides[2] * C.key_vector
         pointers = source + tile_offsets(strides[2], C.tile_n, WIDTH, C.key_vector, C.far_rows)
-    inside = _is_key(first_key, cached, C)[:, None] & (tl.arange(0, WIDTH.pad) < WIDTH)[None, :]
+    inside = _is_key(first_key, limits, C)[:, None] & (tl.arange(0, WIDTH.pad) < WIDTH)[None, :]
     return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
-def _is_key(first_key, cached, C: tl.constexpr):
+def _is_key(first_key, limits, C: tl.constexpr):
     """The keys of a tile from `seen_from` to `end`: bool ``[tile_n]``."""
-    seen_from, end, _paging = cached
+    seen_from, end, _paging = limits
     is_key = first_key + tl.arange(0, C.tile_n) < end
     if C.frees_keys:
         is_key = is_key & (first_key + tl.arange(0, C.tile_n) >= seen_from)
