@@ -54,7 +54,7 @@ FEW = 3
 """An integer with so many values at most is a choice, like a flag."""
 QUICK = GLUON_VARIANTS
 """Variants that a CPU runs as quickly with any head_dim."""
-TRIED = 12
+TRIED = 24
 """Cases of a kind, the cheapest, that a choice which is still to be seen with it is tried on."""
 SHORT = 64
 """Cases of fewer keys take a further turn only where there is no other."""
