@@ -161,9 +161,9 @@ def test_a_digest_is_of_the_launch_too():
 
     base = Exported(kernel="kernel", seconds=0, cubin=cubin(b"\1" * 16), threads=128, dynamic_smem_bytes=1024)
     changes = ({"threads": 256}, {"dynamic_smem_bytes": 0}, {"cubin": cubin(b"\2" * 16)})
-    others = [replace(base, **change) for change in changes]
+    others = [base._replace(**change) for change in changes]
     assert len({digest_of(it) for it in (base, *others)}) == 4
-    assert digest_of(replace(base, kernel="renamed", seconds=1)) == digest_of(base)
+    assert digest_of(base._replace(kernel="renamed", seconds=1)) == digest_of(base)
 
 
 # ---------------------------------------------------------------- which

@@ -195,8 +195,8 @@ def test_a_kind_of_score_without_a_cell_follows_the_other():
     options = with_score(Operands(q, q, q), Options(), None, torch.ones(32), None, None)
     problem = Problem.of_operands(*options)
     plain = cell(direction="backward", triton=3.0, cuda=2.0)
-    softcap = replace(plain, score="softcap", tflops=(("cuda", 3.0), ("triton", 2.0)))
-    alibi = replace(plain, score="alibi", tflops=(("cutile", 3.0), ("triton", 2.0)))
+    softcap = plain._replace(score="softcap", tflops=(("cuda", 3.0), ("triton", 2.0)))
+    alibi = plain._replace(score="alibi", tflops=(("cutile", 3.0), ("triton", 2.0)))
     for cells, best in (((plain,), "triton"), ((plain, softcap), "cuda"), ((plain, softcap, alibi), "cutile")):
         assert preferred_order(problem, SM90, "backward", cells)[0][0] == best
 

@@ -200,7 +200,7 @@ def settled(problem: Problem, arch: Arch, config: OnePassConfig) -> OnePassConfi
         shares = next((it for it in (1, *divisors) if tiles * it >= least), divisors[-1])
         return replace(config, shares=shares) if shares > 1 else config
     walk, *_ = config.walks(problem)
-    times = {it: replace(walk, parts=it).time(problem, sms) * (1 + SHARE_COST * (it - 1)) for it in (1, *divisors)}
+    times = {it: walk._replace(parts=it).time(problem, sms) * (1 + SHARE_COST * (it - 1)) for it in (1, *divisors)}
     best = min(divisors, key=lambda it: times[it])
     return replace(config, shares=best) if times[1] > SHARES_GAIN * times[best] else config
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from multiattn import aot
@@ -64,4 +63,4 @@ def _with_sass(kernel: Exported) -> Exported:
     code = disassemble(kernel.cubin)
     if code is None:
         raise RuntimeError("there is no cuobjdump to make SASS with: pip install 'multiattn[inspect]'")
-    return replace(kernel, texts={**kernel.texts, "sass": code.encode()})
+    return kernel._replace(texts={**kernel.texts, "sass": code.encode()})

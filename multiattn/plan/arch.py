@@ -6,9 +6,9 @@ import functools
 import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -107,8 +107,7 @@ MAX_REGISTERS = 255  # of a thread
 GRID_MAX = 2**31 - 1  # blocks of a launch, in x
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Occupancy:
+class Occupancy(NamedTuple):
     """How many blocks of a kernel, and warps of theirs, an SM holds at one time; zero where not even one fits."""
 
     blocks: int
@@ -155,8 +154,7 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
+class Gpu(NamedTuple):
     """One product: what its SMs do per clock, and its stated peak, dense, fp16 and bf16 with fp32 accumulation."""
 
     name: str
@@ -213,7 +211,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("GB10", "sm121", 48, 2.543, 1024, 273, 24, 125.0, ("NVIDIA GB10",),
      "NVIDIA DGX Spark datasheet: an eighth of its sparse FP4 figure, as it states no 16-bit one"),
 )  # fmt: skip
-GPUS = tuple(Gpu(**dict(zip((column.name for column in fields(Gpu)), row, strict=True))) for row in _ROWS)
+GPUS = tuple(Gpu(*row) for row in _ROWS)
 """Products with a row, by the table's short names ("H100 SXM", "GB10": DGX Spark)."""
 
 

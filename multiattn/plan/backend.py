@@ -11,7 +11,8 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 from multiattn.block_mask import BlockCounts
 from multiattn.operands import Operands
@@ -57,8 +58,7 @@ class Launcher(Protocol):
         """Launch. The first launch may compile, where the language compiles for the tensors themselves."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
+class Exported(NamedTuple):
     """One kernel of a launch, compiled to run elsewhere, with what its compiler wrote on the way."""
 
     kernel: str
@@ -69,7 +69,7 @@ class Exported:
     """Threads of a block; None where only the cubin says."""
     dynamic_smem_bytes: int = 0
     """Shared memory that a launch asks for, beside the static part that the cubin has."""
-    texts: Mapping[str, bytes] = field(default_factory=dict)
+    texts: Mapping[str, bytes] = MappingProxyType({})
     """Intermediate code that was asked for, by kind: ``ptx``, ``ttgir``, ``tileir``."""
     remarks: str = ""
     """Remarks of cuTile's compiler on its choices, in YAML."""
@@ -166,8 +166,7 @@ class PlannedCall:
         return self.plan.config
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TunedChoice:
+class TunedChoice(NamedTuple):
     """A variant that was measured on the user's own GPU, near a problem, with its best config there."""
 
     variant: str

@@ -101,8 +101,7 @@ Bound = Any
 Fact = Callable[[Case], Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Condition:
+class Condition(NamedTuple):
     """How a field of a rule, its bound, is compared with one fact of a case."""
 
     fact: Fact

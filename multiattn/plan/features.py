@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from multiattn.block_mask import BlockSpec
 from multiattn.layout import VECTOR_BYTES
@@ -15,8 +14,7 @@ Keys = Literal["dense", "packed", "cache", "pages"]
 """Where a kernel finds keys and values: in ``[B, H, S, D]``, in a packed batch, in a cache, in pages of a cache."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Features:
+class Features(NamedTuple):
     """All of a problem that constants and names of kernels, conditions of rules and capabilities may depend on.
 
     Two problems with equal features take the same code with the same config. Numbers that kernels are told when they

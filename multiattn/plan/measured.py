@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Literal, NamedTuple
 
@@ -41,8 +40,7 @@ _UNPACKED = 0.5
 """How much farther a cell of ``[B, H, S, D]`` is from a packed batch. A guess."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredCell:
+class MeasuredCell(NamedTuple):
     """One measured problem: TFLOPS of each backend on one GPU."""
 
     arch: str
@@ -97,7 +95,7 @@ class MeasuredCell:
     @property
     def place(self) -> MeasuredCell:
         """The cell without what differs between GPUs."""
-        return replace(self, gpu="", date="", tflops=())
+        return self._replace(gpu="", date="", tflops=())
 
     def apart(self, problem: Problem) -> str:
         """The sizes in which a problem differs, in words."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from multiattn.problem import Problem
 
@@ -32,8 +31,7 @@ TILES_LOOKED_AT = 128
 """The most tiles of a head under a mask that are looked at; of more every n-th is."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Walk:
+class Walk(NamedTuple):
     """A kernel of a launch as waves have it."""
 
     owns: Side

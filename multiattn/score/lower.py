@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from multiattn.score import integers
 from multiattn.score.arithmetic import BINARY, UNARY
@@ -48,8 +48,7 @@ SCALE = "scale"
 Kind = Literal["f32", "pointer", "stride", "size"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AuxField:
+class AuxField(NamedTuple):
     """One value that a kernel takes for a program.
 
     A derived scalar (``f32``), the address of the tensor in `slot` (``pointer``), or its stride in elements or its size
@@ -62,8 +61,7 @@ class AuxField:
     axis: int = -1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadSlope:
+class LoadSlope(NamedTuple):
     """How a modified score moves with an element of a captured tensor."""
 
     load: Node

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from multiattn.score.arithmetic import DType
 from multiattn.score.expression import Node, walk
@@ -23,8 +23,7 @@ _LONGEST = 72
 """Characters of an expression within another one; a longer one gets a name, and so does one that is used again."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Language:
+class Language(NamedTuple):
     """How one language writes what kernels compute.
 
     `ops` has a format for each operation, with ``{0}``, ``{1}`` and ``{2}`` for its arguments; one named with a type,

@@ -22,8 +22,7 @@ from multiattn.score.trace import Tracer
 from multiattn.score.transforms import apart, requires_grad
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Captured:
+class Captured(NamedTuple):
     """A captured tensor as code depends on it: its dtype and rank, not its sizes, strides or address."""
 
     dtype: torch.dtype

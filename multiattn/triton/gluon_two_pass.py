@@ -73,7 +73,7 @@ class GluonTwoPassConfig(Config):
     def walks(self, problem: Problem) -> tuple[Walk, ...]:
         """The kernel of dq, and that of dk and dv."""
         keys = self.walk("kv", *product_pieces(problem), products=4, begin=6)
-        return replace(keys, owns="q", rows=BLOCK_QUERIES, products=3), keys
+        return keys._replace(owns="q", rows=BLOCK_QUERIES, products=3), keys
 
 
 def smem_bytes(config: GluonTwoPassConfig, problem: Problem) -> int:

@@ -90,19 +90,18 @@ _ON_GPU: Mapping[str, str] = MappingProxyType(
 _FMOD = "from triton.language.extra.libdevice import fmod\n"
 _COMPILED = replace(
     _TRITON,
-    language=replace(LANGUAGE, load=_load_on_gpu, ops=_ON_GPU),
+    language=LANGUAGE._replace(load=_load_on_gpu, ops=_ON_GPU),
     header=f"{_TRITON.header}\nfrom multiattn.triton.kernels.elements import load_in_place\n",
 )
 """Not for the interpreter."""
 _IN_PLACE = replace(
     _COMPILED,
-    language=replace(LANGUAGE, load=lambda *it: _load(*it).replace("tl.load", "load_in_place", 1), ops=_ON_GPU),
+    language=LANGUAGE._replace(load=lambda *it: _load(*it).replace("tl.load", "load_in_place", 1), ops=_ON_GPU),
 )
 """For walks over listed blocks. Where Triton chooses the threads of a load of a value for each key, it may move all
 that is computed of scores to them, too."""
 _GLUON = PythonDialect(
-    language=replace(
-        LANGUAGE,
+    language=LANGUAGE._replace(
         ops=MappingProxyType(
             {**_ON_GPU, "distance": "distance({0}, {1})", "scaled_distance": "scaled_distance({0}, {1}, {2})"}
         ),
