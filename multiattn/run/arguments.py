@@ -73,7 +73,7 @@ _FORWARD = (*_batched(*_INPUTS), *_LISTS, *_OPTIONS, Argument("needs_grad", "boo
 FORWARD, FORWARD_MAX = Signature(_FORWARD, _RESULTS), Signature(_FORWARD, f"{_RESULTS}, Tensor max")
 BACKWARD = Signature((*_batched(*_READ), _DLSE, *_OPTIONS), _GRADIENTS)
 CAPTURED_BACKWARD = Signature((*_batched(*_READ), *_LISTS, _DLSE, *_OPTIONS), f"{_GRADIENTS}, Tensor[] dcaptured")
-KVCACHE, KVCACHE_MAX = (
-    Signature((*_batched(*_INPUTS), *_LISTS, *_OPTIONS), results) for results in (_RESULTS, f"{_RESULTS}, Tensor max")
+KVCACHE = Signature(
+    (*_batched(*_INPUTS), *_LISTS, *_OPTIONS, Argument("return_max", "bool", False)), f"{_RESULTS}, Tensor max"
 )
-FORWARDS, WITH_MAX = (FORWARD, FORWARD_MAX), (FORWARD_MAX, KVCACHE_MAX)
+FORWARDS = (FORWARD, FORWARD_MAX)

@@ -1,11 +1,11 @@
 """``torch.ops.multiattn``: attention as PyTorch's tracers and transforms see it.
 
 `torch.compile`, `torch.export`, `torch.func` and dispatch modes take ``fmha_forward``, ``fmha_backward`` and
-``fmha_kvcache``, or where row maxima are asked ``fmha_forward_max`` and ``fmha_kvcache_max``. Plain eager calls go
-around them, to the same launchers (`run.autograd`). Each op has a fake (its results' exact sizes and strides), a rule
-for `torch.vmap` and a FLOP count, all by the table of its arguments (`run.arguments`). The forward has a gradient,
-attention over caches has none. The ops plan when they run, on real tensors: a graph compiled for dynamic shapes asks
-for the tiles of each length that it meets.
+``fmha_kvcache``, or where row maxima are asked ``fmha_forward_max``. Plain eager calls go around them, to the same
+launchers (`run.autograd`). Each op has a fake (its results' exact sizes and strides), a rule for `torch.vmap` and a
+FLOP count, all by the table of its arguments (`run.arguments`). The forward has a gradient, attention over caches has
+none. The ops plan when they run, on real tensors: a graph compiled for dynamic shapes asks for the tiles of each length
+that it meets.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from multiattn.run.arguments import (
     FORWARD_MAX,
     FORWARDS,
     KVCACHE,
-    KVCACHE_MAX,
-    WITH_MAX,
     Signature,
 )
-from multiattn.run.calls import Ready, get_backward, get_forward
+from multiattn.run.calls import get_backward, get_forward
 from multiattn.run.execute import run_backward, run_forward, run_forward_with_max
 from multiattn.run.flops import register_when_counted
 from multiattn.run.values import are_read
@@ -53,7 +51,7 @@ _WithCaptured = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, li
 # ---------------------------------------------------------------- arguments
 
 
-def _call_of(given: Mapping[str, Any], *, row_max: bool = False) -> tuple[Operands, Options]:
+def _call_of(given: Mapping[str, Any]) -> tuple[Operands, Options]:
     """The operands and options of an op's arguments by name."""
     blocks, batching = given["blocks"], given["batching"]
     options = Options(
@@ -69,7 +67,7 @@ def _call_of(given: Mapping[str, Any], *, row_max: bool = False) -> tuple[Operan
         backend=given["backend"],
         variant=given["variant"],
         deterministic=given["deterministic"],
-        row_max=row_max,
+        row_max=given.get("return_max", False),
     )
     own: dict[str, Any] = {name: it for name, it in given.items() if name in Operands._fields}
     own["captured"] = tuple(given.get("captured", ()))
@@ -102,6 +100,7 @@ def _arguments(op: Signature, operands: Operands, options: Options, *, needs_gra
         "variant": options.variant,
         "deterministic": options.deterministic,
         "needs_grad": needs_grad,
+        "return_max": options.row_max,
     }
     return [given[name] if name in given else getattr(operands, name) for name in op.names]
 
@@ -113,9 +112,9 @@ def call_forward_op(operands: Operands, options: Options, wants_grad: bool) -> _
 
 
 def call_kvcache_op(operands: Operands, options: Options) -> _Results:
-    """Results of `kvcache_op` for the inputs among `operands`, or of `kvcache_max_op`."""
-    op = kvcache_max_op if options.row_max else kvcache_op
-    return tuple(op(*_arguments(KVCACHE, operands, options)))
+    """Results of `kvcache_op` for the inputs among `operands`, without a maximum that has no element."""
+    out, lse, *largest = kvcache_op(*_arguments(KVCACHE, operands, options))
+    return (out, lse, *largest) if options.row_max else (out, lse)
 
 
 def call_backward_op(operands: Operands, options: Options) -> tuple[torch.Tensor | None, ...]:
@@ -134,35 +133,37 @@ def call_backward_op(operands: Operands, options: Options) -> tuple[torch.Tensor
 # ---------------------------------------------------------------- what the ops do
 
 
-def _forward(signature: Signature, *arguments: Any) -> _Results:
+def _forward(return_max: bool, *arguments: Any) -> _Results:
     """Results of `multiattn.fmha`. With `needs_grad` a problem whose backward cannot run is refused here."""
-    given = signature.bind(arguments)
-    operands, options = _call_of(given, row_max=signature in WITH_MAX)
+    given = FORWARD.bind(arguments, {"return_max": return_max})
+    operands, options = _call_of(given)
     ready = get_forward(operands, options, given["needs_grad"])
     _check_values(operands, options)
-    return _run(ready, operands, options)
+    return run_forward_with_max(ready, operands) if return_max else run_forward(ready, operands)
 
 
-def _kvcache(signature: Signature, *arguments: Any) -> _Results:
-    """Results of `multiattn.fmha_kvcache`; packed queries are ``[1, Hq, T, D]`` here."""
-    operands, options = _call_of(signature.bind(arguments), row_max=signature in WITH_MAX)
+def _kvcache(*arguments: Any) -> _Results:
+    """Results of `multiattn.fmha_kvcache`; packed queries are ``[1, Hq, T, D]`` here.
+
+    An op's result cannot be None: a maximum that nobody asks for has no element.
+    """
+    operands, options = _call_of(KVCACHE.bind(arguments))
     check_cache(_rows_of_q(operands), operands.k, operands.v, operands.indices, operands.sinks)
     _check_values(operands, options)
-    return _run(get_forward(operands, options), operands, options)
+    ready = get_forward(operands, options)
+    if options.row_max:
+        return run_forward_with_max(ready, operands)
+    return *run_forward(ready, operands), operands.q.new_empty(0, dtype=torch.float32)
 
 
-def _run(ready: Ready, operands: Operands, options: Options) -> _Results:
-    return run_forward_with_max(ready, operands) if options.row_max else run_forward(ready, operands)
-
-
-def _backward(signature: Signature, *arguments: Any) -> _Gradients:
+def _backward(*arguments: Any) -> _Gradients:
     """Gradients of `multiattn.fmha_backward`; dsinks without sinks has no element, as an op's result cannot be None."""
-    return _gradients(*_call_of(signature.bind(arguments)))[0]
+    return _gradients(*_call_of(BACKWARD.bind(arguments)))[0]
 
 
-def _captured_backward(signature: Signature, *arguments: Any) -> _WithCaptured:
+def _captured_backward(*arguments: Any) -> _WithCaptured:
     """Gradients of a call with `captured` tensors or `indices`: dcaptured are those of the tensors in `slots`."""
-    gradients, of_captured = _gradients(*_call_of(signature.bind(arguments)))
+    gradients, of_captured = _gradients(*_call_of(CAPTURED_BACKWARD.bind(arguments)))
     return *gradients, of_captured
 
 
@@ -212,16 +213,17 @@ def _fake_results(operands: Operands, options: Options) -> _Results:
     return out, *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(1 + options.row_max))
 
 
-def _fake_forward(signature: Signature, *arguments: Any) -> _Results:
-    operands, options = _call_of(signature.bind(arguments), row_max=signature in WITH_MAX)
+def _fake_forward(return_max: bool, *arguments: Any) -> _Results:
+    operands, options = _call_of(FORWARD.bind(arguments, {"return_max": return_max}))
     check_inputs(*operands.qkv, operands.sinks)
     return _fake_results(operands, options)
 
 
-def _fake_kvcache(signature: Signature, *arguments: Any) -> _Results:
-    operands, options = _call_of(signature.bind(arguments), row_max=signature in WITH_MAX)
+def _fake_kvcache(*arguments: Any) -> _Results:
+    operands, options = _call_of(KVCACHE.bind(arguments))
     check_cache(_rows_of_q(operands), operands.k, operands.v, operands.indices, operands.sinks)
-    return _fake_results(operands, options)
+    found = _fake_results(operands, options)
+    return found if options.row_max else (*found, operands.q.new_empty(0, dtype=torch.float32))
 
 
 def _fake_gradients(operands: Operands, options: Options) -> _Gradients:
@@ -232,12 +234,12 @@ def _fake_gradients(operands: Operands, options: Options) -> _Gradients:
     return dq, dk, dv, operands.q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
-def _fake_backward(signature: Signature, *arguments: Any) -> _Gradients:
-    return _fake_gradients(*_call_of(signature.bind(arguments)))
+def _fake_backward(*arguments: Any) -> _Gradients:
+    return _fake_gradients(*_call_of(BACKWARD.bind(arguments)))
 
 
-def _fake_captured_backward(signature: Signature, *arguments: Any) -> _WithCaptured:
-    operands, options = _call_of(signature.bind(arguments))
+def _fake_captured_backward(*arguments: Any) -> _WithCaptured:
+    operands, options = _call_of(CAPTURED_BACKWARD.bind(arguments))
     wanted = [operands.captured[slot] for slot in options.gradient_slots]
     return *_fake_gradients(operands, options), [it.new_empty(it.shape) for it in wanted]
 
@@ -322,7 +324,7 @@ def _flops(signature: Signature, *arguments: Any, **named: Any) -> int:
         seq_q = seq_q // batch if batching.has_packed_queries else seq_q
         seq_kv = seq_kv // batch if is_packed else seq_kv * shapes.get("page_table", (1, 1))[1]
     pairs = Band(given["left"], given["right"]).count_pairs(seq_q, seq_kv)
-    per_pair = flops_per_pair(head_dim, given["v"][3], backward=signature not in (*FORWARDS, KVCACHE, KVCACHE_MAX))
+    per_pair = flops_per_pair(head_dim, given["v"][3], backward=signature not in (*FORWARDS, KVCACHE))
     return int(batch * heads * pairs) * per_pair
 
 
@@ -331,21 +333,22 @@ def _flops(signature: Signature, *arguments: Any, **named: Any) -> int:
 
 def _op(name: str, signature: Signature, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """The op of a table, with all that follows from it."""
-    schema, its_run = signature.schema, functools.partial(run, signature)
-    op = torch.library.custom_op(f"multiattn::{name}", its_run, mutates_args=(), schema=schema, tags=_KEEP_STRIDES)
-    op.register_fake(functools.partial(fake, signature))
+    schema = signature.schema
+    op = torch.library.custom_op(f"multiattn::{name}", run, mutates_args=(), schema=schema, tags=_KEEP_STRIDES)
+    op.register_fake(fake)
     op.register_vmap(functools.partial(_map, op, signature))
     register_when_counted(getattr(torch.ops.multiattn, name), functools.partial(_flops, signature))
     return op
 
 
-forward_op = _op("fmha_forward", FORWARD, _forward, _fake_forward)
-forward_max_op = _op("fmha_forward_max", FORWARD_MAX, _forward, _fake_forward)
+forward_op, forward_max_op = (
+    _op(name, signature, functools.partial(_forward, asks), functools.partial(_fake_forward, asks))
+    for name, signature, asks in (("fmha_forward", FORWARD, False), ("fmha_forward_max", FORWARD_MAX, True))
+)
 backward_op = _op("fmha_backward", BACKWARD, _backward, _fake_backward)
 # An op of its own: `is_grads_batched` maps none that takes a list, and a plain call must not lack it.
 captured_backward_op = _op("fmha_backward_captured", CAPTURED_BACKWARD, _captured_backward, _fake_captured_backward)
 kvcache_op = _op("fmha_kvcache", KVCACHE, _kvcache, _fake_kvcache)
-kvcache_max_op = _op("fmha_kvcache_max", KVCACHE_MAX, _kvcache, _fake_kvcache)
 
 
 # ---------------------------------------------------------------- gradients
